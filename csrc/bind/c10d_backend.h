@@ -1,0 +1,105 @@
+// torch.distributed's backend over any engine. It knows engines by their interface alone.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "bind/c10d_task.h"
+#include "bind/c10d_work.h"
+
+namespace ringcomm {
+
+using c10::intrusive_ptr;
+using WorkPtr = intrusive_ptr<c10d::Work>;
+
+// A synchronous call (asyncOp = false) runs in the caller's thread and returns null, which torch.distributed takes
+// for "already done"; an asynchronous one, and every send and receive, returns an AsyncWork.
+class Backend final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds limit) : c10d::Backend::Options("ringcomm", limit) {}
+  };
+
+  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "ringcomm"; }
+  intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+  intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                     const intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+  // Memory that the peers read and write in place.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }  // only the cpu has no index
+  Tensor allocateTensor(long count, at::TensorOptions options) override;
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void setSequenceNumberForGroup() override { sequence_ = 0; }
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_rows,
+                        std::vector<std::int64_t>& input_rows, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+ private:
+  Site site(const char* title) const { return {title, rank_, size_}; }
+  bool deferred(bool async) const { return async || coalescing_; }
+  // Runs or submits prepared calls; `outputs` is what the Work's result and future hold.
+  WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList outputs);
+  WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList outputs);
+  intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site);
+  void run(Task& task);
+  Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
+                      std::chrono::milliseconds timeout);
+  Task allgather_task(const Site& site, const Tensors& outputs, const Tensor& input, bool async,
+                      std::chrono::milliseconds timeout);
+  Task reduce_scatter_task(const Site& site, Tensor& output, const Tensor& input,
+                           const c10d::ReduceScatterOptions& opts, bool async);
+  WorkPtr receive(Tensors& tensors, const Site& site, c10d::OpType type, int peer, int tag);
+  std::uint64_t global_rank(int rank) const;
+  std::vector<int> missing_at_barrier(std::chrono::milliseconds limit, bool all);
+
+  std::shared_ptr<Engine> engine_;
+  intrusive_ptr<Options> options_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> coalescing_{false};
+  intrusive_ptr<AsyncWork> coalesced_;  // the calls since startCoalescing
+  // The last child and its key: torch splits once for each device type, and this backend serves all of them.
+  std::string split_key_;
+  c10::weak_intrusive_ptr<c10d::Backend> split_child_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,109 @@
+// From tensors to one call of an engine: checks, element units, contiguous stand-ins, copies back. Nothing is sent
+// here.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "core/engine.h"
+#include "core/error.h"
+
+namespace ringcomm {
+
+using Tensor = at::Tensor;
+using Tensors = std::vector<at::Tensor>;
+
+// A mistake in the caller's arguments that has a Python class of its own in ringcomm.errors.
+class __attribute__((visibility("default"))) ArgumentError : public Error {
+ public:
+  ArgumentError(const char* python_class, const std::string& message)
+      : Error(ErrorCode::kInvalid, message), python_class_(python_class) {}
+  const char* python_class() const { return python_class_; }
+
+ private:
+  const char* python_class_;
+};
+
+// Which call on which rank: `title` is the profiler's name of the call, "ringcomm:all_reduce".
+struct Site {
+  static constexpr std::size_t kPrefix = sizeof("ringcomm:") - 1;
+  const char* title;
+  int rank;
+  int world_size;
+  const char* call() const { return title + kPrefix; }
+  template <typename... Parts>
+  [[noreturn]] void refuse(const char* python_class, const Parts&... parts) const {
+    throw ArgumentError(python_class, concat(call(), ": rank ", rank, " ", parts...));
+  }
+};
+
+// The engine's milliseconds, where 0 means the communicator's own limit, as a negative or zero limit does in c10d.
+inline std::int64_t engine_timeout(std::chrono::milliseconds limit) { return limit.count() > 0 ? limit.count() : 0; }
+
+// Copies every stand-in to the tensor that it stands for.
+using WriteBack = std::vector<std::pair<Tensor, Tensor>>;
+void write_back(const WriteBack& pairs);
+
+// One call in preparation. Tensors that are not plain memory get a contiguous stand-in; `keep` holds what must live
+// until the call ends, which for a synchronous call is only the stand-ins.
+class Task {
+ public:
+  Task(const Site& site, Op op, bool async, std::chrono::milliseconds timeout) : site_(site), async_(async) {
+    call.op = op;
+    call.timeout_ms = engine_timeout(timeout);
+  }
+
+  // The element type: of a call that only moves (bytes, where the engine has no such type) or of one that reduces.
+  void moves(const Tensor& tensor);
+  void reduces(const Tensor& tensor, const c10d::ReduceOp& op);
+
+  void root(std::int64_t rank);
+  std::size_t count(const Tensor& tensor) const { return static_cast<std::size_t>(tensor.numel()) * scale_; }
+  std::size_t count(std::int64_t elements) const { return static_cast<std::size_t>(elements) * scale_; }
+
+  // Checks a tensor and gives its address, to be read, written, or both.
+  const void* reads(const Tensor& tensor);
+  void* writes(const Tensor& tensor);
+  void* updates(const Tensor& tensor);
+  void reads(const Tensors& tensors);   // into call.input_parts
+  void writes(const Tensors& tensors);  // into call.output_parts
+
+  // Copies the input where it shares bytes with the output, unless it lies `in_place`, where an engine expects it.
+  void separate(std::size_t input_count, std::size_t output_count, bool in_place);
+  void separate_parts();  // the same for parts: in place is this rank's own part, except in all_to_all
+
+  // Whether the first dimension divides by the ranks.
+  bool even(const Tensor& tensor) const { return tensor.dim() > 0 && tensor.size(0) % site_.world_size == 0; }
+  // Splits one tensor along its first dimension into one part for each rank.
+  void split(std::vector<Part>& parts, const Tensor& tensor, void* data, const std::vector<std::int64_t>& rows,
+             const char* side);
+
+  const Site& site() const { return site_; }
+
+  Call call;
+  Tensors keep;
+  WriteBack pairs;
+
+ private:
+  void check(const Tensor& tensor) const;
+  void check_type(const Tensor& tensor) const;
+  bool plain(const Tensor& tensor) const { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+  void* stand_in(const Tensor& tensor, bool read, bool write);
+  void* keep_alive(const Tensor& tensor);
+  void* own_copy(const void* data, std::size_t nbytes);
+  void premultiply(const c10d::ReduceOp& op);
+
+  Site site_;
+  bool async_;
+  c10::ScalarType type_ = c10::ScalarType::Undefined;
+  std::size_t scale_ = 1;  // engine elements in one element of the tensors
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,52 @@
+// The Work of asynchronous calls: one or several requests of the engine that end as one.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "bind/c10d_task.h"
+
+namespace ringcomm {
+
+// Life of a Work:
+//
+//   add, add, ...   each submits one call; the callback of its request holds a reference to the Work, so that the
+//                   tensors live until the engine is done with them even if nobody else keeps the Work
+//   seal            nothing more is added
+//   settle          the engine ends a call; the last one copies stand-ins back, finishes the Work and its future
+class AsyncWork final : public c10d::Work {
+ public:
+  // `title` names the span for the profiler; null while nothing is profiling.
+  AsyncWork(int rank, c10d::OpType type, const char* title, std::uint64_t sequence)
+      : c10d::Work(rank, type, title), sequence_(sequence) {}
+
+  void add(Engine& engine, Task&& task, at::TensorList outputs);
+  void seal() { settle(nullptr); }
+
+  int sourceRank() const override;
+  Tensors result() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  void settle(std::exception_ptr error);
+  void end();
+  bool claim_future();
+  void complete_future();
+
+  const std::uint64_t sequence_;
+  std::atomic<int> pending_{1};  // calls in flight, and one for `seal`
+  std::vector<std::shared_ptr<Request>> requests_;
+  Tensors outputs_, keep_;
+  WriteBack pairs_;
+  std::exception_ptr error_;  // guarded by mutex_, as is all that follows
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool python_future_ = false, future_claimed_ = false;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,366 @@
+// Floor 2: `_C`, the torch-free Python module. Integers and bytes go in, integers and bytes come out; the GIL is free
+// while a call runs. `run_plain` takes arrays and is a plain C function: it is called once per small array, and finding
+// out in Python what the array is would cost more than the call, as would a dispatch by signature.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <climits>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "bind/error_class.h"
+#include "bind/plain_array.h"
+#include "core/engine.h"
+#include "core/error.h"
+#include "core/schedule.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+namespace {
+
+using Parts = std::vector<std::pair<std::uintptr_t, std::size_t>>;
+constexpr const char* kCapsule = "ringcomm.Engine";
+
+// ---- errors --------------------------------------------------------------------------------------------------------
+
+void set_python_error(const Error& error) {
+  const py::object type = py::module_::import("ringcomm.errors").attr(error_class(error.code()));
+  PyErr_SetString(type.ptr(), error.what());
+}
+
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const Error& error) {
+    set_python_error(error);
+  }
+}
+
+// ---- calls ---------------------------------------------------------------------------------------------------------
+
+std::unique_ptr<Engine> make_engine(const std::string& kind, int rank, int world_size, std::int64_t timeout_ms,
+                                    std::size_t slot_bytes) {
+  if (kind != "cpu")
+    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine '", kind,
+         "', this build has: cpu; pass engine='cpu' or install a build that has it");
+  EngineOptions options;
+  if (timeout_ms > 0) options.timeout_ms = timeout_ms;
+  options.slot_bytes = slot_bytes;
+  return make_cpu_engine(rank, world_size, options);
+}
+
+template <typename Enum>
+Enum checked(int value, Enum last, const char* what) {
+  if (value < 0 || value > static_cast<int>(last))
+    fail(ErrorCode::kInvalid, what, " is ", value, ", expected 0 to ", static_cast<int>(last),
+         "; take the numbers from the tables of this module");
+  return static_cast<Enum>(value);
+}
+
+std::vector<Part> to_parts(const std::optional<Parts>& parts) {
+  std::vector<Part> result;
+  if (parts)
+    for (const auto& [address, count] : *parts) result.push_back({reinterpret_cast<void*>(address), count});
+  return result;
+}
+
+Call make_call(int op, int dtype, int reduce_op, int algorithm, int root, int tag, std::uintptr_t input,
+               std::uintptr_t output, std::size_t count, double factor, std::int64_t timeout_ms,
+               const std::optional<Parts>& input_parts, const std::optional<Parts>& output_parts) {
+  Call call;
+  call.op = checked(op, Op::kRecv, "op");
+  call.dtype = checked(dtype, DType::kBool, "dtype");
+  call.reduce_op = checked(reduce_op, ReduceOp::kBxor, "reduce_op");
+  call.algorithm = checked(algorithm, Algorithm::kOneshot, "algorithm");
+  call.root = root;
+  call.tag = tag;
+  call.input = reinterpret_cast<const void*>(input);
+  call.output = reinterpret_cast<void*>(output);
+  call.count = count;
+  call.factor = factor;
+  call.timeout_ms = timeout_ms;
+  call.input_parts = to_parts(input_parts);
+  call.output_parts = to_parts(output_parts);
+  return call;
+}
+
+template <typename... Args>
+int run(Engine& engine, Args... args) {
+  const Call call = make_call(args...);
+  const py::gil_scoped_release release;
+  return engine.run(call);
+}
+
+template <typename... Args>
+std::shared_ptr<Request> submit(Engine& engine, Args... args) {
+  Call call = make_call(args...);
+  const py::gil_scoped_release release;
+  return engine.submit(std::move(call));
+}
+
+// Every rank's byte string, by rank: lengths first, then all strings padded to the longest.
+std::vector<py::bytes> exchange(Engine& engine, const std::string& payload) {
+  const std::size_t world_size = static_cast<std::size_t>(engine.world_size());
+  std::vector<std::int64_t> lengths(world_size);
+  std::string gathered;
+  std::size_t longest = 0;
+  {
+    const py::gil_scoped_release release;
+    const std::int64_t length = static_cast<std::int64_t>(payload.size());
+    Call call;
+    call.op = Op::kAllGather;
+    call.dtype = DType::kInt64;
+    call.input = &length;
+    call.output = lengths.data();
+    call.count = 1;
+    engine.run(call);
+    for (const std::int64_t each : lengths) longest = larger(longest, static_cast<std::size_t>(each));
+    std::string padded = payload;
+    padded.resize(longest);
+    gathered.resize(longest * world_size);
+    call.dtype = DType::kUInt8;
+    call.input = padded.data();
+    call.output = gathered.data();
+    call.count = longest;
+    engine.run(call);
+  }
+  std::vector<py::bytes> result;
+  for (std::size_t r = 0; r < world_size; ++r)
+    result.emplace_back(gathered.data() + r * longest, static_cast<std::size_t>(lengths[r]));
+  return result;
+}
+
+// ---- the short way -------------------------------------------------------------------------------------------------
+
+template <typename Enum>
+std::optional<Enum> named(PyObject* text, Enum last) {
+  if (PyUnicode_Check(text))
+    for (int i = 0; i <= static_cast<int>(last); ++i)
+      if (PyUnicode_CompareWithASCIIString(text, name(static_cast<Enum>(i))) == 0) return static_cast<Enum>(i);
+  return std::nullopt;
+}
+
+std::optional<int> whole_number(PyObject* number) {
+  int overflow = 0;
+  const long value = PyLong_Check(number) ? PyLong_AsLongAndOverflow(number, &overflow) : LONG_MAX;
+  return overflow == 0 && value == static_cast<int>(value) ? std::optional<int>(value) : std::nullopt;
+}
+
+bool is_peer(const Engine& engine, int rank) {
+  return rank >= 0 && rank < engine.world_size() && rank != engine.rank();
+}
+
+// Whether the ends of a call fit each other: element types, shapes, and memory that is apart or in place.
+bool fit(const Engine& engine, Op op, const PlainArray& input, const PlainArray& output) {
+  const int ranks = engine.world_size();
+  const bool gathers = op == Op::kAllGather, scatters = op == Op::kReduceScatter;
+  const PlainArray &whole = gathers ? output : input, &part = gathers ? input : output;
+  if (input.dtype() != output.dtype()) return false;
+  if (gathers || scatters ? !whole.holds(part, ranks) : !whole.has_shape_of(part)) return false;
+  if (op == Op::kAllToAll && (whole.num_dims() == 0 || whole.extent(0) % ranks != 0)) return false;
+  const std::size_t place = gathers || scatters ? part.nbytes() * static_cast<std::size_t>(engine.rank()) : 0;
+  return !whole.overlaps(part) || part.data() == whole.data() + place;
+}
+
+// Fills `call` from arguments that were checked as the long way checks them. False: they need the long way.
+bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, PlainArray& output, Call& call) {
+  const std::optional<Op> op = named(args[0], Op::kRecv);
+  const std::optional<ReduceOp> reduce_op = named(args[1], ReduceOp::kBxor);
+  const bool any_source = op == Op::kRecv && args[2] == Py_None;
+  const std::optional<int> root = any_source ? kAnySource : whole_number(args[2]), tag = whole_number(args[3]);
+  if (!op || !reduce_op || !root || !tag) return false;
+  call.op = *op;
+  call.reduce_op = *reduce_op;
+  call.root = *root;
+  call.tag = *tag;
+  const bool sends = *op == Op::kSend, receives = *op == Op::kRecv;
+  switch (*op) {
+    case Op::kBarrier:
+      return true;
+    case Op::kSend:
+    case Op::kRecv:
+      if (!any_source && !is_peer(engine, *root)) return false;
+      break;
+    case Op::kBroadcast:
+      if (!is_peer(engine, *root) && *root != engine.rank()) return false;
+      break;
+    case Op::kAllReduce:
+    case Op::kReduceScatter:
+    case Op::kAllGather:
+    case Op::kAllToAll:
+      break;
+    default:  // an end that only the root has
+      return false;
+  }
+  const bool in_place = args[4] == args[5];
+  if (!sends && !output.read(args[5], true)) return false;
+  if (!receives && !in_place && !input.read(args[4], false)) return false;
+  const PlainArray &from = in_place || receives ? output : input, &to = sends ? input : output;
+  const bool reduces = *op == Op::kAllReduce || *op == Op::kReduceScatter;
+  if (reduces && (*reduce_op == ReduceOp::kPremulSum || !supports(to.dtype(), *reduce_op))) return false;
+  if (!sends && !receives && !fit(engine, *op, from, to)) return false;
+  call.dtype = to.dtype();
+  call.input = receives ? nullptr : from.data();
+  call.output = sends ? nullptr : to.data();
+  call.count = from.count() < to.count() ? from.count() : to.count();
+  if (*op == Op::kAllToAll) call.count /= static_cast<std::size_t>(engine.world_size());
+  return true;
+}
+
+// Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
+PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  if (num_args != 6) return PyErr_Format(PyExc_TypeError, "run_plain takes 6 arguments, got %zd", num_args);
+  try {
+    Engine& engine = *py::handle(self).cast<Engine*>();
+    PlainArray input, output;
+    Call call;
+    if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
+    int source = -1;
+    {
+      const py::gil_scoped_release release;
+      source = engine.run(call);
+    }
+    return PyLong_FromLong(source);
+  } catch (const Error& error) {
+    set_python_error(error);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef kRunPlain = {
+    "run_plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_plain)), METH_FASTCALL,
+    "run_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> int | None\n\n"
+    "A call on plain arrays with every default: the source of a recv, else -1. None: nothing was done, the arguments "
+    "need preparation, or a word about what is wrong with them."};
+
+// ---- the module ----------------------------------------------------------------------------------------------------
+
+py::capsule to_capsule(const std::shared_ptr<Engine>& engine) {
+  return py::capsule(new std::shared_ptr<Engine>(engine), kCapsule, [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule, kCapsule));
+  });
+}
+
+// An engine may still wait for its own threads when it goes, and they must not meet a held GIL.
+std::shared_ptr<Engine> share_beside_python(std::unique_ptr<Engine> engine) {
+  std::shared_ptr<Engine> owner = share(std::move(engine));
+  Engine* const raw = owner.get();
+  return std::shared_ptr<Engine>(raw, [owner = std::move(owner)](Engine*) mutable {
+    if (!PyGILState_Check()) return owner.reset();
+    const py::gil_scoped_release release;
+    owner.reset();
+  });
+}
+
+void define_engine(py::module_& m) {
+  py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine", "One rank of one communicator; see core/engine.h.");
+  engine
+      .def(py::init(
+               [](const std::string& kind, int rank, int world_size, std::int64_t timeout_ms, std::size_t slot_bytes) {
+                 return share_beside_python(make_engine(kind, rank, world_size, timeout_ms, slot_bytes));
+               }),
+           py::arg("kind"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_ms") = 0,
+           py::arg("slot_bytes") = 0)
+      .def_property_readonly("kind", &Engine::kind)
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("world_size", &Engine::world_size)
+      .def_property_readonly("aborted", &Engine::aborted)
+      .def_property("timeout_ms", &Engine::timeout, &Engine::set_timeout)
+      .def("handle", [](const Engine& self) { return py::bytes(self.handle()); })
+      .def("connect", &Engine::connect, py::arg("handles"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Engine::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("describe",
+           [](const Engine& self) {
+             py::dict facts;
+             for (const auto& [fact, value] : self.describe()) facts[py::str(fact)] = value;
+             return facts;
+           })
+      .def(
+          "allocate",
+          [](Engine& self, std::size_t nbytes) { return reinterpret_cast<std::uintptr_t>(self.allocate(nbytes)); },
+          py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "release", [](Engine& self, std::uintptr_t data) { self.release(reinterpret_cast<void*>(data)); },
+          py::arg("data"), py::call_guard<py::gil_scoped_release>())
+      .def("exchange", &exchange, py::arg("payload"))
+      .def("capsule", &to_capsule);
+  const auto define_call = [&](const char* method, auto function) {
+    engine.def(method, function, py::arg("op"), py::arg("dtype"), py::arg("reduce_op"), py::arg("algorithm"),
+               py::arg("root"), py::arg("tag"), py::arg("input"), py::arg("output"), py::arg("count"),
+               py::arg("factor") = 1.0, py::arg("timeout_ms") = 0, py::arg("input_parts") = py::none(),
+               py::arg("output_parts") = py::none());
+  };
+  using Address = std::uintptr_t;
+  using OptionalParts = const std::optional<Parts>&;
+  define_call("run", &run<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
+                          OptionalParts, OptionalParts>);
+  define_call("submit", &submit<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
+                                OptionalParts, OptionalParts>);
+  engine.attr(kRunPlain.ml_name) =
+      py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(engine.ptr()), &kRunPlain));
+}
+
+void define_request(py::module_& m) {
+  py::class_<Request, std::shared_ptr<Request>>(m, "Request", "A call in flight.")
+      .def_property_readonly("done", &Request::done)
+      .def_property_readonly("source", &Request::source)
+      .def("wait", &Request::wait, py::arg("timeout_ms") = 0, py::call_guard<py::gil_scoped_release>());
+}
+
+// Names of an enum's values, in order: {name: number}.
+template <typename Enum>
+std::map<std::string, int> table(Enum last) {
+  std::map<std::string, int> numbers;
+  for (int i = 0; i <= static_cast<int>(last); ++i) numbers[name(static_cast<Enum>(i))] = i;
+  return numbers;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = RINGCOMM_VERSION;
+  info["build_type"] = RINGCOMM_BUILD_TYPE;
+  info["compiler"] = __VERSION__;
+  info["engines"] = "cpu";
+  info["instruction_sets"] = RINGCOMM_ISAS;
+#if defined(RINGCOMM_ONLY_DTYPE)
+  info["only"] = "one pair of dtype and reduce op (RINGCOMM_ONLY)";
+#endif
+  return info;
+}
+
+py::tuple ring_step_of(int rank, int world_size, int step) {
+  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(Walk::kAllReduce, world_size))
+    fail(ErrorCode::kInvalid, "ring_step: rank ", rank, " of ", world_size, " at step ", step,
+         " is not on the walk; expected a rank below the world size and a step from 0 to 2(W-1)");
+  const RingStep at = ring_step(rank, world_size, step);
+  return py::make_tuple(at.send_chunk, at.recv_chunk, at.reduce);
+}
+
+}  // namespace
+}  // namespace ringcomm
+
+PYBIND11_MODULE(_C, m) {
+  using namespace ringcomm;
+  m.doc() = "The torch-free core of ringcomm: engines, schedule and tables.";
+  py::register_local_exception_translator(&translate);
+  define_request(m);
+  define_engine(m);
+  m.attr("DTYPES") = table(DType::kBool);
+  m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
+  m.attr("OPS") = table(Op::kRecv);
+  m.attr("ALGORITHMS") = table(Algorithm::kOneshot);
+  m.def("build_info", &build_info, "What this build is and has.");
+  m.def("ring_step", &ring_step_of, py::arg("rank"), py::arg("world_size"), py::arg("step"),
+        "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring walk.");
+  m.def(
+      "supports",
+      [](int dtype, int op) {
+        return supports(checked(dtype, DType::kBool, "dtype"), checked(op, ReduceOp::kBxor, "reduce_op"));
+      },
+      py::arg("dtype"), py::arg("reduce_op"), "Whether a type has a reduction operator.");
+}

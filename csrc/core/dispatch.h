@@ -1,0 +1,66 @@
+// The one switch from run-time (dtype, reduce op) to templates. `RINGCOMM_ONLY_DTYPE` / `RINGCOMM_ONLY_OP` build a
+// single pair, which keeps the edit-compile loop short: cmake -DRINGCOMM_ONLY="float32:sum".
+#pragma once
+
+#include "core/reduce.h"
+
+namespace ringcomm {
+
+// Out of line: this header is compiled for several instruction sets, and must leave nothing behind that a linker could
+// take from the wrong one.
+[[noreturn]] void not_in_this_build(DType dtype, ReduceOp op);
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+template <typename F>
+void dispatch_dtype(DType dtype, F&& body) {
+  switch (dtype) {
+#define X(e, type, text) \
+  case DType::e:         \
+    return body(TypeTag<type>{});
+#if defined(RINGCOMM_ONLY_DTYPE)
+#define RINGCOMM_PICK_DTYPE(e) DType::e == DType::RINGCOMM_ONLY_DTYPE
+#undef X
+#define X(e, type, text)                                                \
+  case DType::e:                                                        \
+    if constexpr (RINGCOMM_PICK_DTYPE(e)) return body(TypeTag<type>{}); \
+    break;
+#endif
+    RINGCOMM_FOR_EACH_DTYPE(X)
+#undef X
+  }
+  not_in_this_build(dtype, ReduceOp::kSum);
+}
+
+// Calls body(TypeTag<T>, Combine) for a supported pair.
+template <typename F>
+void dispatch_reduce(DType dtype, ReduceOp op, F&& body) {
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr bool kBits = std::is_integral_v<typename Element<T>::Acc>;
+    switch (combine_of(op)) {
+#define X(e, Combine)                                                             \
+  case ReduceOp::e:                                                               \
+    if constexpr (kBits || !is_bitwise(ReduceOp::e)) return body(tag, Combine{}); \
+    break;
+#if defined(RINGCOMM_ONLY_OP)
+#undef X
+#define X(e, Combine)                                                                               \
+  case ReduceOp::e:                                                                                 \
+    if constexpr (ReduceOp::e == ReduceOp::RINGCOMM_ONLY_OP && (kBits || !is_bitwise(ReduceOp::e))) \
+      return body(tag, Combine{});                                                                  \
+    break;
+#endif
+      RINGCOMM_FOR_EACH_COMBINE(X)
+#undef X
+      default:
+        break;
+    }
+    not_in_this_build(dtype, op);
+  });
+}
+
+}  // namespace ringcomm

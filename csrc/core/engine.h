@@ -1,0 +1,149 @@
+// What every engine offers to the floors above: one description of a call, and a handful of virtual functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/types.h"
+
+namespace ringcomm {
+
+enum class Op : std::uint8_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kRecv,
+};
+const char* name(Op op);
+
+enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot };
+const char* name(Algorithm algorithm);
+
+// One rank's part of a message that need not lie in one piece.
+struct Part {
+  void* data = nullptr;
+  std::size_t count = 0;  // elements
+};
+
+inline constexpr int kAnySource = -1;
+
+// One call on one rank.
+//
+//   op              input              output             count
+//   all_reduce      count              count              elements of the tensor
+//   broadcast       count at the root  count              elements of the tensor (input may be null elsewhere)
+//   reduce          count              count at the root  elements of the tensor
+//   reduce_scatter  world_size * count count              elements of one rank's part
+//   all_gather      count              world_size * count elements of one rank's part
+//   gather          count              world_size * count at the root
+//   scatter         world_size * count at the root, count
+//   all_to_all      world_size * count world_size * count elements of one part
+//   send            count              -                  root = the destination
+//   recv            -                  count              root = the source, or kAnySource
+//   barrier         -                  -                  0
+//
+// A message of world_size parts may instead be given as `input_parts` / `output_parts` (world_size entries, in rank
+// order, in gather and scatter of `count` elements each, else possibly uneven); the base pointer and count of that side
+// are then ignored, except that the one-part side of an uneven all_gather or reduce_scatter still has its own part's
+// elements in `count`. Every rank passes the same counts, except in all_to_all, where entry p of the input parts of
+// rank r has the count of entry r of the output parts of rank p.
+// Input and output may be the same memory (for reduce_scatter: output = this rank's part of input, for all_gather:
+// input = this rank's part of output), else they must not overlap.
+struct Call {
+  Op op = Op::kBarrier;
+  DType dtype = DType::kUInt8;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+  int root = 0;  // root of a rooted op, peer of send and recv
+  int tag = 0;   // send and recv only; a receive takes the oldest message of its source that has its tag
+  const void* input = nullptr;
+  void* output = nullptr;
+  std::size_t count = 0;
+  double factor = 1.0;  // premul_sum: this rank's values are multiplied by it before the sum
+  std::vector<Part> input_parts;
+  std::vector<Part> output_parts;
+  std::int64_t timeout_ms = 0;  // 0: the communicator's
+  std::uintptr_t stream = 0;    // device engines: the stream to run on
+};
+
+// An asynchronous call in flight.
+class Request {
+ public:
+  virtual ~Request() = default;
+  virtual bool done() const = 0;
+  // Blocks until done, helping to run what is queued; throws the call's error. 0: the call's own time limit decides;
+  // otherwise throws kTimeout after so many milliseconds, the call staying in flight.
+  virtual void wait(std::int64_t timeout_ms = 0) = 0;
+  // `callback` runs once, with the call's error or null: at once if the call is done, else in the thread that ends it.
+  virtual void on_done(std::function<void(std::exception_ptr)> callback) = 0;
+  // Source rank of a finished recv.
+  virtual int source() const = 0;
+};
+
+struct EngineOptions {
+  std::int64_t timeout_ms = 30 * 60 * 1000;  // of every call that names none
+  std::size_t slot_bytes = 0;                // staging slot; 0: the engine's choice
+};
+
+// One rank of one communicator. Construct, pass `handle()` of every rank to `connect` of every rank, call.
+// Collectives run in the order of their calls, whether run or submitted; every rank must make the same calls in the
+// same order. Calls may come from any thread.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual const char* kind() const = 0;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+
+  virtual std::string handle() const = 0;
+  virtual void connect(const std::vector<std::string>& handles) = 0;
+
+  // Returns the source rank of a recv, else -1.
+  virtual int run(const Call& call) = 0;
+  virtual std::shared_ptr<Request> submit(Call call) = 0;
+
+  // Memory that the peers read and write in place. Not a collective. `release` may come in any order, not while a
+  // call uses the memory.
+  virtual void* allocate(std::size_t nbytes) = 0;
+  virtual void release(void* data) = 0;
+
+  // Ends every wait on every rank with `reason`; idempotent, callable from any thread.
+  virtual void abort(const std::string& reason) = 0;
+  virtual bool aborted() const = 0;
+  virtual void set_timeout(std::int64_t timeout_ms) = 0;
+  virtual std::int64_t timeout() const = 0;
+  // Finishes what is queued, collectives and sends; receives still open end with an error. Local: peers may close
+  // later.
+  virtual void close() = 0;
+  // Whether the caller is a thread of this engine, running a callback: such a one must not destroy it.
+  virtual bool runs_this_thread() const = 0;
+  // Facts for people: (name, value) pairs such as ("isa", "avx512").
+  virtual std::vector<std::pair<std::string, std::string>> describe() const = 0;
+};
+
+// Shared ownership that may end in any thread, also in a callback.
+inline std::shared_ptr<Engine> share(std::unique_ptr<Engine> engine) {
+  return std::shared_ptr<Engine>(engine.release(), [](Engine* last) {
+    if (last->runs_this_thread())
+      std::thread([last] { delete last; }).detach();
+    else
+      delete last;
+  });
+}
+
+std::unique_ptr<Engine> make_cpu_engine(int rank, int world_size, const EngineOptions& options);
+
+}  // namespace ringcomm

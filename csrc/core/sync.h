@@ -1,0 +1,69 @@
+// All memory ordering. A flag is a 64-bit counter that one side writes and others read; data written before
+// `store_release` is seen by whoever has seen the new value through `load_acquire`. PTX at system scope on the device,
+// C++ atomics on the host, under the same names.
+#pragma once
+
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace ringcomm {
+
+using Flag = std::uint64_t;  // in memory that several ranks see; naturally aligned
+
+RINGCOMM_HD std::uint64_t load_acquire(const Flag* flag) {
+#if defined(__CUDA_ARCH__)
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+#endif
+}
+RINGCOMM_HD std::uint64_t load_relaxed(const Flag* flag) {
+#if defined(__CUDA_ARCH__)
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_RELAXED);
+#endif
+}
+RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#endif
+}
+
+#if !defined(__CUDA_ARCH__)
+// The store and the loads after it keep their order: for "post, then see whether anyone sleeps".
+inline void store_then_look(Flag* flag, std::uint64_t value) { __atomic_exchange_n(flag, value, __ATOMIC_SEQ_CST); }
+inline std::uint64_t load_after_store(const Flag* flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
+inline std::uint64_t fetch_add(Flag* flag, std::uint64_t value) {
+  return __atomic_fetch_add(flag, value, __ATOMIC_SEQ_CST);
+}
+inline bool claim(Flag* flag, std::uint64_t expected, std::uint64_t desired) {
+  return __atomic_compare_exchange_n(flag, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+inline void store_relaxed(Flag* flag, std::uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
+inline void flip(Flag* flag, std::uint64_t bits) { __atomic_fetch_xor(flag, bits, __ATOMIC_RELAXED); }
+// Makes non-temporal stores visible before the flag that announces them.
+inline void drain_streaming_stores() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#else
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+#endif
+}
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+#endif
+
+}  // namespace ringcomm

@@ -1,0 +1,217 @@
+// Element types and reduction operators: their names, sizes and storage formats. One rounding rule: to nearest, ties
+// to even, NaN kept as a quiet NaN; values past the largest finite one become infinity, or stay the largest in
+// float8_e4m3fn, which has no infinity (as torch 2.13 converts).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace ringcomm {
+
+// X(enumerator, C++ type, public name). The one list of element types.
+#define RINGCOMM_FOR_EACH_DTYPE(X)                        \
+  X(kFloat32, float, "float32")                           \
+  X(kFloat64, double, "float64")                          \
+  X(kFloat16, ::ringcomm::Float16, "float16")             \
+  X(kBFloat16, ::ringcomm::BFloat16, "bfloat16")          \
+  X(kFloat8E4M3, ::ringcomm::Float8E4M3, "float8_e4m3fn") \
+  X(kFloat8E5M2, ::ringcomm::Float8E5M2, "float8_e5m2")   \
+  X(kInt8, std::int8_t, "int8")                           \
+  X(kInt16, std::int16_t, "int16")                        \
+  X(kInt32, std::int32_t, "int32")                        \
+  X(kInt64, std::int64_t, "int64")                        \
+  X(kUInt8, std::uint8_t, "uint8")                        \
+  X(kBool, ::ringcomm::Bool, "bool")
+
+// X(enumerator, public name). The one list of reduction operators.
+#define RINGCOMM_FOR_EACH_REDUCE_OP(X) \
+  X(kSum, "sum")                       \
+  X(kAvg, "avg")                       \
+  X(kProd, "prod")                     \
+  X(kMin, "min")                       \
+  X(kMax, "max")                       \
+  X(kPremulSum, "premul_sum")          \
+  X(kBand, "band")                     \
+  X(kBor, "bor")                       \
+  X(kBxor, "bxor")
+
+enum class DType : std::uint8_t {
+#define X(e, type, text) e,
+  RINGCOMM_FOR_EACH_DTYPE(X)
+#undef X
+};
+enum class ReduceOp : std::uint8_t {
+#define X(e, text) e,
+  RINGCOMM_FOR_EACH_REDUCE_OP(X)
+#undef X
+};
+
+namespace bits {
+template <typename To, typename From>
+RINGCOMM_HD To cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+}  // namespace bits
+
+// Storage types. `widen` is exact, `narrow` rounds once.
+struct BFloat16 {
+  std::uint16_t raw;
+};
+struct Float16 {
+  std::uint16_t raw;
+};
+struct Float8E4M3 {
+  std::uint8_t raw;
+};
+struct Float8E5M2 {
+  std::uint8_t raw;
+};
+struct Bool {
+  std::uint8_t raw;
+};
+
+RINGCOMM_HD float widen(BFloat16 x) { return bits::cast<float>(static_cast<std::uint32_t>(x.raw) << 16); }
+RINGCOMM_HD BFloat16 narrow(float x, BFloat16*) {
+  const std::uint32_t u = bits::cast<std::uint32_t>(x);
+  const std::uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const std::uint32_t quiet_nan = 0x7fc0u;
+  return {static_cast<std::uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+}
+
+// Widening of a small float with `kMantissa` stored bits below `kExponent` exponent bits: place the bits in a float
+// and let one multiplication fix the bias, which also normalises subnormals.
+template <int kExponent, int kMantissa>
+RINGCOMM_HD float widen_ieee(std::uint32_t raw) {
+  constexpr int kBits = kExponent + kMantissa;
+  constexpr std::uint32_t kBias = (1u << (kExponent - 1)) - 1;
+  constexpr std::uint32_t kInfinity = ((1u << kExponent) - 1) << kMantissa;
+  const std::uint32_t magnitude = raw & ((1u << kBits) - 1);
+  const std::uint32_t sign = (raw >> kBits) << 31;
+  const float scale = bits::cast<float>((254u - kBias) << 23);  // 2^(127 - bias)
+  const float value = bits::cast<float>(magnitude << (23 - kMantissa)) * scale;
+  const std::uint32_t finite = bits::cast<std::uint32_t>(value);
+  const std::uint32_t special =
+      0x7f800000u | (magnitude << (23 - kMantissa)) | (magnitude > kInfinity ? 0x400000u : 0u);
+  return bits::cast<float>(sign | (magnitude >= kInfinity ? special : finite));
+}
+RINGCOMM_HD float widen(Float16 x) { return widen_ieee<5, 10>(x.raw); }
+RINGCOMM_HD float widen(Float8E5M2 x) { return widen_ieee<5, 2>(x.raw); }
+RINGCOMM_HD float widen(Float8E4M3 x) {  // no infinity; only S.1111.111 is NaN
+  const std::uint32_t magnitude = x.raw & 0x7fu;
+  const float value = bits::cast<float>(magnitude << 20) * bits::cast<float>((254u - 7u) << 23);
+  const std::uint32_t finite = bits::cast<std::uint32_t>(value);
+  return bits::cast<float>((static_cast<std::uint32_t>(x.raw >> 7) << 31) |
+                           (magnitude == 0x7fu ? 0x7fc00000u : finite));
+}
+
+// Rounds |x| to `kMantissa` stored bits with smallest normal exponent `1 - kBias`; the result is the raw magnitude,
+// which carries on past the largest exponent (the caller clamps).
+template <int kMantissa, int kBias>
+RINGCOMM_HD std::uint32_t narrow_magnitude(std::uint32_t u) {
+  constexpr int kShift = 23 - kMantissa;
+  constexpr std::uint32_t kSmallestNormal = static_cast<std::uint32_t>(127 - kBias + 1) << 23;
+  // Subnormals: adding this float aligns the wanted bits at the bottom of the mantissa and rounds them to even.
+  constexpr std::uint32_t kMagic = static_cast<std::uint32_t>(127 - kBias + 1 + kShift) << 23;
+  const float aligned = bits::cast<float>(u) + bits::cast<float>(kMagic);
+  const std::uint32_t subnormal = bits::cast<std::uint32_t>(aligned) - kMagic;
+  const std::uint32_t rebias = static_cast<std::uint32_t>(127 - kBias) << 23;
+  const std::uint32_t normal = (u - rebias + ((1u << (kShift - 1)) - 1) + ((u >> kShift) & 1u)) >> kShift;
+  return u < kSmallestNormal ? subnormal : normal;
+}
+RINGCOMM_HD Float16 narrow(float x, Float16*) {
+  const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
+  const std::uint32_t finite = narrow_magnitude<10, 15>(u);
+  const std::uint32_t clamped = u >= 0x477ff000u ? 0x7c00u : finite;  // 65520 and above round to infinity
+  const std::uint32_t magnitude = u > 0x7f800000u ? 0x7e00u : clamped;
+  return {static_cast<std::uint16_t>((u > 0x7f800000u ? 0u : (all >> 16) & 0x8000u) | magnitude)};
+}
+RINGCOMM_HD Float8E5M2 narrow(float x, Float8E5M2*) {
+  const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
+  const std::uint32_t finite = narrow_magnitude<2, 15>(u);
+  const std::uint32_t clamped = u >= 0x47700000u ? 0x7cu : finite;  // 61440 and above round to infinity
+  const std::uint32_t magnitude = u > 0x7f800000u ? 0x7fu : clamped;
+  return {static_cast<std::uint8_t>((u > 0x7f800000u ? 0u : (all >> 24) & 0x80u) | magnitude)};
+}
+RINGCOMM_HD Float8E4M3 narrow(float x, Float8E4M3*) {
+  const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
+  const std::uint32_t finite = narrow_magnitude<3, 7>(u);
+  const std::uint32_t clamped = u >= 0x43f00000u || finite > 0x7eu ? 0x7eu : finite;  // 448 is the largest
+  const bool nan = u > 0x7f800000u;
+  return {static_cast<std::uint8_t>((nan ? 0u : (all >> 24) & 0x80u) | (nan ? 0x7fu : clamped))};
+}
+
+// What a type is added up in, and how it gets there and back.
+template <typename T>
+struct Element {
+  using Acc = T;
+  RINGCOMM_HD static Acc load(T x) { return x; }
+  RINGCOMM_HD static T store(Acc x) { return x; }
+};
+template <typename T>
+struct NarrowFloat {
+  using Acc = float;
+  RINGCOMM_HD static Acc load(T x) { return widen(x); }
+  RINGCOMM_HD static T store(Acc x) { return narrow(x, static_cast<T*>(nullptr)); }
+};
+template <>
+struct Element<Float16> : NarrowFloat<Float16> {};
+template <>
+struct Element<BFloat16> : NarrowFloat<BFloat16> {};
+template <>
+struct Element<Float8E4M3> : NarrowFloat<Float8E4M3> {};
+template <>
+struct Element<Float8E5M2> : NarrowFloat<Float8E5M2> {};
+template <>
+struct Element<Bool> {
+  using Acc = bool;
+  RINGCOMM_HD static Acc load(Bool x) { return x.raw != 0; }
+  RINGCOMM_HD static Bool store(Acc x) { return {static_cast<std::uint8_t>(x)}; }
+};
+
+RINGCOMM_HD constexpr std::size_t element_bytes(DType dtype) {
+  switch (dtype) {
+#define X(e, type, text) \
+  case DType::e:         \
+    return sizeof(type);
+    RINGCOMM_FOR_EACH_DTYPE(X)
+#undef X
+  }
+  return 0;
+}
+inline const char* name(DType dtype) {
+  switch (dtype) {
+#define X(e, type, text) \
+  case DType::e:         \
+    return text;
+    RINGCOMM_FOR_EACH_DTYPE(X)
+#undef X
+  }
+  return "?";
+}
+inline const char* name(ReduceOp op) {
+  switch (op) {
+#define X(e, text)  \
+  case ReduceOp::e: \
+    return text;
+    RINGCOMM_FOR_EACH_REDUCE_OP(X)
+#undef X
+  }
+  return "?";
+}
+
+RINGCOMM_HD constexpr bool is_float(DType dtype) { return dtype <= DType::kFloat8E5M2; }
+RINGCOMM_HD constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBand; }
+
+// Which operators a type has: bitwise ones need integers, averages numbers, a factor fractions.
+RINGCOMM_HD constexpr bool supports(DType dtype, ReduceOp op) {
+  if (is_float(dtype)) return !is_bitwise(op);
+  if (dtype == DType::kBool) return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum;
+  return op != ReduceOp::kPremulSum;
+}
+
+}  // namespace ringcomm

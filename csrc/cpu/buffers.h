@@ -1,0 +1,61 @@
+// A call's memory as byte addresses: whole messages, or parts per rank wherever they lie.
+#pragma once
+
+#include "core/engine.h"
+#include "core/link.h"
+
+namespace ringcomm::cpu {
+
+class Parts {
+ public:
+  Parts(const void* base, std::size_t count, const std::vector<Part>& list, std::size_t element)
+      : base_(static_cast<char*>(const_cast<void*>(base))), count_(count), list_(list), element_(element) {}
+
+  char* data(int rank) const {
+    return list_.empty() ? base_ + rank * count_ * element_ : static_cast<char*>(list_[rank].data);
+  }
+  std::size_t count(int rank) const { return list_.empty() ? count_ : list_[rank].count; }
+  bool contiguous() const { return list_.empty(); }
+  // The longest part; `world_size` of them.
+  std::size_t longest(int world_size) const {
+    std::size_t most = 0;
+    for (int r = 0; r < world_size; ++r) most = count(r) > most ? count(r) : most;
+    return most;
+  }
+  std::size_t total(int world_size) const {
+    std::size_t sum = 0;
+    for (int r = 0; r < world_size; ++r) sum += count(r);
+    return sum;
+  }
+  // What the ranks compare: the total of equal parts, or a mark with a hash of the sizes.
+  std::uint64_t agreed(int world_size) const {
+    std::uint64_t hash = 0;
+    bool equal = true;
+    for (int r = 0; r < world_size; ++r) {
+      hash = (hash ^ count(r)) * 0xbf58476d1ce4e5b9u;
+      hash ^= hash >> 29;
+      equal = equal && count(r) == count(0);
+    }
+    return equal ? total(world_size) : hash | kUneven;
+  }
+
+ private:
+  char* base_;
+  std::size_t count_;
+  const std::vector<Part>& list_;
+  std::size_t element_;
+};
+
+inline Parts input_parts(const Call& call) {
+  return {call.input, call.count, call.input_parts, element_bytes(call.dtype)};
+}
+inline Parts output_parts(const Call& call) {
+  return {call.output, call.count, call.output_parts, element_bytes(call.dtype)};
+}
+
+// Whether the ranks have to tell each other what they send. Nothing at all says nothing about the others.
+inline bool uneven_all_to_all(const Call& call) {
+  return !call.input_parts.empty() || !call.output_parts.empty() || call.count == 0;
+}
+
+}  // namespace ringcomm::cpu

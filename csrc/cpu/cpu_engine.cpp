@@ -1,0 +1,153 @@
+// The cpu engine: ranks are processes or threads of one host, and the bytes go through shared memory.
+#include <pthread.h>
+
+#include <atomic>
+
+#include "core/engine.h"
+#include "core/error.h"
+#include "cpu/collectives.h"
+#include "cpu/group.h"
+#include "cpu/heap.h"
+#include "cpu/kernels.h"
+#include "cpu/p2p.h"
+#include "cpu/work_queue.h"
+
+namespace ringcomm {
+
+namespace cpu {
+namespace {
+
+// Counts the forks between the first engine's process and this one.
+std::atomic<int> generation{0};
+
+int current_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
+  (void)registered;
+  return generation.load(std::memory_order_relaxed);
+}
+
+bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv; }
+
+class CpuEngine final : public Engine {
+ public:
+  CpuEngine(int rank, int world_size, const EngineOptions& options)
+      : generation_(current_generation()),
+        group_(rank, world_size, options),
+        heap_(group_),
+        collectives_(group_, heap_),
+        p2p_(std::make_unique<PointToPoint>(group_)),
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); })) {}
+
+  // Without close() nobody waits for what is still in flight: the peers are told instead of left waiting.
+  ~CpuEngine() override {
+    if (forked()) {  // the threads are not here, and a lock may have been held when the process was copied
+      queue_.release();
+      p2p_.release();
+      group_.disown();
+      return;
+    }
+    if (!closed_.load() && !(queue_->idle() && p2p_->idle()))
+      group_.abort(concat("rank ", rank(), " went away with calls in flight"));
+    close();
+  }
+
+  const char* kind() const override { return "cpu"; }
+  int rank() const override { return group_.rank(); }
+  int world_size() const override { return group_.world_size(); }
+  std::string handle() const override { return group_.handle(); }
+  void connect(const std::vector<std::string>& handles) override { group_.connect(handles, group_.timeout_ms); }
+
+  int run(const Call& call) override {
+    check(call);
+    if (point_to_point(call.op)) return p2p_->run(call);
+    queue_->run(call);
+    return -1;
+  }
+  std::shared_ptr<Request> submit(Call call) override {
+    check(call);
+    return point_to_point(call.op) ? p2p_->submit(std::move(call)) : queue_->submit(std::move(call));
+  }
+
+  void* allocate(std::size_t nbytes) override {
+    if (forked())
+      fail(ErrorCode::kInvalid, "empty: rank ", rank(),
+           " was called in a forked process; make a communicator in the child");
+    return heap_.allocate(nbytes);
+  }
+  // A forked child lets go of its view of the memory and the group; what is shared belongs to the parent.
+  void release(void* data) override {
+    if (!forked()) heap_.release(data);
+  }
+  void abort(const std::string& reason) override {
+    if (!forked()) group_.abort(reason);
+  }
+  bool aborted() const override { return group_.aborted(); }
+  void set_timeout(std::int64_t timeout_ms) override {
+    if (timeout_ms <= 0)
+      fail(ErrorCode::kInvalid, "timeout: rank ", rank(), " expected more than 0 ms, got ", timeout_ms);
+    group_.timeout_ms = timeout_ms;
+  }
+  std::int64_t timeout() const override { return group_.timeout_ms; }
+
+  void close() override {
+    if (forked() || closed_.exchange(true)) return;
+    queue_->stop();
+    p2p_->stop();
+  }
+
+  bool runs_this_thread() const override { return queue_->runs_this_thread() || p2p_->runs_this_thread(); }
+
+  std::vector<std::pair<std::string, std::string>> describe() const override {
+    return {{"engine", "cpu"},
+            {"isa", kernels().isa},
+            {"ranks", group_.shares_address_space() ? "threads" : "processes"},
+            {"cores", std::to_string(available_cores())},
+            {"slot_bytes", std::to_string(group_.slot_bytes())},
+            {"order", "canonical"}};
+  }
+
+ private:
+  bool forked() const { return generation_ != generation.load(std::memory_order_relaxed); }
+
+  void check(const Call& call) const {
+    if (closed_.load(std::memory_order_relaxed))
+      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
+           " expected an open communicator, got a closed one; create a new one");
+    if (!group_.connected())
+      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
+           " expected a connected engine; exchange handles and call connect first");
+    if (forked())
+      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
+           " was called in a process forked after the communicator was made; make a communicator in the child, or "
+           "start it with spawn");
+    check_call(call, rank(), world_size());
+  }
+
+  const int generation_;
+  Group group_;
+  Heap heap_;
+  Collectives collectives_;
+  std::unique_ptr<PointToPoint> p2p_;
+  std::unique_ptr<WorkQueue> queue_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace
+}  // namespace cpu
+
+std::unique_ptr<Engine> make_cpu_engine(int rank, int world_size, const EngineOptions& options) {
+  if (world_size < 1 || world_size > cpu::kMaxWorldSize)
+    fail(ErrorCode::kInvalid, "cpu engine: expected a world_size of 1 to ", cpu::kMaxWorldSize, ", got ", world_size);
+  if (rank < 0 || rank >= world_size)
+    fail(ErrorCode::kInvalid, "cpu engine: expected a rank below ", world_size, ", got ", rank);
+  const bool fits = options.slot_bytes >= 64u * (world_size + 1) && options.slot_bytes <= 64u << 20;
+  if (options.slot_bytes && (options.slot_bytes % 4096 != 0 || !fits))
+    fail(ErrorCode::kInvalid,
+         "cpu engine: expected slots of a multiple of 4096 bytes, from 64 per rank and 64 more to 64 MiB, got ",
+         options.slot_bytes);
+  if (options.timeout_ms <= 0)
+    fail(ErrorCode::kInvalid, "cpu engine: expected a positive timeout, got ", options.timeout_ms, " ms");
+  return std::make_unique<cpu::CpuEngine>(rank, world_size, options);
+}
+
+}  // namespace ringcomm

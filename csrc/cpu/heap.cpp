@@ -1,0 +1,84 @@
+#include "cpu/heap.h"
+
+#include "core/error.h"
+#include "core/schedule.h"
+
+namespace ringcomm::cpu {
+
+namespace {
+
+constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are taken as they are touched
+constexpr std::size_t kAlign = 4096;             // pages are given back whole
+constexpr std::size_t kHugePage = 2u << 20;
+
+std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+void* Heap::take(Arena& arena, std::size_t nbytes) {
+  for (auto it = arena.free.begin(); it != arena.free.end(); ++it) {
+    const auto [offset, available] = *it;
+    if (available < nbytes) continue;
+    arena.free.erase(it);
+    if (available > nbytes) arena.free.emplace(offset + nbytes, available - nbytes);
+    arena.used.emplace(offset, nbytes);
+    return arena.memory.data() + offset;
+  }
+  return nullptr;
+}
+
+void* Heap::allocate(std::size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::size_t rounded = round_up(larger(nbytes, 1), kAlign);
+  for (auto& arena : arenas_)
+    if (void* data = take(*arena, rounded)) return data;
+  auto arena = std::make_unique<Arena>();
+  arena->memory = SharedMemory::create("ringcomm-arena", round_up(larger(rounded, kArenaBytes), kHugePage));
+  arena->number = group_.add_arena(arena->memory);
+  arena->free.emplace(0, arena->memory.nbytes());
+  arenas_.push_back(std::move(arena));
+  return take(*arenas_.back(), rounded);
+}
+
+void Heap::release(void* data) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& arena : arenas_) {
+    const char* base = arena->memory.data();
+    if (data < base || data >= base + arena->memory.nbytes()) continue;
+    const auto used = arena->used.find(static_cast<char*>(data) - base);
+    if (used == arena->used.end()) break;
+    auto [offset, nbytes] = *used;
+    arena->used.erase(used);
+    arena->memory.discard(offset, nbytes);
+    auto after = arena->free.lower_bound(offset);
+    if (after != arena->free.end() && offset + nbytes == after->first) {
+      nbytes += after->second;
+      after = arena->free.erase(after);
+    }
+    if (after != arena->free.begin()) {
+      auto before = std::prev(after);
+      if (before->first + before->second == offset) {
+        before->second += nbytes;
+        return;
+      }
+    }
+    arena->free.emplace(offset, nbytes);
+    return;
+  }
+  fail(ErrorCode::kInvalid, "release: rank ", group_.rank(), " expected memory from allocate, got ", data,
+       "; release it once, on the communicator it came from");
+}
+
+Location Heap::locate(const void* data, std::size_t nbytes) const {
+  if (group_.shares_address_space()) return {-1, 1, reinterpret_cast<std::uint64_t>(data)};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& arena : arenas_) {
+    const char* base = arena->memory.data();
+    const char* begin = static_cast<const char*>(data);
+    if (begin >= base && begin + nbytes <= base + arena->memory.nbytes())
+      return {arena->number, 1, static_cast<std::uint64_t>(begin - base)};
+  }
+  return {-1, 0, 0};
+}
+
+}  // namespace ringcomm::cpu

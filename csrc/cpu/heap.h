@@ -1,0 +1,38 @@
+// Memory that the peers can reach: arenas of shared memory, announced once, handed out in pieces.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cpu/group.h"
+
+namespace ringcomm::cpu {
+
+class Heap {
+ public:
+  explicit Heap(Group& group) : group_(group) {}
+
+  void* allocate(std::size_t nbytes);
+  void release(void* data);
+  // Where [data, data + nbytes) lies for peers; private memory is not visible.
+  Location locate(const void* data, std::size_t nbytes) const;
+  bool empty() const { return arenas_.empty(); }
+
+ private:
+  struct Arena {
+    SharedMemory memory;
+    int number;
+    std::map<std::size_t, std::size_t> free;  // offset -> bytes
+    std::map<std::size_t, std::size_t> used;
+  };
+
+  void* take(Arena& arena, std::size_t nbytes);
+
+  Group& group_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+}  // namespace ringcomm::cpu

@@ -1,0 +1,68 @@
+// Runs one rank's collectives one at a time in the order of their calls: in the caller's thread where nothing is
+// queued, else in whichever thread comes first, the progress thread or one that waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/engine.h"
+
+namespace ringcomm::cpu {
+
+// The state that every request has; its end is announced once.
+class RequestBase : public Request {
+ public:
+  bool done() const override { return done_.load(std::memory_order_acquire); }
+  void on_done(std::function<void(std::exception_ptr)> callback) override;
+  int source() const override { return source_; }
+
+ protected:
+  void finish(std::exception_ptr error);
+  void rethrow() const;
+
+  int source_ = -1;
+
+ private:
+  std::atomic<bool> done_{false};
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  std::vector<std::function<void(std::exception_ptr)>> callbacks_;
+};
+
+class WorkQueue {
+ public:
+  explicit WorkQueue(std::function<void(const Call&)> execute) : execute_(std::move(execute)) {}
+  ~WorkQueue() { stop(); }
+
+  void run(const Call& call);
+  std::shared_ptr<Request> submit(Call call);
+  bool idle() const { return waiting_.load() == 0 && !busy_.load(); }
+  bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
+  // Lets the progress thread finish what is queued, and ends it.
+  void stop();
+
+ private:
+  class Item;
+
+  void run_queued(std::unique_lock<std::mutex>& lock);
+  void wait(Item& item, std::int64_t timeout_ms);
+  void progress();
+  void let_go();
+
+  const std::function<void(const Call&)> execute_;
+  std::atomic<bool> busy_{false};  // some thread is executing
+  std::atomic<int> waiting_{0};    // queued items, and threads blocked on the condition
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Item>> items_;
+  std::thread thread_;
+  bool stopping_ = false;
+};
+
+}  // namespace ringcomm::cpu

@@ -1,0 +1,144 @@
+"""ringcomm: collective communication for PyTorch and NumPy on hand-written ring primitives.
+
+    import ringcomm
+
+    comm = ringcomm.init()                # under torchrun; or ringcomm.run_ranks(fn, 4)
+    comm.all_reduce(x)                    # torch, NumPy, DLPack
+    torch.distributed.init_process_group("ringcomm")
+
+Importing this imports neither torch nor NumPy. The torch.distributed backend registers itself as soon as
+torch.distributed has been imported, before or after.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+import importlib.abc as _abc
+import importlib.machinery as _machinery
+import sys as _sys
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+__version__ = "0.1.0"
+
+if _TYPE_CHECKING:
+    from ringcomm import errors as errors
+    from ringcomm import schedule as schedule
+    from ringcomm._C import build_info as build_info
+    from ringcomm.communicator import Communicator as Communicator
+    from ringcomm.data_parallel import DistributedDataParallel as DistributedDataParallel
+    from ringcomm.errors import AbortedError as AbortedError
+    from ringcomm.errors import ClosedError as ClosedError
+    from ringcomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from ringcomm.errors import DeviceError as DeviceError
+    from ringcomm.errors import DtypeError as DtypeError
+    from ringcomm.errors import EngineError as EngineError
+    from ringcomm.errors import InvalidArgumentError as InvalidArgumentError
+    from ringcomm.errors import MismatchError as MismatchError
+    from ringcomm.errors import RankFailedError as RankFailedError
+    from ringcomm.errors import RingcommError as RingcommError
+    from ringcomm.errors import ShapeError as ShapeError
+    from ringcomm.errors import UnsupportedError as UnsupportedError
+    from ringcomm.launch import run_ranks as run_ranks
+    from ringcomm.rendezvous import init as init
+    from ringcomm.work import Work as Work
+
+_HOMES = {
+    "AbortedError": "errors",
+    "ClosedError": "errors",
+    "CollectiveTimeoutError": "errors",
+    "Communicator": "communicator",
+    "DeviceError": "errors",
+    "DistributedDataParallel": "data_parallel",
+    "DtypeError": "errors",
+    "EngineError": "errors",
+    "InvalidArgumentError": "errors",
+    "MismatchError": "errors",
+    "RankFailedError": "errors",
+    "RingcommError": "errors",
+    "ShapeError": "errors",
+    "UnsupportedError": "errors",
+    "Work": "work",
+    "build_info": "_C",
+    "errors": "errors",
+    "init": "rendezvous",
+    "run_ranks": "launch",
+    "schedule": "schedule",
+}
+
+__all__ = [
+    "AbortedError",
+    "ClosedError",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "DeviceError",
+    "DistributedDataParallel",
+    "DtypeError",
+    "EngineError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "RankFailedError",
+    "RingcommError",
+    "ShapeError",
+    "UnsupportedError",
+    "Work",
+    "__version__",
+    "build_info",
+    "errors",
+    "init",
+    "run_ranks",
+    "schedule",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
+    module = _importlib.import_module(f"ringcomm.{home}")
+    value = module if home == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    dunders = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *dunders})
+
+
+# ---- the torch.distributed backend -------------------------------------------------------------------------------
+
+_TORCH_DISTRIBUTED = "torch.distributed"
+
+
+def _register_backend() -> None:
+    if hasattr(_sys.modules[_TORCH_DISTRIBUTED], "Backend"):  # not in a torch that was built without it
+        _importlib.import_module("ringcomm.backend").register()
+
+
+class _AfterTorchDistributed(_abc.MetaPathFinder):
+    """Finds torch.distributed where it is, and registers the backend once it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: _Any = None, target: _ModuleType | None = None
+    ) -> _machinery.ModuleSpec | None:
+        if fullname != _TORCH_DISTRIBUTED:
+            return None
+        _sys.meta_path.remove(self)
+        spec = _machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run_module = spec.loader.exec_module
+
+            def run_and_register(module: _ModuleType) -> None:
+                run_module(module)
+                _register_backend()
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _TORCH_DISTRIBUTED in _sys.modules:
+    _register_backend()
+else:
+    _sys.meta_path.insert(0, _AfterTorchDistributed())

@@ -1,0 +1,143 @@
+"""The ``ringcomm`` backend of :mod:`torch.distributed`.
+
+``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything built on process
+groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs over ringcomm's engines without a change.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ringcomm import errors
+from ringcomm.errors import DeviceError as DeviceError
+from ringcomm.errors import DtypeError as DtypeError
+from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.errors import ShapeError as ShapeError
+
+if TYPE_CHECKING:
+    from ringcomm import _C, _c10d
+
+NAME = "ringcomm"
+DEVICES = ["cpu", "cuda"]
+
+
+# What goes wrong between the ranks of a process group is both ringcomm's error and torch.distributed's.
+class CollectiveTimeoutError(errors.CollectiveTimeoutError, dist.DistBackendError):
+    """A wait of a process group outlived its limit; the group is aborted."""
+
+
+class AbortedError(errors.AbortedError, dist.DistBackendError):
+    """A rank of the process group gave up; the group is aborted."""
+
+
+class MismatchError(errors.MismatchError, dist.DistBackendError):
+    """The ranks of the process group called different things; the group is aborted."""
+
+
+class EngineError(errors.EngineError, dist.DistBackendError):
+    """The operating system refused something that the process group needs."""
+
+
+def register() -> None:
+    """Make ``"ringcomm"`` a backend of :mod:`torch.distributed`, for cpu and cuda devices. Idempotent.
+
+    Cost: one dictionary entry; the extension is loaded when the first process group is made.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+
+
+def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.Options | None = None) -> _c10d.Backend:
+    """Make one rank of a process group; torch calls it once on every rank of the group.
+
+    Returns: the backend, connected to that of every other rank.
+    Raises:  InvalidArgumentError: ``pg_options`` of another backend. CollectiveTimeoutError: a rank did not come within
+             the group's timeout. UnsupportedError: this installation has no torch extension.
+    """
+    extension = _extension()
+    if pg_options is None:
+        pg_options = extension.Backend.Options(options.timeout)
+    elif not isinstance(pg_options, extension.Backend.Options):
+        raise InvalidArgumentError(
+            f"init_process_group: rank {options.group_rank} got pg_options of {type(pg_options).__name__}, expected "
+            f"None or ringcomm._c10d.Backend.Options; leave pg_options out"
+        )
+    pg_options._timeout = options.timeout
+    pg_options.group_name = options.group_id
+    pg_options.global_ranks_in_group = options.global_ranks_in_group
+    engine = _connect(options.store, NAME, options.group_rank, options.group_size, options.timeout)
+    return extension.Backend(engine.capsule(), pg_options)
+
+
+def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.Options) -> _c10d.Backend:
+    """Make one rank of a group that is split off another one, whose ranks share ``store``.
+
+    Shapes:  ``options.global_ranks_in_group`` holds the members of the new group, in rank order.
+    Returns: the backend, connected to that of every other rank.
+    Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
+    """
+    world_size = len(options.global_ranks_in_group)
+    engine = _connect(store, f"{NAME}/{prefix}", rank, world_size, options._timeout)
+    return _extension().Backend(engine.capsule(), options)
+
+
+def _extension() -> ModuleType:
+    try:
+        from ringcomm import _c10d
+    except ImportError as error:
+        raise UnsupportedError(
+            f"init_process_group: expected the extension ringcomm._c10d, built against the installed torch "
+            f"{torch.__version__}, got: {error}; reinstall with `pip install --no-build-isolation --force-reinstall "
+            f"--no-deps ringcomm` in this environment"
+        ) from error
+    return _c10d
+
+
+def _connect(store: dist.Store, prefix: str, rank: int, world_size: int, timeout: timedelta) -> _C.Engine:
+    """Make an engine and exchange handles through ``store``."""
+    from ringcomm import _C
+
+    engine = _C.Engine("cpu", rank, world_size, max(1, int(timeout.total_seconds() * 1000)))
+    store = dist.PrefixStore(prefix, store)
+    # A store can outlive a group of the same name: every generation of groups has keys of its own.
+    generation = store.add(f"generation/{rank}", 1)
+    keys = [f"handle/{generation}/{peer}" for peer in range(world_size)]
+    store.set(keys[rank], engine.handle())
+    _await(store, keys, rank, timeout)
+    engine.connect([store.get(key) for key in keys])
+    return engine
+
+
+def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta) -> None:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:  # the stores do not agree on a class
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise CollectiveTimeoutError(
+            f"init_process_group: rank {rank} expected {len(keys)} ranks within {timeout.total_seconds():g} s, got "
+            f"none of {missing}; check that those ranks started and reach the store, then start all ranks again"
+        ) from error
+
+
+__all__ = [
+    "AbortedError",
+    "CollectiveTimeoutError",
+    "DeviceError",
+    "DtypeError",
+    "EngineError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "RingcommError",
+    "ShapeError",
+    "UnsupportedError",
+    "create",
+    "create_in",
+    "register",
+]

@@ -1,0 +1,261 @@
+"""One collective being prepared: its arrays are checked, made contiguous, and written back when it is done.
+
+Every check happens here, before anything is sent, so that a refused call leaves the communicator as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ringcomm import _C
+from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError
+from ringcomm.interop import Array, Dtype, as_array, wire_type
+
+_Key = TypeVar("_Key", bound=str)
+
+
+class Piece:
+    """A run of elements of a contiguous array: one rank's part of a message."""
+
+    __slots__ = ("array", "count", "offset")
+
+    def __init__(self, array: Array, offset: int, count: int) -> None:
+        self.array = array
+        self.offset = offset
+        self.count = count
+
+    @property
+    def address(self) -> int:
+        """Where the run begins."""
+        return self.array.address + self.offset * self.array.dtype.nbytes
+
+
+def whole(array: Array) -> Piece:
+    """All of an array as one piece."""
+    return Piece(array, 0, array.count)
+
+
+def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
+    """Consecutive pieces of ``counts`` rows along dimension 0."""
+    row = math.prod(array.shape[1:])
+    pieces, offset = [], 0
+    for count in counts:
+        pieces.append(Piece(array, offset, count * row))
+        offset += count * row
+    return pieces
+
+
+def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int:
+    """A time limit as the engine takes it; 0 for None, which means the communicator's own."""
+    if timeout is None:
+        return 0
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got timeout {timeout!r}, expected seconds above 0 or a timedelta; pass None for the "
+            "communicator's own limit"
+        )
+    return max(1, math.ceil(seconds * 1e3))
+
+
+class Call:
+    """What one rank asks of one collective, ready for an engine once every array has been named."""
+
+    __slots__ = (
+        *("algorithm", "any_device", "count", "factor", "input", "input_parts", "op", "output", "output_parts"),
+        *("rank", "reduce_op", "result", "root", "tag", "timeout_ms", "wire", "world_size", "writebacks"),
+    )
+
+    def __init__(self, op: str, rank: int, world_size: int, any_device: bool) -> None:
+        self.op = op
+        self.rank = rank
+        self.world_size = world_size
+        self.any_device = any_device
+        self.reduce_op: str | None = None
+        self.algorithm = "auto"
+        self.factor = 1.0
+        self.root = 0
+        self.tag = 0
+        self.timeout_ms = 0
+        self.input: Array | None = None
+        self.output: Array | None = None
+        self.input_parts: list[Piece] | None = None
+        self.output_parts: list[Piece] | None = None
+        self.count = 0
+        self.wire = (_C.DTYPES["uint8"], 1)
+        self.writebacks: list[tuple[Array, Array]] = []
+        self.result: Any = None
+
+    # ---- options -------------------------------------------------------------------------------------------------
+
+    def reduces(self, op: str, factor: float | None) -> None:
+        """Sets the reduction."""
+        self.reduce_op = self.one_of("op", op, _C.REDUCE_OPS)
+        if (factor is not None) != (op == "premul_sum"):
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got op {op!r} with factor {factor!r}; pass a factor with premul_sum, and "
+                "with it alone"
+            )
+        self.factor = 1.0 if factor is None else float(factor)
+
+    def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
+        """``value``, which must be one of the names in ``known``."""
+        if not isinstance(value, str) or value not in known:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what} {value!r}, expected one of {', '.join(known)}; pass "
+                "one of these"
+            )
+        return value
+
+    def peer(self, what: str, value: int) -> int:
+        """``value``, which must be a rank of this communicator."""
+        if not isinstance(value, int) or not 0 <= value < self.world_size:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={value!r}, expected 0 to {self.world_size - 1}; pass a rank "
+                "of this communicator"
+            )
+        return value
+
+    # ---- arrays --------------------------------------------------------------------------------------------------
+
+    def array(self, x: Any) -> Array:
+        """``x`` as it is."""
+        return as_array(x, self.op, self.rank, self.any_device)
+
+    def read(self, x: Any) -> Array:
+        """``x`` as contiguous memory to read."""
+        array = self.array(x)
+        return array if array.contiguous else array.copy()
+
+    def write(self, x: Any) -> Array:
+        """``x`` as contiguous memory to write all of."""
+        array = self._writable(x)
+        return array if array.contiguous else self._write_back(array, array.empty(array.shape))
+
+    def update(self, x: Any) -> Array:
+        """``x`` as contiguous memory to read and write."""
+        array = self._writable(x)
+        return array if array.contiguous else self._write_back(array, array.copy())
+
+    def _writable(self, x: Any) -> Array:
+        array = self.array(x)
+        if not array.writable:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got a read-only array to write to; pass a copy, or out="
+            )
+        if not array.contiguous and array.may_overlap_itself():
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got an output of shape {array.shape} with strides {array.strides}, whose "
+                "elements share memory; pass a contiguous copy"
+            )
+        return array
+
+    def _write_back(self, array: Array, temporary: Array) -> Array:
+        self.writebacks.append((array, temporary))
+        return temporary
+
+    def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
+        """``out``, which must have one of ``shapes`` and the type of ``x``; new memory of the first if it is None."""
+        if out is None:
+            fresh = x.empty(shapes[0])
+            self.result = fresh.data
+            return fresh
+        array = self.write(out)
+        self.same_dtype(x.dtype, array)
+        if array.shape not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got out of shape {array.shape}, expected {expected}; pass out of that "
+                "shape, or none"
+            )
+        self.result = out
+        return array
+
+    def same_dtype(self, dtype: Dtype, *arrays: Array) -> None:
+        """All arrays of one call have one element type."""
+        for array in arrays:
+            if array.dtype != dtype:
+                raise DtypeError(
+                    f"{self.op}: rank {self.rank} got {dtype.name} and {array.dtype.name}; every array of a call must "
+                    "have the same dtype"
+                )
+
+    def same_count(self, what: str, expected: int, got: int) -> None:
+        """Refuses ``what`` when its number of elements is not the expected one."""
+        if expected != got:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got {got} elements as {what}, expected {expected}; pass arrays that match"
+            )
+
+    def divisible(self, x: Array) -> tuple[int, ...]:
+        """The shape of one rank's part of ``x``, cut along dimension 0."""
+        if not x.shape or x.shape[0] % self.world_size:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got shape {x.shape}, expected a first dimension divisible by the world "
+                f"size {self.world_size}; pad it, or use the list form for uneven parts"
+            )
+        return (x.shape[0] // self.world_size, *x.shape[1:])
+
+    def gathered(self, x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes that hold ``x`` of every rank: concatenated along dimension 0, and stacked."""
+        first = x.shape[0] if x.shape else 1
+        return (self.world_size * first, *x.shape[1:]), (self.world_size, *x.shape)
+
+    def separate(self, source: Array, target: Array, in_place_at: int | None = 0) -> Array:
+        """``source``, or a copy of it where it shares memory with ``target`` in another way than a call in place does:
+        the shorter of the two begins ``in_place_at`` elements into the longer. None: no such call in place."""
+        if not source.overlaps(target):
+            return source
+        outer, inner = (target, source) if source.count < target.count else (source, target)
+        in_place = in_place_at is not None and inner.address == outer.address + in_place_at * source.dtype.nbytes
+        return source if in_place else source.copy()
+
+    def separate_pieces(self, source: Array, pieces: Sequence[Piece]) -> Array:
+        """``source``, or a copy of it where it shares memory with a piece other than this rank's own."""
+        clash = any(
+            source.overlaps(piece.array) and (r != self.rank or source.address != piece.address)
+            for r, piece in enumerate(pieces)
+        )
+        return source.copy() if clash else source
+
+    # ---- ready ---------------------------------------------------------------------------------------------------
+
+    def seal(self, count: int, dtype: Dtype) -> Call:
+        """Last check: whether the element type can do this. ``count`` is in the caller's elements."""
+        self.wire = wire_type(dtype, self.reduce_op, self.op, self.rank)
+        self.count = count
+        return self
+
+    @property
+    def engine_op(self) -> str:
+        """The op that runs this call. Uneven parts from or to one rank are an all_to_all in which the others have
+        nothing: only there do ranks tell each other their counts."""
+        return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
+
+    def numbers(self) -> tuple[Any, ...]:
+        """The call as the native engine takes it."""
+        code, each = self.wire
+        return (
+            _C.OPS[self.engine_op],
+            code,
+            _C.REDUCE_OPS[self.reduce_op or "sum"],
+            _C.ALGORITHMS[self.algorithm],
+            self.root,
+            self.tag,
+            self.input.address if self.input is not None else 0,
+            self.output.address if self.output is not None else 0,
+            self.count * each,
+            self.factor,
+            self.timeout_ms,
+            None if self.input_parts is None else [(part.address, part.count * each) for part in self.input_parts],
+            None if self.output_parts is None else [(part.address, part.count * each) for part in self.output_parts],
+        )
+
+    def finish(self, source: int) -> Any:
+        """Writes temporaries back; returns what the caller gets: from a recv its source."""
+        for array, temporary in self.writebacks:
+            array.library.assign(array.data, temporary.data)
+        return source if self.op == "recv" else self.result

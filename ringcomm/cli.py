@@ -1,0 +1,60 @@
+"""The console script `ringcomm`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
+
+commands:
+  bench   bandwidth and latency of the collectives, as nccl-tests measures them
+  info    what was built, what is usable on this machine, and what is not and why
+
+ringcomm COMMAND --help describes a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs one command.
+
+    Returns: its exit status; 2 where there is no such command.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if words else 2
+    if command == "--version":
+        from ringcomm import __version__
+
+        print(f"ringcomm {__version__}")
+        return 0
+    if command == "bench":
+        from ringcomm.bench import main as bench
+
+        return bench(words[1:])
+    if command == "info":
+        return _info(words[1:])
+    print(
+        f"ringcomm: got the command {command!r}, expected bench or info; ringcomm --help describes them",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def _info(words: list[str]) -> int:
+    from ringcomm.info import main as info
+
+    if not words:
+        return info()
+    if words[0] in ("-h", "--help"):
+        print("usage: ringcomm info\n\nWhat was built, what is usable on this machine, and what is not and why.")
+        return 0
+    print(f"ringcomm info: got {words[0]!r}, expected no arguments; leave it out", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

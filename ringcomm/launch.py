@@ -1,0 +1,297 @@
+"""Ranks on this machine without a launcher: threads of this process, or processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.calls import milliseconds
+from ringcomm.collectives import Timeout
+from ringcomm.communicator import Communicator
+from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError
+
+_UNGUARDED = (
+    "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
+    "script again, or pass ranks='threads'; if it is, look at the rank's output"
+)
+_GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    ranks: str = "threads",
+    *,
+    args: Sequence[Any] = (),
+    timeout: Timeout = 300.0,
+    engine: str = "cpu",
+) -> list[Any]:
+    """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
+
+    Args:
+        fn: with processes it must be importable from its module, and its results picklable.
+        ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (spawned afresh).
+        timeout: seconds (or a timedelta): limit of every call of the communicator.
+        engine: what moves the bytes: "cpu".
+    Returns: the results, by rank.
+    Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
+             RankFailedError: a process died without an exception.
+    """
+    if ranks not in ("threads", "processes"):
+        raise InvalidArgumentError(f"run_ranks: got ranks={ranks!r}; pass 'threads' or 'processes'")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise InvalidArgumentError(f"run_ranks: got world_size={world_size!r}; pass a whole number above 0")
+    limit_ms = milliseconds(timeout, "run_ranks", 0)
+    launch = _run_threads if ranks == "threads" else _run_processes
+    return launch(fn, world_size, tuple(args), limit_ms, engine)
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+class _Outcome:
+    """What the ranks left: results, and exceptions in the order they came."""
+
+    def __init__(self, world_size: int) -> None:
+        self.results: list[Any] = [None] * world_size
+        self.failures: list[tuple[int, BaseException]] = []
+
+    def raise_first(self) -> None:
+        """Raises the first exception that is not another rank's doing."""
+        own = [error for _, error in self.failures if not isinstance(error, AbortedError)]
+        first = own or [error for _, error in self.failures]
+        if first:
+            raise first[0]
+
+
+def _run_threads(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_ms: int, kind: str) -> list[Any]:
+    engines = [_C.Engine(kind, rank, world_size, limit_ms) for rank in range(world_size)]
+    handles = [engine.handle() for engine in engines]
+    outcome = _Outcome(world_size)
+    comms: list[Communicator] = []
+
+    def rank_main(rank: int) -> None:
+        engine = engines[rank]
+        try:
+            engine.connect(handles)
+            comm = Communicator(engine)
+            comms.append(comm)
+            outcome.results[rank] = fn(comm, *args)
+        except BaseException as error:
+            outcome.failures.append((rank, error))
+            engine.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt of the caller
+        for engine in engines:
+            engine.abort(f"run_ranks was left by {type(error).__name__}")
+        raise
+    for comm in comms:
+        comm.close()
+    outcome.raise_first()
+    return outcome.results
+
+
+# ---- processes: in the child --------------------------------------------------------------------------------------
+
+
+def _process_main(
+    pipe: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    limit_ms: int,
+    kind: str,
+) -> None:
+    """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
+    leaving = threading.Lock()
+    try:
+        engine = _C.Engine(kind, rank, world_size, limit_ms)
+        _tell(pipe, "handle", engine.handle())
+        handles = pipe.recv()
+        threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
+        engine.connect(handles)
+        with Communicator(engine) as comm:
+            result = fn(comm, *args)
+        _tell(pipe, "result", result)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        _tell(pipe, "error", (error if _travels(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
+    leaving.acquire()  # for good: a thread that is inside native code as Python ends would bring the process down
+
+
+def _tell(pipe: Connection, kind: str, value: Any) -> None:
+    """Sends all of ``value``; Connection.send would pass tensors as memory that this process must stay alive for."""
+    pipe.send_bytes(pickle.dumps((kind, value)))
+
+
+def _obey(pipe: Connection, engine: _C.Engine, leaving: threading.Lock) -> None:
+    """Aborts when the parent says so, and ends this process soon after the parent has gone."""
+    try:
+        reason = pipe.recv()
+        with leaving:
+            engine.abort(reason)
+    except (EOFError, OSError):
+        if leaving.acquire(timeout=_GRACE_S):
+            engine.abort("the process that called run_ranks ended")
+            leaving.release()
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+# ---- processes: in the parent -------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """The parent's side: one pipe and one process for each rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.outcome = _Outcome(world_size)
+        self.handles: dict[int, bytes] = {}
+        self.pipes: dict[Connection, int] = {}
+        self.open: dict[Connection, int] = {}
+        self.processes: list[Any] = []
+        self.deadline: float | None = None
+
+    def start(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, kind: str) -> None:
+        """Starts every rank."""
+        context = multiprocessing.get_context("spawn")
+        world_size = len(self.outcome.results)
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, fn, rank, world_size, args, limit_ms, kind)
+            process = context.Process(target=_process_main, args=arguments, name=f"rank {rank}")
+            with _without_interrupts():
+                process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes[ours] = self.open[ours] = rank
+
+    def run(self) -> list[Any]:
+        """Serves the pipes until every rank has ended, or the time after a failure is over."""
+        while self.open and (self.deadline is None or time.monotonic() < self.deadline):
+            for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
+                self.receive(pipe)
+        self.outcome.raise_first()
+        return self.outcome.results
+
+    def receive(self, pipe: Any) -> None:
+        """Takes one message of a rank, or the news that it has died."""
+        rank = self.open[pipe]
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, OSError):
+            process = self.processes[rank]
+            process.join(_GRACE_S)
+            ended = f"its process ended with exit code {process.exitcode}"
+            text = f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output"
+            if rank not in self.handles and process.exitcode == 1:
+                text = f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}"
+            error = RankFailedError(text)
+            self.fail(pipe, rank, error)
+            return
+        if kind == "handle":
+            self.handles[rank] = value
+            if len(self.handles) == len(self.processes):
+                for each in self.open:
+                    each.send([self.handles[r] for r in range(len(self.processes))])
+        elif kind == "result":
+            self.outcome.results[rank] = value
+            del self.open[pipe]
+        else:
+            error, text = value
+            error.__cause__ = RankFailedError(f"on rank {rank}:\n{text}")
+            self.fail(pipe, rank, error)
+
+    def fail(self, pipe: Connection, rank: int, error: BaseException) -> None:
+        """Notes a failure and tells the other ranks to give up."""
+        del self.open[pipe]
+        self.outcome.failures.append((rank, error))
+        if self.deadline is None:
+            self.deadline = time.monotonic() + _GRACE_S
+            for each in self.open:
+                with contextlib.suppress(OSError):
+                    each.send(f"rank {rank} failed with {type(error).__name__}: {error}")
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            if pipe in self.open:
+                process.kill()
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+            process.close()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started inside leaves Ctrl-C to this one, which ends it; a signal that comes is kept."""
+    resource_tracker.ensure_running()  # by itself it would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _check_main(fn: Callable[..., Any]) -> None:
+    """Refuses what no new process can import: the program is no file, or calls this as it is imported."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidArgumentError(f"run_ranks: was called while a new process imports the script; {_UNGUARDED}")
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return
+    path = getattr(main, "__file__", None)
+    here = getattr(getattr(fn, "func", fn), "__module__", None) == "__main__"
+    if (path is None and here) or (path is not None and not os.path.exists(path)):
+        raise InvalidArgumentError(
+            "run_ranks: the program comes from standard input, -c or a prompt, expected a file that new processes "
+            "can import; save it as a script that calls run_ranks under `if __name__ == '__main__':`, or pass "
+            "ranks='threads'"
+        )
+
+
+def _run_processes(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_ms: int, kind: str
+) -> list[Any]:
+    if not _travels((fn, args)):
+        raise InvalidArgumentError(
+            f"run_ranks: got {fn!r}, which a new process cannot import; pass a function of a module, with arguments "
+            "that can be pickled, or ranks='threads'"
+        )
+    _check_main(fn)
+    ranks = _Processes(world_size)
+    try:
+        ranks.start(fn, args, limit_ms, kind)
+        return ranks.run()
+    finally:
+        ranks.end()

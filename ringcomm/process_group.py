@@ -1,0 +1,323 @@
+"""The collectives over any process group of torch.distributed: code on a communicator can run on NCCL or Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ringcomm.calls import Call, Piece, milliseconds, whole
+from ringcomm.collective_lists import ListCollectives
+from ringcomm.collectives import Timeout
+from ringcomm.communicator import Communicator
+from ringcomm.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RingcommError,
+    UnsupportedError,
+)
+from ringcomm.interop import Array, dtype_in, library_of
+
+Started = tuple[list[Any], Callable[[], None]]
+"""The group's handles of a call, and what is left to do when they are done."""
+
+
+class TorchRequest:
+    """A call in flight in a process group."""
+
+    def __init__(self, call: Call, started: Started, limit_ms: int) -> None:
+        self._call = call
+        self._works = [work for work in started[0] if work is not None]
+        self._finish: Callable[[], None] | None = started[1]
+        self._limit_ms = limit_ms
+        self.source = -1
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout_ms: int = 0) -> None:
+        """Waits for every part of the call."""
+        limit_ms = timeout_ms or self._limit_ms
+        limits = (timedelta(milliseconds=limit_ms),) if limit_ms else ()
+        try:
+            for work in self._works:
+                work.wait(*limits)
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            kind = CollectiveTimeoutError if late else RingcommError
+            raise kind(f"{self._call.op}: rank {self._call.rank} got from the process group: {error}") from error
+        if self._call.op == "recv" and self._finish is not None:
+            self.source = self._call.root if self._call.root >= 0 else self._works[0]._source_rank()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def nothing() -> None:
+    """What is left to do after most calls."""
+
+
+def piece_of(array: Array | None) -> Piece:
+    """All of an array that the call has."""
+    assert array is not None
+    return whole(array)
+
+
+def flat(piece: Piece) -> Any:
+    """A piece as a one-dimensional torch tensor over the same memory."""
+    import torch
+
+    data = piece.array.data
+    tensor = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
+    return tensor.reshape(-1)[piece.offset : piece.offset + piece.count]
+
+
+class ProcessGroupCommunicator(Communicator):
+    """A communicator whose calls go through torch.distributed; made by ``Communicator.from_process_group``.
+
+    The order of summation, the types and the devices are those of the group's own backend.
+    """
+
+    _any_device = True
+
+    def __init__(self, pg: Any = None) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgumentError(
+                "from_process_group: expected an initialised torch.distributed, got none; call init_process_group first"
+            )
+        ListCollectives.__init__(self)
+        self._engine = None
+        self._limit_ms = 0
+        self.pg = dist.group.WORLD if pg is None else pg
+        self.rank = dist.get_rank(self.pg)
+        self.world_size = dist.get_world_size(self.pg)
+        if self.rank < 0:
+            raise InvalidArgumentError("from_process_group: this process is not in the group; call it on members only")
+        self.kind = f"torch.distributed:{dist.get_backend(self.pg)}"
+
+    # ---- running calls -------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call) -> int:
+        request = self._submit(call)
+        request.wait()
+        return request.source
+
+    def _submit(self, call: Call) -> TorchRequest:
+        start = getattr(self, f"_{call.engine_op}")
+        return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
+
+    def _reduction(self, call: Call) -> tuple[Any, float]:
+        """The group's reduce op, and what its result is divided by: Gloo has no average."""
+        import torch.distributed as dist
+
+        if call.reduce_op == "premul_sum":
+            return dist.ReduceOp.SUM, 1
+        if call.reduce_op == "avg" and "gloo" in self.kind:
+            return dist.ReduceOp.SUM, self.world_size
+        name = "PRODUCT" if call.reduce_op == "prod" else str(call.reduce_op).upper()
+        return getattr(dist.ReduceOp, name), 1
+
+    def _source(self, call: Call, piece: Piece) -> Any:
+        """A piece to reduce; a copy of it times the factor for premul_sum."""
+        tensor = flat(piece)
+        return tensor * call.factor if call.reduce_op == "premul_sum" else tensor
+
+    def _divide(self, tensor: Any, divisor: float) -> None:
+        if divisor != 1:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.div_(divisor)
+            else:
+                tensor.div_(divisor, rounding_mode="trunc")
+
+    def _all_reduce(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        target, source = flat(piece_of(call.output)), self._source(call, piece_of(call.input))
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        work = dist.all_reduce(target, op, group=self.pg, async_op=True)
+        return [work], lambda: self._divide(target, divisor)
+
+    def _reduce(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        scratch = self._source(call, piece_of(call.input)).clone()  # a group may use every rank's array as scratch
+        work = dist.reduce(scratch, group_dst=call.root, op=op, group=self.pg, async_op=True)
+
+        def finish() -> None:
+            if call.output is not None:
+                self._divide(scratch, divisor)
+                flat(piece_of(call.output)).copy_(scratch)
+
+        return [work], finish
+
+    def _reduce_scatter(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        target = flat(piece_of(call.output))
+        if call.input_parts is None:
+            source = self._source(call, piece_of(call.input))
+            work = dist.reduce_scatter_tensor(target, source, op, group=self.pg, async_op=True)
+            return [work], lambda: self._divide(target, divisor)
+        works, finishes = [], []  # uneven parts: one reduction for each
+        for root, piece in enumerate(call.input_parts):
+            scratch = self._source(call, piece).clone()
+            works.append(dist.reduce(scratch, group_dst=root, op=op, group=self.pg, async_op=True))
+            if root == self.rank:
+                finishes.append(scratch)
+
+        def finish() -> None:
+            target.copy_(finishes[0])
+            self._divide(target, divisor)
+
+        return works, finish
+
+    def _all_gather(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = flat(piece_of(call.input))
+        if call.output_parts is None:
+            target = flat(piece_of(call.output))
+            return [dist.all_gather_into_tensor(target, source.clone(), group=self.pg, async_op=True)], nothing
+        works = []  # uneven parts: one broadcast from each rank
+        for root, piece in enumerate(call.output_parts):
+            part = flat(piece)
+            if root == self.rank and part.data_ptr() != source.data_ptr():
+                part.copy_(source)
+            works.append(dist.broadcast(part, group_src=root, group=self.pg, async_op=True))
+        return works, nothing
+
+    def _broadcast(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        tensor = flat(piece_of(call.output))
+        return [dist.broadcast(tensor, group_src=call.root, group=self.pg, async_op=True)], nothing
+
+    def _gather(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = flat(piece_of(call.input))
+        parts = None
+        if call.output is not None:
+            parts = list(flat(whole(call.output)).chunk(self.world_size)) if call.count else [source] * self.world_size
+        return [dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
+
+    def _scatter(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        target = flat(piece_of(call.output))
+        parts = None
+        if call.input is not None:
+            parts = list(flat(whole(call.input)).chunk(self.world_size)) if call.count else [target] * self.world_size
+        return [dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
+
+    def _all_to_all(self, call: Call) -> Started:
+        import torch
+        import torch.distributed as dist
+
+        if call.input_parts is None or call.output_parts is None:
+            target, source = flat(piece_of(call.output)), flat(piece_of(call.input)).clone()
+            return [dist.all_to_all_single(target, source, group=self.pg, async_op=True)], nothing
+        sent, received = [p.count for p in call.input_parts], [p.count for p in call.output_parts]
+        source = torch.cat([flat(piece) for piece in call.input_parts])
+        target = source.new_empty(sum(received))
+        work = dist.all_to_all_single(target, source, received, sent, group=self.pg, async_op=True)
+        pieces = call.output_parts
+
+        def finish() -> None:
+            for piece, part in zip(pieces, target.split(received), strict=True):
+                flat(piece).copy_(part)
+
+        return [work], finish
+
+    def _send(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        return [dist.isend(flat(piece_of(call.input)), group=self.pg, tag=call.tag, group_dst=call.root)], nothing
+
+    def _recv(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = None if call.root < 0 else call.root
+        return [dist.irecv(flat(piece_of(call.output)), group=self.pg, tag=call.tag, group_src=source)], nothing
+
+    def _barrier(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        del call
+        return [dist.barrier(group=self.pg, async_op=True)], nothing
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
+        """An ordinary new array: a process group has no memory of its own to lend."""
+        import numpy as np
+        import torch
+
+        if self._closed:
+            raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
+        if (like or library_of(dtype)) == "numpy":
+            return np.empty(shape, dtype_in("numpy", dtype))
+        return torch.empty(shape, dtype=dtype_in("torch", dtype))
+
+    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
+        """Cuts this communicator into one for each color, each over a new process group of the same backend.
+
+        Raises: UnsupportedError: keys that reorder the ranks, where this torch cannot.
+        """
+        import torch.distributed as dist
+
+        self._begin("split")
+        places: list[Any] = [None] * self.world_size
+        dist.all_gather_object(places, (color, key), group=self.pg)
+        members = [r for r, (its, _) in enumerate(places) if its == color and color is not None]
+        members.sort(key=lambda r: places[r][1])
+        if not members:
+            return None
+        ranks = [dist.get_global_rank(self.pg, r) for r in members]
+        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        try:
+            group = dist.new_group(ranks, backend=dist.get_backend(self.pg), use_local_synchronization=True, **options)
+        except TypeError as error:
+            raise UnsupportedError(
+                f"split: rank {self.rank} got keys that order the ranks {ranks}, this torch makes groups in ascending "
+                "order only; pass keys that keep the order"
+            ) from error
+        return ProcessGroupCommunicator(group)
+
+    @property
+    def timeout(self) -> float:
+        """Time limit, in seconds, of every call that names none: the one set here, else torch's default."""
+        from torch.distributed.constants import default_pg_timeout
+
+        return self._limit_ms / 1e3 if self._limit_ms else default_pg_timeout.total_seconds()
+
+    @timeout.setter
+    def timeout(self, limit: Timeout) -> None:
+        self._limit_ms = milliseconds(limit, "timeout", self.rank)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Aborts the process group, where its backend can."""
+        try:
+            self.pg.abort()
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"abort: rank {self.rank} asked {self.kind} to abort ({reason}), which it cannot: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Lets go of the process group, which stays as it is."""
+        self._closed = True
+        self._in_flight.clear()
+
+    def __exit__(self, *error: object) -> None:
+        del error
+        self.close()

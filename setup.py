@@ -1,0 +1,109 @@
+"""Builds the native modules with CMake and Ninja: `_C` always, `_c10d` where torch can be imported. Asks for no GPU.
+
+``RINGCOMM_BUILD_TYPE`` (Release), ``RINGCOMM_JOBS`` and ``RINGCOMM_ONLY`` (``float32:sum``) in the environment are
+passed on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 11)
+
+
+def tool(name: str) -> str:
+    """Path of a build tool that stands beside this Python or on PATH."""
+    path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if path is None:
+        raise SystemExit(f"ringcomm needs {name} to build and finds none; install it with: pip install {name}")
+    return path
+
+
+def torch_options() -> tuple[list[str], str]:
+    """CMake options for `_c10d`, and one line that says what will be built; no options if torch does not serve."""
+    if importlib.util.find_spec("torch") is None:
+        return [], "not built: torch is not importable here; install torch, then pip install --no-build-isolation ."
+    import torch
+
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < OLDEST_TORCH:
+        return [], f"not built: torch {torch.__version__} is older than {'.'.join(map(str, OLDEST_TORCH))}"
+    if not torch.distributed.is_available():
+        return [], f"not built: torch {torch.__version__} comes without torch.distributed"
+    folder = Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    return [f"-DRINGCOMM_TORCH_DIR={folder}", f"-DRINGCOMM_CXX11_ABI={abi}"], f"built against torch {torch.__version__}"
+
+
+class CMakeBuild(build_ext):
+    """One CMake build makes both modules; they land beside the package's Python files."""
+
+    def build_extensions(self) -> None:
+        import pybind11
+
+        options, c10d = torch_options()
+        # Kept between builds, apart for each Python and for with and without torch.
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{'torch' if options else 'plain'}"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            tool("cmake"),
+            *("-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('RINGCOMM_BUILD_TYPE', 'Release')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            "-DRINGCOMM_BUILD_PYTHON=ON",
+            f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}",
+            f"-DRINGCOMM_VERSION={self.distribution.get_version()}",
+            f"-DRINGCOMM_ONLY={os.environ.get('RINGCOMM_ONLY', '')}",
+            *(options or ["-DRINGCOMM_TORCH_DIR="]),
+        ]
+        subprocess.run(configure, check=True)
+        for extension in self.extensions:
+            name = extension.name.rpartition(".")[2]
+            target = Path(self.get_ext_fullpath(extension.name)).resolve()
+            target.unlink(missing_ok=True)  # never write into a file that a running process has mapped
+            if name == "_c10d" and not options:
+                continue
+            try:
+                self.build_module(name, build, target)
+            except subprocess.CalledProcessError:
+                if name != "_c10d":
+                    raise
+                c10d = "not built: it does not compile against this torch, see above; all the rest works without it"
+        self.extensions = [each for each in self.extensions if Path(self.get_ext_fullpath(each.name)).exists()]
+        self.summary(c10d)
+
+    def build_module(self, name: str, build: Path, target: Path) -> None:
+        """Builds one module and puts it where setuptools wants it."""
+        jobs = os.environ.get("RINGCOMM_JOBS") or str(self.parallel or os.cpu_count() or 1)
+        subprocess.run([tool("cmake"), "--build", str(build), "--parallel", jobs, "--target", name], check=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(build / (name + target.name[target.name.index(".") :]), target)
+
+    def summary(self, c10d: str) -> None:
+        """Prints what this build can do."""
+        nvcc = shutil.which("nvcc")
+        lines = [
+            f"ringcomm {self.distribution.get_version()} for Python {sys.version.split()[0]}",
+            "  _C      built: CPU engine",
+            f"  _c10d   {c10d}",
+            f"  CUDA    not built: this version has the CPU engine only (nvcc: {nvcc or 'none'})",
+        ]
+        print("\n".join(lines), flush=True)
+
+
+setup(
+    ext_modules=[Extension("ringcomm._C", sources=[]), Extension("ringcomm._c10d", sources=[], optional=True)],
+    cmdclass={"build_ext": CMakeBuild},
+)

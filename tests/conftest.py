@@ -1,0 +1,24 @@
+"""What every test has: a time limit (pyproject.toml), and the duty to leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherited by every process of a test
+
+
+def shared_memory_files() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if "ringcomm" in path.name} if folder.is_dir() else set()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left() -> Iterator[None]:
+    """A module of tests leaves no file in /dev/shm."""
+    before = shared_memory_files()
+    yield
+    assert shared_memory_files() <= before, "shared memory was left behind"

@@ -1,0 +1,163 @@
+// The small parts: number formats over all their values, every instruction set against the scalar arithmetic, the
+// reader's opinion of its writers.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/dispatch.h"
+#include "cpu/kernels.h"
+#include "cpu/streaming.h"
+
+namespace ringcomm::test {
+namespace {
+
+void require(bool ok, const char* what, long detail = 0) {
+  if (ok) return;
+  std::fprintf(stderr, "FAILED: %s (%ld)\n", what, detail);
+  std::exit(1);
+}
+
+// Every value widens and narrows back to itself; the value halfway between two neighbours goes to the even one.
+template <typename T>
+void formats(const char* what, long count) {
+  for (long i = 0; i < count; ++i) {
+    T x{static_cast<decltype(T::raw)>(i)};
+    const float wide = widen(x);
+    const T back = narrow(wide, static_cast<T*>(nullptr));
+    if (std::isnan(wide)) {
+      require(std::isnan(widen(back)), what, i);
+      continue;
+    }
+    require(back.raw == x.raw, what, i);
+    const T next{static_cast<decltype(T::raw)>(i + 1)};
+    const float above = widen(next);
+    if (i + 1 >= count / 2 || !std::isfinite(above)) continue;
+    const float half = static_cast<float>((static_cast<double>(wide) + above) / 2);
+    require(narrow(half, static_cast<T*>(nullptr)).raw == (i % 2 == 0 ? x.raw : next.raw),
+            "a tie goes to the even neighbour", i);
+    require(
+        narrow(std::nextafter(half, std::numeric_limits<float>::infinity()), static_cast<T*>(nullptr)).raw == next.raw,
+        "above a tie goes up", i);
+    require(
+        narrow(std::nextafter(half, -std::numeric_limits<float>::infinity()), static_cast<T*>(nullptr)).raw == x.raw,
+        "below a tie goes down", i);
+  }
+  require(std::isnan(widen(narrow(std::numeric_limits<float>::quiet_NaN(), static_cast<T*>(nullptr)))), what, -1);
+  const float most = widen(narrow(std::numeric_limits<float>::infinity(), static_cast<T*>(nullptr)));
+  require(std::is_same_v<T, Float8E4M3> ? most == 448.0f : std::isinf(most), what, -2);
+}
+
+template <typename T>
+bool is_nan(T x) {
+  if constexpr (std::is_floating_point_v<typename Element<T>::Acc>) return std::isnan(Element<T>::load(x));
+  return false;
+}
+
+// Random bits: all of a type's values, the odd ones too. The kernels, over odd counts and offsets, must agree with the
+// scalar definition in all but the payload of a NaN.
+template <typename T, typename Combine>
+void reduce_agrees(DType dtype, ReduceOp op, int ranks, std::mt19937& random) {
+  constexpr std::size_t kCount = 2500, kOffset = 3;
+  std::vector<std::vector<T>> in(ranks, std::vector<T>(kCount + kOffset));
+  for (auto& values : in)
+    for (auto& x : values) {
+      const std::uint64_t noise = (static_cast<std::uint64_t>(random()) << 32) | random();
+      __builtin_memcpy(&x, &noise, sizeof x);
+      if constexpr (std::is_same_v<T, Bool>) x.raw &= 1;
+    }
+  const void* sources[16];
+  double factors[16];
+  for (int r = 0; r < ranks; ++r)
+    sources[r] = in[r].data() + kOffset, factors[r] = std::is_integral_v<T> ? r + 1 : 0.5 + r;
+  std::vector<T> want(kCount);
+  for (std::size_t i = 0; i < kCount; ++i) {
+    std::vector<typename Element<T>::Acc> leaf(ranks);
+    for (int r = 0; r < ranks; ++r) {
+      leaf[r] = Element<T>::load(in[r][i + kOffset]);
+      if (op == ReduceOp::kPremulSum) leaf[r] = scale(static_cast<typename Element<T>::Acc>(leaf[r]), factors[r]);
+    }
+    const auto tree = [&](auto&& self, int first, int n) -> typename Element<T>::Acc {
+      if (n == 1) return leaf[first];
+      return Combine::apply(self(self, first, tree_split(n)), self(self, first + tree_split(n), n - tree_split(n)));
+    };
+    auto acc = tree(tree, 0, ranks);
+    if (op == ReduceOp::kAvg) acc = divide(acc, ranks);
+    want[i] = Element<T>::store(acc);
+  }
+  for (const cpu::Kernels* kernels : cpu::usable_kernels())
+    for (int form = 0; form < 3; ++form) {  // plain, streaming, two outputs
+      std::vector<T> a(kCount + 7), b(kCount + 7);
+      void* outputs[] = {a.data() + 1, b.data() + 2};
+      kernels->reduce({dtype, op, sources, ranks, factors, ranks, outputs, form == 2 ? 2 : 1, kCount, form != 0});
+      for (std::size_t i = 0; i < kCount; ++i) {
+        require(is_nan(want[i]) ? is_nan(a[i + 1]) : !__builtin_memcmp(&a[i + 1], &want[i], sizeof(T)), kernels->isa,
+                static_cast<long>(i));
+        if (form == 2)
+          require(!__builtin_memcmp(&a[i + 1], &b[i + 2], sizeof(T)), "two outputs are one result",
+                  static_cast<long>(i));
+      }
+    }
+}
+
+void kernels_agree() {
+  std::mt19937 random(20);
+  for (int d = 0; d <= static_cast<int>(DType::kBool); ++d)
+    for (int o = 0; o <= static_cast<int>(ReduceOp::kBxor); ++o)
+      for (int ranks : {1, 2, 3, 4, 7, 8}) {
+        const auto dtype = static_cast<DType>(d);
+        const auto op = static_cast<ReduceOp>(o);
+        if (!supports(dtype, op)) continue;
+        dispatch_reduce(dtype, op, [&](auto tag, auto combine) {
+          reduce_agrees<typename decltype(tag)::type, decltype(combine)>(dtype, op, ranks, random);
+        });
+      }
+}
+
+void copies_agree() {
+  std::vector<char> from(5000), to(5000);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 + 1);
+  for (const cpu::Kernels* kernels : cpu::usable_kernels())
+    for (std::size_t offset : {0, 1, 63, 64})
+      for (std::size_t nbytes : {0, 1, 63, 64, 127, 1000, 4096}) {
+        std::fill(to.begin(), to.end(), 0);
+        kernels->copy(to.data() + offset, from.data() + 5, nbytes, true);
+        for (std::size_t i = 0; i < to.size(); ++i)
+          require(to[i] == (i >= offset && i < offset + nbytes ? from[i - offset + 5] : 0),
+                  "a streaming copy copies what it should", static_cast<long>(i));
+      }
+}
+
+void meter_has_patience() {
+  cpu::RateMeter meter;
+  const std::size_t nbytes = 1 << 20;
+  const std::int64_t slow = 1 << 20, fast = 1 << 16;
+  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) meter.record(nbytes, slow);
+  require(!meter.wants_streaming(), "a few slow reads may have been interrupted");
+  meter.record(nbytes, fast);
+  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) meter.record(nbytes, slow);
+  require(!meter.wants_streaming(), "a fast read begins the count anew");
+  meter.record(nbytes, slow);
+  require(meter.wants_streaming(), "slow reads ask for streaming");
+  meter.record(nbytes, fast);
+  require(meter.wants_streaming(), "one fast probe may be luck");
+  meter.record(nbytes, fast);
+  require(!meter.wants_streaming(), "fast probes end it");
+}
+
+}  // namespace
+}  // namespace ringcomm::test
+
+int main() {
+  using namespace ringcomm::test;
+  formats<ringcomm::Float16>("float16", 65536);
+  formats<ringcomm::BFloat16>("bfloat16", 65536);
+  formats<ringcomm::Float8E4M3>("float8_e4m3fn", 256);
+  formats<ringcomm::Float8E5M2>("float8_e5m2", 256);
+  kernels_agree();
+  copies_agree();
+  meter_has_patience();
+  std::printf("core_test passed\n");
+}

@@ -1,0 +1,275 @@
+"""Coalesced calls, messages between two ranks, objects and barriers of torch.distributed over ringcomm, on 3 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from torch_checks import combined, expect, laid_out, values
+
+pytestmark = pytest.mark.timeout(180)
+run = torch_ranks.run
+
+
+# -- groups of calls -------------------------------------------------------------------------------------------------
+
+
+def _coalesced() -> None:
+    rank = dist.get_rank()
+    sizes = [1, 33, 4096]
+    for async_ops in (False, True):
+        xs = [values(rank, size) for size in sizes]
+        with dist._coalescing_manager(async_ops=async_ops) as manager:
+            for x in xs:
+                dist.all_reduce(x)
+        manager.wait()
+        for x, size in zip(xs, sizes, strict=True):
+            expect(x, combined([values(peer, size) for peer in range(3)], "sum"))
+        outs = [torch.zeros(3 * size) for size in sizes]
+        with dist._coalescing_manager(async_ops=async_ops) as manager:
+            for out, size in zip(outs, sizes, strict=True):
+                dist.all_gather_into_tensor(out, values(rank, size))
+        manager.wait()
+        for out, size in zip(outs, sizes, strict=True):
+            expect(out, torch.cat([values(peer, size) for peer in range(3)]))
+        outs = [torch.zeros(size) for size in sizes]
+        with dist._coalescing_manager(async_ops=async_ops) as manager:
+            for out, size in zip(outs, sizes, strict=True):
+                dist.reduce_scatter_tensor(out, values(rank, 3 * size))
+        manager.wait()
+        for out, size in zip(outs, sizes, strict=True):
+            total = combined([values(peer, 3 * size) for peer in range(3)], "sum")
+            expect(out, total[rank * size : (rank + 1) * size])
+
+
+def test_coalescing_manager() -> None:
+    run(_coalesced)
+
+
+def _coalesced_on_device() -> None:
+    rank = dist.get_rank()
+    for async_ops in (False, True):
+        xs = [values(rank, 50) for _ in range(4)]
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=async_ops) as manager:
+            for root, x in enumerate(xs[:3]):
+                dist.broadcast(x, root)
+        manager.wait()
+        for root in range(3):
+            expect(xs[root], values(root, 50))
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=async_ops) as manager:
+            dist.all_reduce(xs[3])
+        manager.wait()
+        expect(xs[3], combined([values(peer, 50) for peer in range(3)], "sum"))
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        pass
+    assert [work for work in manager.works if work is not None] == []
+
+
+def test_coalescing_manager_on_a_device() -> None:
+    run(_coalesced_on_device)
+
+
+def _coalesced_lists() -> None:
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    xs = [values(rank, 10), values(rank, 1000, torch.float64)]
+    group.allreduce_coalesced(xs).wait()
+    expect(xs[0], combined([values(peer, 10) for peer in range(3)], "sum"))
+    expect(xs[1], combined([values(peer, 1000, torch.float64) for peer in range(3)], "sum"))
+    outputs = [[torch.zeros(10), torch.zeros(20)] for _ in range(3)]
+    group.allgather_coalesced(outputs, [values(rank, 10), values(rank, 20)]).wait()
+    for peer in range(3):
+        expect(outputs[peer][0], values(peer, 10))
+        expect(outputs[peer][1], values(peer, 20))
+
+
+def test_coalesced_lists() -> None:
+    run(_coalesced_lists)
+
+
+# -- between two ranks -----------------------------------------------------------------------------------------------
+
+
+def _send_and_receive() -> None:
+    rank = dist.get_rank()
+    for count in (0, 1, 1000, 1 << 20):
+        if rank == 0:
+            dist.send(values(0, count), 1)
+            dist.send(values(5, count), 2, tag=3)
+        elif rank == 1:
+            x = torch.zeros(count)
+            assert dist.recv(x, 0) == 0
+            expect(x, values(0, count))
+        else:
+            x = laid_out(torch.zeros(count), "strided")
+            assert dist.recv(x, tag=3) == 0  # from any source
+            expect(x, values(5, count))
+
+
+def test_send_and_recv() -> None:
+    run(_send_and_receive)
+
+
+def _tags_and_order() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        works = [dist.isend(values(tag, 10), 1, tag=tag) for tag in (7, 8, 7)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        first, second, other = torch.zeros(10), torch.zeros(10), torch.zeros(10)
+        dist.recv(other, 0, tag=8)
+        dist.recv(first, 0, tag=7)
+        dist.recv(second, 0, tag=7)
+        expect(other, values(8, 10))
+        expect(first, values(7, 10))
+        expect(second, values(7, 10))
+    x = torch.zeros(3)
+    receive = dist.irecv(x, rank)  # a message to oneself
+    dist.isend(values(rank, 3), rank).wait()
+    receive.wait()
+    expect(x, values(rank, 3))
+    assert receive.is_completed()
+    assert receive.is_success()
+
+
+def test_tags_order_and_messages_to_oneself() -> None:
+    run(_tags_and_order)
+
+
+def _ring_exchange(count: int) -> None:
+    rank = dist.get_rank()
+    received = torch.zeros(count)
+    operations = [
+        dist.P2POp(dist.irecv, received, (rank - 1) % 3),
+        dist.P2POp(dist.isend, values(rank, count), (rank + 1) % 3),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    expect(received, values((rank - 1) % 3, count))
+    received = torch.zeros(count)
+    works = [dist.irecv(received, (rank - 1) % 3), dist.isend(values(rank, count), (rank + 1) % 3)]
+    dist.all_reduce(torch.ones(4))  # a collective passes waiting messages
+    for work in works:
+        work.wait()
+    expect(received, values((rank - 1) % 3, count))
+
+
+@pytest.mark.parametrize("count", [1, 1 << 20])
+def test_batch_isend_irecv(count: int) -> None:
+    run(_ring_exchange, count)
+
+
+# -- objects, barriers -----------------------------------------------------------------------------------------------
+
+
+def _objects() -> None:
+    rank = dist.get_rank()
+    gathered: list[Any] = [None] * 3
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    assert gathered == [{"rank": peer, "text": "x" * peer} for peer in range(3)]
+    shared = [("from", 1), [1, 2]] if rank == 1 else [None, None]
+    dist.broadcast_object_list(shared, src=1)
+    assert shared == [("from", 1), [1, 2]]
+    out = [None]
+    dist.scatter_object_list(out, ["a", {"b": 1}, 3.0] if rank == 0 else None, src=0)
+    assert out[0] == ["a", {"b": 1}, 3.0][rank]
+    collected = [None] * 3 if rank == 2 else None
+    dist.gather_object(rank * 10, collected, dst=2)
+    assert rank != 2 or collected == [0, 10, 20]
+    if rank == 0:
+        dist.send_object_list(["hello", 1], dst=1)
+    elif rank == 1:
+        received = [None, None]
+        dist.recv_object_list(received, src=0)
+        assert received == ["hello", 1]
+
+
+def test_object_collectives() -> None:
+    run(_objects)
+
+
+def _barriers() -> None:
+    from datetime import timedelta
+
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    dist.barrier(device_ids=[0])
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=20)
+    dist.group.WORLD.barrier(options).wait()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+
+
+def test_barriers() -> None:
+    run(_barriers)
+
+
+def _monitored_barrier_names_absentees() -> str:
+    import time
+    from datetime import timedelta
+
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
+    except dist.DistBackendError as error:
+        return str(error)
+    raise AssertionError("the barrier let everyone pass")
+
+
+def test_monitored_barrier_names_absentees() -> None:
+    for text in run(_monitored_barrier_names_absentees):
+        assert "rank 1 did not come" in text, text
+
+
+# -- other worlds ----------------------------------------------------------------------------------------------------
+
+
+def _every_operation() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = range(world_size)
+    for count in (0, 1, 1000, 300_000):
+        mine, total = values(rank, count), combined([values(peer, count) for peer in ranks], "sum")
+        everyone = torch.cat([values(peer, count) for peer in ranks])
+        crossed = torch.cat([values(10 * peer + rank, count) for peer in ranks])
+        x = mine.clone()
+        dist.all_reduce(x)
+        expect(x, total)
+        x = mine.clone()
+        dist.reduce(x, world_size - 1)
+        expect(x, total if rank == world_size - 1 else x)
+        x = mine.clone()
+        dist.broadcast(x, world_size - 1)
+        expect(x, values(world_size - 1, count))
+        x = torch.zeros(count * world_size)
+        dist.all_gather_into_tensor(x, mine)
+        expect(x, everyone)
+        parts = [torch.zeros(count) for _ in ranks] if rank == 0 else None
+        dist.gather(mine, parts, 0)
+        expect(torch.cat(parts) if parts else everyone, everyone)
+        x = torch.zeros(count)
+        dist.scatter(x, [values(peer, count) for peer in ranks] if rank == 0 else None, 0)
+        expect(x, mine)
+        x = torch.zeros(count)
+        dist.reduce_scatter_tensor(x, torch.cat([values(rank + peer, count) for peer in ranks]))
+        expect(x, combined([values(rank + peer, count) for peer in ranks], "sum"))
+        for rows in (None, [count] * world_size):
+            x = torch.zeros(count * world_size)
+            dist.all_to_all_single(x, torch.cat([values(10 * rank + peer, count) for peer in ranks]), rows, rows)
+            expect(x, crossed)
+        x = torch.zeros(count)
+        receive = dist.irecv(x, (rank - 1) % world_size)
+        dist.isend(mine, (rank + 1) % world_size).wait()
+        receive.wait()
+        expect(x, values((rank - 1) % world_size, count))
+    dist.barrier()
+    dist.group.WORLD.monitored_barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_every_operation(world_size: int) -> None:
+    run(_every_operation, world_size=world_size)

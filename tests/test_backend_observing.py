@@ -1,0 +1,112 @@
+"""Around the calls of a ringcomm process group: profiler, sequence, dispatch modes, functional calls, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from torch_checks import all_reduce_works, backend_of
+
+pytestmark = pytest.mark.timeout(180)
+run = torch_ranks.run
+
+
+def _profiled() -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(10), async_op=True).wait()
+        dist.broadcast(torch.ones(10), 0)
+        dist.all_gather_into_tensor(torch.ones(30), torch.ones(10))
+        dist.barrier()
+    return [event.name for event in profiler.events() if event.name.startswith("ringcomm:")]
+
+
+def test_profiler_names() -> None:
+    for names in run(_profiled):
+        assert sorted(names) == [
+            "ringcomm:all_gather_into_tensor",
+            "ringcomm:all_reduce",
+            "ringcomm:all_reduce",
+            "ringcomm:barrier",
+            "ringcomm:broadcast",
+        ]
+
+
+def _sequence() -> None:
+    backend = backend_of()
+    backend._set_sequence_number_for_group()
+    start = backend._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    dist.isend(torch.ones(1), dist.get_rank())
+    assert backend._get_sequence_number_for_group() == start + 2
+
+
+def test_sequence_numbers() -> None:
+    run(_sequence)
+
+
+def _dispatch_mode() -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as mode:
+        all_reduce_works()
+        x = torch.ones(3)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.all_gather_into_tensor(torch.ones(9), x)
+    assert mode.get_total_counts() == 3
+
+
+def test_synchronous_calls_pass_dispatch_modes() -> None:
+    run(_dispatch_mode)
+
+
+# -- functional collectives, shared memory ---------------------------------------------------------------------------
+
+
+def _functional() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    x = torch.arange(6.0) + rank
+    assert torch.equal(functional.all_reduce(x, "sum", world), 3 * torch.arange(6.0) + 3)
+    gathered = torch.cat([torch.arange(6.0) + peer for peer in range(3)])
+    assert torch.equal(functional.all_gather_tensor(x, 0, world), gathered)
+    part = functional.reduce_scatter_tensor(x, "avg", 0, world)
+    assert torch.equal(part, (torch.arange(6.0) + 1)[2 * rank : 2 * rank + 2])
+    assert torch.equal(functional.broadcast(x, 2, world), torch.arange(6.0) + 2)
+    exchanged = functional.all_to_all_single(x, [2, 2, 2], [2, 2, 2], world)
+    assert torch.equal(exchanged, torch.cat([gathered[6 * peer + 2 * rank :][:2] for peer in range(3)]))
+    several = functional.all_reduce_coalesced([x, 2 * x], "sum", world)
+    assert torch.equal(several[1], 6 * torch.arange(6.0) + 6)
+    several = functional.all_gather_into_tensor_coalesced([x, 2 * x], world)
+    assert torch.equal(several[1], 2 * gathered)
+    several = functional.reduce_scatter_tensor_coalesced([x, 2 * x], "sum", [0, 0], world)
+    assert torch.equal(several[0], (3 * torch.arange(6.0) + 3)[2 * rank : 2 * rank + 2])
+
+
+def test_functional_collectives() -> None:
+    run(_functional)
+
+
+def _allocated() -> None:
+    backend, cpu = backend_of(), torch.device("cpu")
+    assert backend.supports_tensor_alloc(cpu)
+    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
+    for dtype, count in ((torch.float32, 100_000), (torch.bfloat16, 7), (torch.int64, 0)):
+        x = backend.allocate_tensor(count, dtype=dtype, device=cpu)
+        assert x.dtype == dtype
+        assert x.shape == (count,)
+        x.fill_(dist.get_rank())
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full((count,), 3, dtype=dtype))
+        view = x.view(-1)[: count // 2]
+        del x
+        dist.all_reduce(view)
+        assert torch.equal(view, torch.full((count // 2,), 9, dtype=dtype))
+
+
+def test_memory_of_the_engine() -> None:
+    run(_allocated)

@@ -1,0 +1,349 @@
+"""A communicator's life: ways to call, groups, splitting, ending; and the same methods over a process group."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringcomm
+from ringcomm import Communicator, errors
+
+
+def four(fn: Any, *args: Any) -> list[Any]:
+    return ringcomm.run_ranks(fn, 4, args=args, timeout=30)
+
+
+# ---- asynchronous calls ------------------------------------------------------------------------------------------
+
+
+def test_async_calls_give_work() -> None:
+    def fn(comm: Communicator) -> None:
+        xs = [torch.full((100 * i + 1,), float(i)) for i in range(20)]
+        works = [comm.all_reduce(x, async_op=True) for x in xs]
+        assert all(isinstance(work, ringcomm.Work) for work in works)
+        for x, work in zip(xs, works, strict=True):
+            assert work.wait() is x
+            assert work.done
+            assert work.wait(timeout=1.0) is x
+        assert [float(x[0]) for x in xs] == [4.0 * i for i in range(20)]
+
+    four(fn)
+
+
+def test_async_results_of_every_kind() -> None:
+    def fn(comm: Communicator) -> None:
+        gathered = comm.all_gather(torch.full((2,), comm.rank), async_op=True)
+        strided = torch.ones(4, 4).t()
+        reduced = comm.all_reduce(strided, async_op=True)
+        scattered = comm.reduce_scatter(torch.arange(8.0), async_op=True)
+        fence = comm.barrier(async_op=True)
+        assert gathered.wait().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert reduced.wait() is strided
+        assert bool((strided == 4).all())
+        assert scattered.wait().tolist() == [8.0 * comm.rank, 8.0 * comm.rank + 4]
+        assert fence.wait() is None
+
+    four(fn)
+
+
+def test_arrays_live_until_a_forgotten_call_is_done() -> None:
+    def fn(comm: Communicator) -> None:
+        for i in range(30):
+            comm.all_reduce(torch.full((10_000,), float(i)), async_op=True)
+            if i % 10 == 0:
+                gc.collect()
+        assert float(comm.all_reduce(torch.ones(1))) == 4
+
+    four(fn)
+
+
+def test_asynchronous_and_synchronous_calls_keep_their_order() -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.ones(1000)
+        first = comm.all_reduce(x, async_op=True)
+        y = torch.full((1000,), 2.0)
+        comm.all_reduce(y)
+        assert bool((y == 8).all())
+        assert bool((first.wait() == 4).all())
+
+    four(fn)
+
+
+# ---- groups of calls, lists --------------------------------------------------------------------------------------
+
+
+def test_coalesced_calls_are_done_at_the_end_of_the_block() -> None:
+    def fn(comm: Communicator) -> None:
+        xs = [torch.full((i + 1,), 1.0) for i in range(10)]
+        with comm.coalesce() as group:
+            for x in xs:
+                comm.all_reduce(x)
+            gathered = comm.all_gather(torch.tensor([comm.rank]))
+        assert len(group) == 11
+        assert group.done
+        assert all(bool((x == 4).all()) for x in xs)
+        assert gathered.wait().tolist() == [0, 1, 2, 3]
+        assert comm.all_reduce_coalesced(xs, "max") is not xs
+        later = comm.all_reduce_coalesced(xs, async_op=True)
+        assert [float(x[0]) for x in later.wait()] == [16.0] * 10
+
+    four(fn)
+
+
+def test_list_forms_with_uneven_sizes() -> None:
+    def fn(comm: Communicator) -> None:
+        rank, world_size = comm.rank, comm.world_size
+        mine = torch.full((rank * 3,), float(rank))
+        outputs = [torch.empty(r * 3) for r in range(world_size)]
+        comm.all_gather_list(outputs, mine)
+        assert [x.tolist() for x in outputs] == [[float(r)] * (3 * r) for r in range(world_size)]
+
+        inputs = [torch.full((r + 1, 2), float(r)) for r in range(world_size)]
+        out = torch.empty(rank + 1, 2)
+        assert comm.reduce_scatter_list(out, inputs) is out
+        assert bool((out == 4 * rank).all())
+
+        sent = [torch.full((p + rank,), rank) for p in range(world_size)]
+        received = [torch.empty(p + rank, dtype=torch.int64) for p in range(world_size)]
+        comm.all_to_all_list(received, sent)
+        assert [x.tolist() for x in received] == [[p] * (p + rank) for p in range(world_size)]
+
+        got = comm.gather_list([torch.empty(r * 3) for r in range(world_size)] if rank == 2 else None, mine, 2)
+        assert (got is None) == (rank != 2)
+        if got is not None:
+            assert [x.tolist() for x in got] == [[float(r)] * (3 * r) for r in range(world_size)]
+
+        parts = [torch.full((2 * r,), r) for r in range(world_size)] if rank == 1 else None
+        assert comm.scatter_list(torch.empty(2 * rank, dtype=torch.int64), parts, 1).tolist() == [rank] * (2 * rank)
+
+    four(fn)
+
+
+def test_list_forms_with_strided_and_own_arrays() -> None:
+    def fn(comm: Communicator) -> None:
+        block = torch.zeros(5, 4)
+        outputs = list(block.unbind(1))  # four columns
+        outputs[comm.rank].fill_(comm.rank)
+        comm.all_gather_list(outputs, outputs[comm.rank])
+        assert bool((block == torch.arange(4.0)).all())
+
+    four(fn)
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_uneven_all_to_all(tell: bool) -> None:
+    def fn(comm: Communicator) -> None:
+        rank, world_size = comm.rank, comm.world_size
+        send_counts = [(rank + p) % 3 for p in range(world_size)]
+        recv_counts = [(p + rank) % 3 for p in range(world_size)]
+        x = np.full((sum(send_counts), 2), rank)
+        got = comm.all_to_all(x, send_counts=send_counts, recv_counts=recv_counts if tell else None)
+        assert got[:, 0].tolist() == [p for p in range(world_size) for _ in range(recv_counts[p])]
+
+    four(fn)
+
+
+# ---- point to point ----------------------------------------------------------------------------------------------
+
+
+def test_tags_choose_among_messages() -> None:
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 0:
+            works = [comm.isend(torch.tensor([tag]), 1, tag=tag) for tag in (7, 5, 7)]
+            for work in works:
+                work.wait()
+        elif comm.rank == 1:
+            got = torch.zeros(1, dtype=torch.int64)
+            for tag in (5, 7, 7):
+                assert comm.recv(got, 0, tag=tag) == 0
+                assert int(got) == tag
+
+    four(fn)
+
+
+def test_receive_from_anyone_says_who_sent() -> None:
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 0:
+            senders = set()
+            for _ in range(3):
+                x = torch.zeros(2, dtype=torch.int64)
+                work = comm.irecv(x)
+                source = work.wait()
+                assert x.tolist() == [source, source]
+                senders.add(source)
+            assert senders == {1, 2, 3}
+        else:
+            comm.send(torch.full((2,), comm.rank), 0)
+
+    four(fn)
+
+
+# ---- more communicators ------------------------------------------------------------------------------------------
+
+
+def test_split_by_color_and_key() -> None:
+    def fn(comm: Communicator) -> tuple[int, int] | None:
+        part = comm.split(None if comm.rank == 3 else 0, key=-comm.rank)
+        if part is None:
+            return None
+        with part:
+            seen = part.all_gather(torch.tensor([comm.rank])).tolist()
+            assert seen == [2, 1, 0]
+            return part.rank, part.world_size
+
+    assert four(fn) == [(2, 3), (1, 3), (0, 3), None]
+
+
+def test_subgroup_keeps_the_order_given() -> None:
+    def fn(comm: Communicator) -> Any:
+        part = comm.subgroup([3, 1])
+        if part is None:
+            return None
+        with part:
+            return part.all_gather(torch.tensor([comm.rank])).tolist()
+
+    assert four(fn) == [None, [3, 1], None, [3, 1]]
+
+
+def test_dup_is_independent() -> None:
+    def fn(comm: Communicator) -> None:
+        with comm.dup() as other:
+            work = other.all_reduce(torch.ones(3), async_op=True)
+            assert comm.all_reduce(torch.ones(3)).tolist() == [4.0] * 3
+            assert work.wait().tolist() == [4.0] * 3
+            assert (other.rank, other.world_size) == (comm.rank, comm.world_size)
+        assert float(comm.all_reduce(torch.ones(1))) == 4
+
+    four(fn)
+
+
+# ---- life --------------------------------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    with ringcomm.init(timeout=timedelta(seconds=5)) as comm:
+        assert (comm.rank, comm.world_size, comm.kind, comm.timeout) == (0, 1, "cpu", 5.0)
+        assert comm.all_reduce(torch.tensor([2.0, 4.0]), "avg").tolist() == [2.0, 4.0]
+        assert comm.all_gather(torch.ones(2, 3)).shape == (2, 3)
+        comm.timeout = 7
+        assert comm.timeout == 7.0
+        assert comm.describe()["world_size"] == "1"
+        assert "rank 0 of 1" in repr(comm)
+    assert comm.closed
+    assert "closed" in repr(comm)
+    comm.close()
+
+
+def init_over_a_store(comm: Communicator, folder: str, port: int) -> float:
+    """Processes that find each other again through every kind of store."""
+    total = 0.0
+    for timeout in (20.0, 21.0):
+        store = dist.FileStore(os.path.join(folder, "store"), comm.world_size)
+        with ringcomm.init(comm.rank, comm.world_size, store=store, timeout=timeout) as other:
+            assert other.timeout == timeout
+            total += float(other.all_reduce(torch.ones(1)))
+    for method in (f"file://{folder}/method", f"tcp://localhost:{port}"):
+        with ringcomm.init(comm.rank, comm.world_size, init_method=method, timeout=20) as other:
+            total += float(other.all_reduce(torch.ones(1)))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=comm.rank, world_size=comm.world_size)
+    with ringcomm.init(timeout=20) as other:
+        total += float(other.all_reduce(torch.ones(1)))
+    dist.destroy_process_group()
+    return total
+
+
+def test_init_through_stores(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert ringcomm.run_ranks(init_over_a_store, 2, "processes", args=(str(tmp_path), port), timeout=30) == [10.0, 10.0]
+
+
+def over_a_process_group(comm: Communicator, folder: str) -> list[str]:
+    """Every method gives over Gloo what it gives over our own engine."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=comm.rank, world_size=comm.world_size)
+    wrong = []
+    with Communicator.from_process_group() as peer:
+        assert isinstance(peer, Communicator)
+        for name, call in every_method(comm.rank, comm.world_size).items():
+            ours, theirs = call(comm), call(peer)
+            if repr(ours) != repr(theirs):
+                wrong.append(f"{name}: {ours} over our engine, {theirs} over gloo")
+        part = peer.split(comm.rank % 2)
+        assert part is not None
+        assert part.world_size == len(range(comm.rank % 2, comm.world_size, 2))
+        assert float(part.all_reduce(torch.ones(1))) == part.world_size
+    with pytest.raises(errors.ClosedError):
+        peer.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def every_method(rank: int, world_size: int) -> dict[str, Any]:
+    def x() -> torch.Tensor:
+        return torch.arange(6.0) + rank
+
+    def ints() -> torch.Tensor:
+        return torch.arange(6) + rank
+
+    def p2p(comm: Communicator) -> Any:
+        got = x()
+        if rank == 0:
+            comm.send(x(), 1, tag=3)
+        elif rank == 1:
+            return comm.recv(got, 0, tag=3), got
+        return None
+
+    def rows() -> torch.Tensor:
+        return torch.full((sum(range(world_size)), 2), rank)
+
+    return {
+        "all_reduce": lambda c: c.all_reduce(x()),
+        "all_reduce avg": lambda c: c.all_reduce(x(), "avg"),
+        "all_reduce int avg": lambda c: c.all_reduce(ints(), "avg"),
+        "all_reduce premul": lambda c: c.all_reduce(x(), "premul_sum", factor=rank + 0.5),
+        "all_reduce max out": lambda c: c.all_reduce(x(), "max", out=x()),
+        "all_reduce numpy": lambda c: c.all_reduce(x().numpy(), "prod"),
+        "all_reduce strided": lambda c: c.all_reduce(x().view(2, 3).t()),
+        "all_reduce async": lambda c: c.all_reduce(x(), async_op=True).wait(),
+        "reduce": lambda c: c.reduce(x(), 1),
+        "reduce avg": lambda c: c.reduce(x(), 0, "avg"),
+        "reduce_scatter": lambda c: c.reduce_scatter(x().repeat(world_size), "avg"),
+        "reduce_scatter_list": lambda c: c.reduce_scatter_list(
+            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)]
+        ),
+        "all_gather": lambda c: c.all_gather(x()),
+        "all_gather_list": lambda c: c.all_gather_list(
+            [torch.empty(r + 1) for r in range(world_size)], torch.full((rank + 1,), 1.0)
+        ),
+        "broadcast": lambda c: c.broadcast(x(), 1),
+        "gather": lambda c: c.gather(x(), 1),
+        "gather_list": lambda c: c.gather_list(
+            [torch.empty(r + 1) for r in range(world_size)] if rank == 1 else None, torch.ones(rank + 1), 1
+        ),
+        "scatter": lambda c: c.scatter(x().repeat(world_size) if rank == 1 else None, 1, out=x()),
+        "scatter_list": lambda c: c.scatter_list(
+            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)] if rank == 0 else None
+        ),
+        "all_to_all": lambda c: c.all_to_all(x().repeat(world_size)),
+        "all_to_all uneven": lambda c: c.all_to_all(rows(), send_counts=list(range(world_size))),
+        "send/recv": p2p,
+        "barrier": lambda c: c.barrier(),
+        "coalesced": lambda c: c.all_reduce_coalesced([x(), ints()]),
+        "empty": lambda c: c.all_reduce(c.empty((2, 2)).fill_(1)),
+    }
+
+
+def test_the_same_methods_over_a_process_group(tmp_path: Path) -> None:
+    assert ringcomm.run_ranks(over_a_process_group, 3, "processes", args=(str(tmp_path),), timeout=30) == [[]] * 3

@@ -1,0 +1,269 @@
+"""Arrays of torch, NumPy, DLPack and plain buffers, with every kind of layout."""
+
+from __future__ import annotations
+
+import array
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import Communicator
+
+
+class OnlyDlpack:
+    """An array of some other library."""
+
+    def __init__(self, data: Any, device: tuple[int, int] = (1, 0)) -> None:
+        self.data = data
+        self.device = device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def three(fn: Any) -> list[Any]:
+    return ringcomm.run_ranks(fn, 3, timeout=30)
+
+
+def test_numpy_arrays() -> None:
+    def fn(comm: Communicator) -> None:
+        for dtype in (np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8):
+            x = np.arange(6, dtype=dtype)
+            assert comm.all_reduce(x) is x
+            assert np.array_equal(x, np.arange(6) * 3)
+        flags = np.array([comm.rank == 0, False])
+        assert comm.all_reduce(flags).tolist() == [True, False]
+        gathered = comm.all_gather(np.full((2, 3), comm.rank, np.int16))
+        assert isinstance(gathered, np.ndarray)
+        assert gathered.shape == (6, 3)
+        assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+    three(fn)
+
+
+def test_torch_and_numpy_ranks_mix() -> None:
+    def fn(comm: Communicator) -> list[float]:
+        x: Any = np.full(4, 1.0, np.float32) if comm.rank else torch.ones(4)
+        return comm.all_reduce(x).tolist()
+
+    assert three(fn) == [[3.0] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(4, 6).t(),
+        lambda: torch.zeros(5, 8)[:, 1:7:2],
+        lambda: torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        lambda: torch.zeros(3, 4)[1:],
+        lambda: torch.zeros(3, 4, dtype=torch.complex64).conj(),
+        lambda: torch.zeros(1, dtype=torch.complex64).conj().imag,
+        lambda: np.zeros((4, 6), np.float32).T,
+        lambda: np.zeros((6, 4), np.float64)[::-2],
+        lambda: np.zeros((3, 4), np.float32, order="F"),
+        lambda: torch.zeros(()),
+        lambda: np.zeros(()),
+    ],
+)
+def test_every_layout_is_reduced_in_place(make: Any) -> None:
+    def fn(comm: Communicator) -> None:
+        x = make()
+        x[...] = comm.rank + 1
+        assert comm.all_reduce(x) is x
+        assert bool((x == 6).all()), x
+        y = make()
+        y[...] = comm.rank
+        comm.broadcast(y, 2)
+        assert bool((y == 2).all()), y
+
+    three(fn)
+
+
+def test_dlpack_arrays() -> None:
+    def fn(comm: Communicator) -> None:
+        memory = np.ones(5, np.float32)
+        x = OnlyDlpack(memory)
+        assert comm.all_reduce(x) is x
+        assert memory.tolist() == [3.0] * 5
+        narrow = torch.ones(5, dtype=torch.bfloat16)
+        comm.all_reduce(OnlyDlpack(narrow))
+        assert narrow.tolist() == [3.0] * 5
+
+    three(fn)
+
+
+def test_buffers() -> None:
+    def fn(comm: Communicator) -> None:
+        x = array.array("d", [1.0, 2.0])
+        comm.all_reduce(x)
+        assert x.tolist() == [3.0, 6.0]
+        text = bytearray(b"hello" if comm.rank == 1 else b".....")
+        comm.broadcast(text, 1)
+        assert text == b"hello"
+
+    three(fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_sums_and_averages(dtype: torch.dtype) -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.full((3,), 1 + 2j * comm.rank, dtype=dtype)
+        assert comm.all_reduce(x.clone()).tolist() == [3 + 6j] * 3
+        assert comm.all_reduce(x.clone(), "avg").tolist() == [1 + 2j] * 3
+
+    three(fn)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "float8_e5m2fnuz"])
+def test_types_without_arithmetic_still_move(dtype: str) -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.arange(8, dtype=torch.uint8).view(getattr(torch, dtype))
+        got = comm.all_gather(x)
+        assert got.dtype == x.dtype
+        assert got.view(torch.uint8).tolist() == list(range(8)) * 3
+        comm.broadcast(x)
+
+    three(fn)
+
+
+def test_parameters_are_reduced_without_autograd() -> None:
+    def fn(comm: Communicator) -> None:
+        weight = torch.nn.Parameter(torch.ones(4))
+        comm.all_reduce(weight)
+        assert weight.tolist() == [3.0] * 4
+        strided = torch.ones(4, 2, requires_grad=True)
+        comm.all_reduce(strided.t())
+        assert strided.sum() == 24
+        assert strided.grad_fn is None
+
+    three(fn)
+
+
+def test_memory_that_overlaps_gives_the_same_result() -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.arange(12.0)
+        comm.all_reduce(x[:8], out=x[4:])
+        assert x[4:].tolist() == [3.0 * i for i in range(8)]
+        whole = torch.arange(9.0)
+        comm.all_gather(whole[1:4].clone(), out=whole)
+        shifted = torch.arange(9.0)
+        comm.all_gather(shifted[1:4], out=shifted)
+        assert shifted.tolist() == whole.tolist()
+        inside = torch.arange(9.0)
+        comm.reduce_scatter(inside, out=inside[1:4])
+        assert inside[1:4].tolist() == [3.0 * (3 * comm.rank + i) for i in range(3)]
+
+    three(fn)
+
+
+@pytest.mark.parametrize("like", ["torch", "numpy"])
+def test_lent_memory_is_an_ordinary_array(like: str) -> None:
+    def fn(comm: Communicator) -> Any:
+        x = comm.empty((3, 5), "float32", like=like)
+        assert tuple(x.shape) == (3, 5)
+        assert isinstance(x, torch.Tensor if like == "torch" else np.ndarray)
+        x[...] = 1
+        comm.all_reduce(x)
+        assert float(x.sum()) == 45
+        part = comm.reduce_scatter(x)
+        assert part.tolist() == [[9.0] * 5]
+        assert comm.empty(0, like=like).shape == (0,)
+        return x[1]
+
+    rows = three(fn)  # the communicators are closed now
+    assert [float(row.sum()) for row in rows] == [15.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "library"),
+    [(torch.int16, torch), (np.int16, np), (np.dtype("int16"), np), ("int16", torch), (None, torch)],
+)
+def test_lent_memory_follows_the_dtype(dtype: Any, library: Any) -> None:
+    with ringcomm.init() as comm:
+        x = comm.empty(4, dtype)
+        assert x.dtype == (library.int16 if dtype is not None else torch.float32)
+
+
+def test_much_lent_memory_is_given_back() -> None:
+    def fn(comm: Communicator) -> None:
+        for _ in range(40):
+            x = comm.empty((1 << 20,), "float32")
+            x.fill_(1)
+            comm.all_reduce(x)
+            assert float(x[-1]) == comm.world_size
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+# ---- the short way -----------------------------------------------------------------------------------------------
+
+
+class LongWay(Communicator):
+    """Prepares every call with care."""
+
+    def _run_plain(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+ANY_ARRAY: list[Callable[[], Any]] = [
+    *(partial(torch.ones, shape) for shape in [(), (1,), (4,), (2, 2), (0,), (0, 3), (2, 4), (1, 4), (1, 2, 2)]),
+    *(partial(np.ones, shape, np.float32) for shape in [(), (4,), (1, 4), (0,)]),
+    *(partial(torch.ones, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int64)),
+    *(partial(np.ones, 4, dtype) for dtype in ("?", ">f4", "u2", "c8", "O", "M8[s]")),
+    lambda: torch.ones(8)[::2],
+    lambda: torch.ones(2, 2).t(),
+    lambda: torch.ones(1).expand(4),
+    lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
+    lambda: torch.ones(4, requires_grad=True),
+    lambda: torch.ones(4, device="meta"),
+    lambda: torch.ones(4).to_sparse(),
+    lambda: np.ones(8, np.float32)[::2],
+    lambda: frozen(np.ones(4, np.float32)),
+    lambda: bytearray(4),
+    lambda: bytes(4),
+    lambda: None,
+    lambda: 3,
+]
+CALLS: list[Callable[[Communicator, Any, Any], Any]] = [
+    *(lambda comm, x, y, op=op: comm.all_reduce(x, op, out=y) for op in ("sum", "avg", "band", "premul_sum", "nope")),
+    lambda comm, x, y: comm.all_gather(x, out=y),
+    lambda comm, x, y: comm.reduce_scatter(x, out=y),
+    lambda comm, x, y: comm.all_to_all(x, out=y),
+    lambda comm, x, y: comm.broadcast(x, root=y),
+    lambda comm, x, y: comm.all_reduce(x[:3], out=x[1:4]),
+    lambda comm, x, y: comm.all_gather(x, out=x),
+    lambda comm, x, y: comm.send(x, dst=0, tag=y),
+    lambda comm, x, y: comm.recv(x, src=1),
+]
+
+
+def test_the_short_way_does_and_refuses_what_the_long_way_does() -> None:
+    def outcome(comm: Communicator, call: Callable[..., Any], *make: Callable[[], Any]) -> str:
+        arrays = [each() for each in make]
+        try:
+            result = repr(call(comm, *arrays))
+        except Exception as error:
+            result = repr(error)
+        return f"{result} with {arrays}"
+
+    def both_ways(comm: Communicator) -> None:
+        with comm.dup() as careful:
+            careful.__class__ = LongWay
+            for call, *make in itertools.product(CALLS, ANY_ARRAY, ANY_ARRAY):
+                assert outcome(comm, call, *make) == outcome(careful, call, *make)
+
+    ringcomm.run_ranks(both_ways, 1)
