@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -20,6 +21,10 @@ from datetime import timedelta
 from typing import Any
 
 GROUP_TIMEOUT_S = 30.0
+
+# Process groups of Gloo that have ended. A callback of a future may hold the last reference to one in Gloo's own
+# worker thread, and there its destructor joins the thread with itself and ends the process.
+_ended_groups: list[Any] = []
 
 
 class Pool:
@@ -55,8 +60,8 @@ class Pool:
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             for pipe in ready:
                 try:
-                    replies[waiting[pipe]] = pipe.recv()
-                except EOFError:
+                    replies[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
                     replies[waiting[pipe]] = (False, f"rank {waiting[pipe]}: the process died")
             if any(not ok for ok, _ in replies.values()):
                 end = min(end, time.monotonic() + 3.0)
@@ -129,9 +134,9 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, world_size: i
         import ringcomm  # noqa: F401  registers the backend
 
         torch.set_num_threads(1)
-        pipe.send((True, None))
+        _reply(pipe, (True, None))
     except BaseException:
-        pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        _reply(pipe, (False, f"rank {rank}:\n{traceback.format_exc()}"))
         return
     while True:
         try:
@@ -145,7 +150,12 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, world_size: i
         except BaseException:
             reply = (False, f"rank {rank}:\n{traceback.format_exc()}")
         faulthandler.cancel_dump_traceback_later()
-        pipe.send(reply)
+        _reply(pipe, reply)
+
+
+def _reply(pipe: multiprocessing.connection.Connection, reply: tuple[bool, Any]) -> None:
+    # By value: multiprocessing's own pickler passes a tensor as a file descriptor that the sender must live to hand over.
+    pipe.send_bytes(pickle.dumps(reply))
 
 
 def _run_one(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, backend: str) -> Any:
@@ -159,4 +169,6 @@ def _run_one(function: Callable[..., Any], args: tuple[Any, ...], rank: int, wor
         return function(*args)
     finally:
         if dist.is_initialized():
+            if backend == "gloo":
+                _ended_groups.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
