@@ -91,11 +91,31 @@ class Request {
   virtual void on_done(std::function<void(std::exception_ptr)> callback) = 0;
   // Source rank of a finished recv.
   virtual int source() const = 0;
+  // Device engines: what is enqueued on `stream` from now on runs after the call; blocks the host only until the call
+  // has been enqueued itself. Elsewhere the same as wait().
+  virtual void join([[maybe_unused]] std::uintptr_t stream) { wait(); }
 };
 
 struct EngineOptions {
   std::int64_t timeout_ms = 30 * 60 * 1000;  // of every call that names none
   std::size_t slot_bytes = 0;                // staging slot; 0: the engine's choice
+  int device = 0;                            // device engines: the index of this rank's device
+  int channels = 0;                          // device engines: most blocks of one rank; 0: the engine's choice
+};
+
+// Elements of several tensors into one bucket or back: element i of source piece p becomes element i of target piece p,
+// times `factor`. Types differ for floats only: widened exactly, multiplied in float32 (float64 if either is), rounded
+// once.
+struct Packing {
+  DType from = DType::kFloat32, to = DType::kFloat32;
+  double factor = 1.0;
+  struct Piece {
+    const void* source;
+    void* target;
+    std::size_t count;
+  };
+  std::vector<Piece> pieces;
+  std::uintptr_t stream = 0;
 };
 
 // One rank of one communicator. Construct, pass `handle()` of every rank to `connect` of every rank, call.
@@ -114,9 +134,17 @@ class Engine {
   // Returns the source rank of a recv, else -1.
   virtual int run(const Call& call) = 0;
   virtual std::shared_ptr<Request> submit(Call call) = 0;
+  // Calls of one kind and type, one after the other in effect; an engine may serve them together, so that a list of
+  // tensors costs no flatten copy. Sends and receives of one list wait for nothing in it.
+  virtual void run_list(const std::vector<Call>& calls) {
+    for (const Call& call : calls) run(call);
+  }
+  // Local, no call of the communicator.
+  virtual void pack(const Packing& packing) = 0;
 
-  // Memory that the peers read and write in place. Not a collective. `release` may come in any order, not while a
-  // call uses the memory.
+  // Memory that the peers read and write in place. Local on the cpu engine and among ranks of one process; on devices
+  // of several processes a collective call, with the same size everywhere. `release` is local and may come in any
+  // order, not while a call uses the memory.
   virtual void* allocate(std::size_t nbytes) = 0;
   virtual void release(void* data) = 0;
 
@@ -145,5 +173,9 @@ inline std::shared_ptr<Engine> share(std::unique_ptr<Engine> engine) {
 }
 
 std::unique_ptr<Engine> make_cpu_engine(int rank, int world_size, const EngineOptions& options);
+std::unique_ptr<Engine> make_cuda_engine(int rank, int world_size, const EngineOptions& options);
+
+// Whether make_cuda_engine can work here: empty, or one sentence that says why not ("no driver: ...").
+std::string why_no_cuda();
 
 }  // namespace ringcomm

@@ -46,12 +46,12 @@ struct Signature {
   std::uint8_t op, dtype, reduce_op, algorithm;
   std::int32_t root;
 
-  bool operator==(const Signature& other) const {
+  RINGCOMM_HD bool operator==(const Signature& other) const {
     return sequence == other.sequence && history == other.history && count == other.count && op == other.op &&
            dtype == other.dtype && reduce_op == other.reduce_op && algorithm == other.algorithm && root == other.root;
   }
   // The history of a rank that has made this call: two ranks that differed once differ from then on.
-  std::uint64_t hash() const {
+  RINGCOMM_HD std::uint64_t hash() const {
     std::uint64_t h = history + 0x9e3779b97f4a7c15u;
     const std::uint64_t kinds = op | dtype << 8 | reduce_op << 16 | static_cast<std::uint64_t>(algorithm) << 24 |
                                 static_cast<std::uint64_t>(static_cast<std::uint32_t>(root)) << 32;

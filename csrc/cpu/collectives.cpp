@@ -1,8 +1,9 @@
 #include "cpu/collectives.h"
 
+#include "core/check.h"
 #include "core/error.h"
+#include "core/parts.h"
 #include "core/reduce.h"
-#include "cpu/buffers.h"
 #include "cpu/direct.h"
 #include "cpu/kernels.h"
 #include "cpu/ring.h"
@@ -12,29 +13,6 @@
 namespace ringcomm::cpu {
 
 namespace {
-
-bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduceScatter || op == Op::kReduce; }
-bool rooted(Op op) { return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter; }
-
-void check_list(const Call& call, int rank, int world_size, const std::vector<Part>& list, const char* side) {
-  if (list.empty()) return;
-  if (static_cast<int>(list.size()) != world_size)
-    fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected ", world_size, ' ', side, " parts, got ",
-         list.size(), "; pass one per rank");
-  for (const Part& part : list)
-    if (!part.data && part.count)
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected memory for every ", side,
-           " part, got a null address");
-}
-
-// What all ranks must agree on: the elements of the message, or of one part; uneven parts in total.
-std::uint64_t agreed_count(const Call& call, int world_size) {
-  if (call.op == Op::kAllToAll && uneven_all_to_all(call)) return kUneven;
-  if (call.op == Op::kReduceScatter && !call.input_parts.empty()) return input_parts(call).agreed(world_size);
-  if (call.op == Op::kAllGather && !call.output_parts.empty()) return output_parts(call).agreed(world_size);
-  const bool parts = call.op == Op::kReduceScatter || call.op == Op::kAllGather;
-  return parts ? call.count * world_size : call.count;
-}
 
 // A world of one: nothing to send, but avg and premul_sum still say what the result is.
 void run_alone(const Call& call) {
@@ -57,44 +35,6 @@ bool may_be_direct(const Call& call, std::size_t nbytes) {
 }
 
 }  // namespace
-
-void check_call(const Call& call, int rank, int world_size) {
-  const bool peer_op = call.op == Op::kSend || call.op == Op::kRecv;
-  if ((rooted(call.op) || peer_op) && (call.root < (call.op == Op::kRecv ? kAnySource : 0) || call.root >= world_size))
-    fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected a ", peer_op ? "peer" : "root", " below ",
-         world_size, ", got ", call.root);
-  if (reduces(call.op) && !supports(call.dtype, call.reduce_op))
-    fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected an op that ", name(call.dtype), " has, got ",
-         name(call.reduce_op));
-  if (call.algorithm == Algorithm::kRing &&
-      (call.op == Op::kGather || call.op == Op::kScatter || call.op == Op::kAllToAll))
-    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
-         " asked for algorithm ring, which all_reduce, reduce_scatter, all_gather, broadcast and reduce have; use "
-         "algorithm auto");
-  if (call.algorithm == Algorithm::kOneshot && call.op != Op::kAllReduce)
-    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
-         " asked for algorithm oneshot, which only all_reduce has; use algorithm auto");
-  if (call.algorithm == Algorithm::kRing && call.reduce_op == ReduceOp::kPremulSum && !call.input_parts.empty())
-    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
-         " asked for premul_sum over a list with algorithm ring; use algorithm auto");
-  check_list(call, rank, world_size, call.input_parts, "input");
-  check_list(call, rank, world_size, call.output_parts, "output");
-  if (call.op == Op::kGather || call.op == Op::kScatter)
-    for (const Part& part : call.op == Op::kGather ? call.output_parts : call.input_parts)
-      if (part.count != call.count)
-        fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected parts of ", call.count,
-             " elements each, got one of ", part.count,
-             "; use all_to_all for uneven parts, where ranks tell each other their counts");
-  const bool at_root = !rooted(call.op) || rank == call.root;
-  const bool reads = call.op != Op::kRecv && call.op != Op::kBarrier &&
-                     (at_root || (call.op != Op::kBroadcast && call.op != Op::kScatter));
-  const bool writes = call.op != Op::kSend && call.op != Op::kBarrier &&
-                      (at_root || (call.op != Op::kReduce && call.op != Op::kGather));
-  if (call.count &&
-      ((reads && !call.input && call.input_parts.empty()) || (writes && !call.output && call.output_parts.empty())))
-    fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected memory for ", call.count,
-         " elements, got a null address");
-}
 
 void Collectives::run(const Call& call) {
   group_.check_abort(call);

@@ -21,7 +21,4 @@ class Collectives {
   Progress progress_;
 };
 
-// Throws unless the call makes sense on this rank; nothing has been sent then.
-void check_call(const Call& call, int rank, int world_size);
-
 }  // namespace ringcomm::cpu

@@ -3,13 +3,16 @@
 
 #include <atomic>
 
+#include "core/check.h"
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/parts.h"
 #include "cpu/collectives.h"
 #include "cpu/group.h"
 #include "cpu/heap.h"
 #include "cpu/kernels.h"
 #include "cpu/p2p.h"
+#include "cpu/pack.h"
 #include "cpu/work_queue.h"
 
 namespace ringcomm {
@@ -25,8 +28,6 @@ int current_generation() {
   (void)registered;
   return generation.load(std::memory_order_relaxed);
 }
-
-bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv; }
 
 class CpuEngine final : public Engine {
  public:
@@ -66,6 +67,11 @@ class CpuEngine final : public Engine {
   std::shared_ptr<Request> submit(Call call) override {
     check(call);
     return point_to_point(call.op) ? p2p_->submit(std::move(call)) : queue_->submit(std::move(call));
+  }
+
+  void pack(const Packing& packing) override {
+    check_packing(packing, rank());
+    cpu::pack(packing);
   }
 
   void* allocate(std::size_t nbytes) override {

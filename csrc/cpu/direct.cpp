@@ -1,7 +1,7 @@
 #include "cpu/direct.h"
 
+#include "core/parts.h"
 #include "core/schedule.h"
-#include "cpu/buffers.h"
 #include "cpu/kernels.h"
 #include "cpu/tuning.h"
 

@@ -2,9 +2,9 @@
 
 #include <vector>
 
+#include "core/parts.h"
 #include "core/reduce.h"
 #include "core/ring_loop.h"
-#include "cpu/buffers.h"
 #include "cpu/kernels.h"
 
 namespace ringcomm::cpu {

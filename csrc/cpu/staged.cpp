@@ -2,8 +2,8 @@
 
 #include <cstring>
 
+#include "core/parts.h"
 #include "core/schedule.h"
-#include "cpu/buffers.h"
 #include "cpu/kernels.h"
 #include "cpu/tuning.h"
 

@@ -4,7 +4,7 @@
 #include "core/engine.h"
 #include "core/link.h"
 
-namespace ringcomm::cpu {
+namespace ringcomm {
 
 class Parts {
  public:
@@ -53,9 +53,15 @@ inline Parts output_parts(const Call& call) {
   return {call.output, call.count, call.output_parts, element_bytes(call.dtype)};
 }
 
+inline bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduceScatter || op == Op::kReduce; }
+inline bool rooted(Op op) {
+  return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
+}
+inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv; }
+
 // Whether the ranks have to tell each other what they send. Nothing at all says nothing about the others.
 inline bool uneven_all_to_all(const Call& call) {
   return !call.input_parts.empty() || !call.output_parts.empty() || call.count == 0;
 }
 
-}  // namespace ringcomm::cpu
+}  // namespace ringcomm

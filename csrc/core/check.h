@@ -1,0 +1,17 @@
+// What a call must be before anything of it is sent, the same for every engine.
+#pragma once
+
+#include <cstdint>
+
+#include "core/engine.h"
+
+namespace ringcomm {
+
+// Throws unless the call makes sense on this rank.
+void check_call(const Call& call, int rank, int world_size);
+void check_packing(const Packing& packing, int rank);
+
+// What all ranks must agree on: the elements of the message, or of one part; uneven parts in total.
+std::uint64_t agreed_count(const Call& call, int world_size);
+
+}  // namespace ringcomm

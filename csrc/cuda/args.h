@@ -1,0 +1,203 @@
+// What the host and the kernels of the CUDA engine agree on: where everything lies in a rank's segment, and what a
+// launch is told. Plain data, passed by value.
+//
+// A launch has grid (channels, ranks): block (c, y) is channel c of the rank in ranks[y]. A channel is a small world of
+// its own: what it knows of earlier calls (how many, which tickets) lies in its ChannelState in device memory, never in
+// an argument, so that a captured graph can be replayed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/engine.h"
+#include "core/link.h"
+#include "core/types.h"
+
+namespace ringcomm::cuda {
+
+inline constexpr int kMaxRanks = 8;
+inline constexpr int kMaxChannels = 64;
+inline constexpr int kMaxMessages = 16;
+inline constexpr int kMaxCopies = kMaxRanks * kMaxRanks;
+inline constexpr int kMaxArenas = 64;
+
+// ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write ------------
+
+// Written by its own rank only; survives from launch to launch.
+struct alignas(kLineBytes) ChannelState {
+  std::uint64_t calls;     // collective calls this channel has made
+  std::uint64_t history;   // hash of their signatures
+  std::uint64_t meets;     // meets it has passed
+  std::uint64_t turns;     // windows that went through the staging area
+  std::uint64_t sent;      // tickets of its ring link towards next
+  std::uint64_t received;  // tickets of its ring link from prev
+  std::uint64_t packets;   // oneshot messages
+};
+
+struct Layout {
+  std::int32_t world_size = 1;
+  std::int32_t channels = 1;           // most channels of any launch
+  std::uint32_t depth = 4;             // slots of a ring link
+  std::uint32_t p2p_depth = 4;         // slots of a send/recv link
+  std::int32_t p2p_channels = 1;       // blocks that serve one send or recv
+  std::uint64_t slot_bytes = 0;        // of a ring link; multiple of kLineBytes
+  std::uint64_t stage_bytes = 0;       // of one of the three staging regions of a channel; multiple of kLineBytes * world_size
+  std::uint64_t packet_bytes = 0;      // most payload of one channel's oneshot message; multiple of 1920
+  std::uint64_t p2p_slot_bytes = 0;    // multiple of kLineBytes
+
+  RINGCOMM_HD constexpr std::uint64_t board_bytes() const { return depth * (sizeof(SlotHeader) + slot_bytes); }
+  RINGCOMM_HD constexpr std::uint64_t p2p_board_bytes() const {
+    return p2p_depth * (sizeof(SlotHeader) + p2p_slot_bytes);
+  }
+  // Packets carry half payload at worst, and the signature goes before.
+  RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return 2 * packet_bytes + kLineBytes; }
+
+  // One channel: state, consumed, meets, announcements, board, staging, boxes.
+  RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
+  RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
+  RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + kLineBytes; }
+  RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + kMaxRanks * sizeof(SlotHeader); }
+  RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
+  RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 3 * stage_bytes; }
+  RINGCOMM_HD constexpr std::uint64_t channel_bytes() const { return boxes_at() + 2 * world_size * box_bytes(); }
+
+  // One send/recv link: the tickets of this rank as writer towards a peer and as reader from it, the credit the peer
+  // gives, the board that the peer writes.
+  RINGCOMM_HD constexpr std::uint64_t link_consumed_at() const { return sizeof(ChannelState); }
+  RINGCOMM_HD constexpr std::uint64_t link_board_at() const { return link_consumed_at() + sizeof(FlagLine); }
+  RINGCOMM_HD constexpr std::uint64_t link_bytes() const { return link_board_at() + p2p_board_bytes(); }
+
+  // The segment: abort flag, once-only flag of the status report, channels, links by (peer, p2p channel).
+  RINGCOMM_HD constexpr std::uint64_t reported_at() const { return sizeof(FlagLine); }
+  RINGCOMM_HD constexpr std::uint64_t channel_at(int channel) const {
+    return 2 * sizeof(FlagLine) + channel * channel_bytes();
+  }
+  RINGCOMM_HD constexpr std::uint64_t link_at(int peer, int channel) const {
+    return channel_at(channels) + (static_cast<std::uint64_t>(peer) * p2p_channels + channel) * link_bytes();
+  }
+  RINGCOMM_HD constexpr std::uint64_t segment_bytes() const { return link_at(world_size, 0); }
+};
+
+// ---- the host page: mapped host memory, one per rank --------------------------------------------------------------
+
+enum class Failure : std::uint32_t { kNone, kTimeout, kAborted, kMismatch };
+enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kAnnouncement, kMeet, kPackets, kMessage };
+
+// What went wrong first on this rank. `code` is stored last.
+struct Status {
+  Flag code;  // Failure
+  std::uint32_t wait;  // WaitKind
+  std::int32_t peer, channel;
+  std::uint32_t unused;
+  std::uint64_t expected, seen;  // value of the flag waited for
+  std::uint64_t calls;           // of the channel
+  Signature mine, theirs;        // theirs: kMismatch only
+};
+
+struct alignas(kLineBytes) HostPage {
+  FlagLine abort;  // the host sets it; kernels look at it now and then
+  Status status;
+};
+
+// ---- arguments of a launch -----------------------------------------------------------------------------------------
+
+struct RankArgs {
+  std::int32_t rank;
+  std::int32_t unused;
+  double factor;                // premul_sum
+  Location input, output;       // of messages[0], as it is announced to the peers
+  HostPage* host;
+  char* const* arenas;          // [peer * kMaxArenas + arena]: where this rank sees it; null: none
+  char* segments[kMaxRanks];    // of every rank, as this one sees them
+};
+
+// One message of a call. `known` launches have the pointers of all ranks, others only those of the launching rank.
+//   all_reduce, reduce, broadcast   count elements
+//   reduce_scatter, all_gather, ... count elements of one part
+struct Message {
+  const void* input[kMaxRanks];
+  void* output[kMaxRanks];
+  std::uint64_t count;
+};
+
+struct CallArgs {
+  Op op;
+  DType dtype;
+  ReduceOp reduce_op;
+  Algorithm algorithm;
+  std::int32_t root;
+  std::int32_t known;           // 1: this launch holds every rank of the communicator, and every input is ready
+  std::int32_t wide_packets;    // oneshot: LL128 instead of LL
+  std::int32_t num_messages;
+  std::int32_t unused;
+  std::uint64_t signed_count;   // the count of the signature
+  std::uint64_t timeout_ns;
+  Layout layout;
+  std::int8_t ring_order[kMaxRanks];  // ring_order[position] = rank
+  RankArgs ranks[kMaxRanks];          // by blockIdx.y
+  Message messages[kMaxMessages];
+};
+static_assert(sizeof(CallArgs) <= 4096, "kernel arguments have 4 KiB");
+
+// One piece that a rank's blocks move. A copy with targets > 1 is followed by targets - 1 entries with the further
+// targets of the same source.
+struct Copy {
+  const char* source;
+  char* target;
+  std::uint64_t nbytes;
+  std::uint64_t targets;
+};
+
+// What a rank's part of a data movement consists of where pointers of the peers are not known at launch: what it gives
+// to each peer, and where it puts what it gets from each. Element counts are bytes.
+struct Exchange {
+  const char* give[kMaxRanks];
+  char* take[kMaxRanks];
+  std::uint64_t give_bytes[kMaxRanks];
+  std::uint64_t take_bytes[kMaxRanks];
+};
+
+// all_gather, broadcast, gather, scatter, all_to_all, barrier.
+struct CopyArgs {
+  Op op;
+  DType dtype;
+  Algorithm algorithm;
+  std::uint8_t unused;
+  std::int32_t root;
+  std::int32_t known;
+  std::int32_t same_for_all;   // give[] is one piece for every peer: it is staged once
+  std::uint64_t signed_count;
+  std::uint64_t timeout_ns;
+  Layout layout;
+  std::int32_t first[kMaxRanks + 1];  // known: copies [first[y], first[y + 1]) belong to ranks[y]
+  std::int32_t unused2;
+  RankArgs ranks[kMaxRanks];
+  union {
+    Copy copies[kMaxCopies];   // known
+    Exchange exchange;         // else: one rank in this launch
+  };
+};
+static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
+
+// Sends and receives of one rank, blockIdx.y of them, each served by p2p_channels blocks.
+inline constexpr int kMaxTransfers = 16;
+struct Transfer {
+  char* data;
+  std::uint64_t nbytes;
+  std::uint64_t count;
+  std::int32_t peer;
+  std::int32_t tag;
+  std::int32_t sends;
+  DType dtype;
+};
+struct TransferArgs {
+  std::uint64_t timeout_ns;
+  Layout layout;
+  RankArgs rank;
+  std::int32_t num_transfers;
+  std::int32_t unused;
+  Transfer transfers[kMaxTransfers];
+};
+static_assert(sizeof(TransferArgs) <= 4096, "kernel arguments have 4 KiB");
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,176 @@
+// One block: channel blockIdx.x of the rank in ranks[blockIdx.y]. Its part of the segments, its bounded waits, and the
+// way it gives up: the first thread whose wait fails writes down why, the whole block returns together, and so do the
+// blocks of all peers. Every method is called by all threads of the block alike, unless it says otherwise.
+#pragma once
+
+#include "core/schedule.h"
+#include "cuda/args.h"
+#include "cuda/device.h"
+
+namespace ringcomm::cuda {
+
+#if !defined(RINGCOMM_FAULT)
+#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
+#endif
+
+inline constexpr int kSpinsPerCheck = 256;  // looks at a flag between two looks at the clock and the abort flags
+
+class Block {
+ public:
+  RINGCOMM_DEVICE Block(const Layout& layout, const RankArgs& rank, u64 timeout_ns)
+      : layout_(layout), args_(rank), deadline_(now_ns() + timeout_ns) {}
+
+  RINGCOMM_DEVICE int channel() const { return static_cast<int>(blockIdx.x); }
+  RINGCOMM_DEVICE int num_channels() const { return static_cast<int>(gridDim.x); }
+  RINGCOMM_DEVICE int thread() const { return static_cast<int>(threadIdx.x); }
+  RINGCOMM_DEVICE int threads() const { return static_cast<int>(blockDim.x); }
+  RINGCOMM_DEVICE int rank() const { return args_.rank; }
+  RINGCOMM_DEVICE int world_size() const { return layout_.world_size; }
+  RINGCOMM_DEVICE const RankArgs& args() const { return args_; }
+  RINGCOMM_DEVICE const Layout& layout() const { return layout_; }
+
+  // This channel in the memory of any rank.
+  RINGCOMM_DEVICE char* of(int rank) const { return args_.segments[rank] + layout_.channel_at(channel()); }
+  RINGCOMM_DEVICE ChannelState& state() const { return *reinterpret_cast<ChannelState*>(of(rank())); }
+  RINGCOMM_DEVICE Flag* consumed(int rank) const { return flag(of(rank) + layout_.consumed_at()); }
+  RINGCOMM_DEVICE Flag* meets(int rank) const { return flag(of(rank) + layout_.meets_at()); }
+  RINGCOMM_DEVICE SlotHeader* announced(int rank) const {
+    return reinterpret_cast<SlotHeader*>(of(rank) + layout_.announced_at());
+  }
+  RINGCOMM_DEVICE Board board(int rank) const {
+    return Board::at(of(rank) + layout_.board_at(), layout_.depth, layout_.slot_bytes);
+  }
+  // Staging regions 0 and 1 take turns for what goes out, region 2 holds what this rank has reduced.
+  RINGCOMM_DEVICE char* stage(int rank, int region) const {
+    return of(rank) + layout_.stage_at() + region * layout_.stage_bytes;
+  }
+  // Where `rank` receives the packets of `source`.
+  RINGCOMM_DEVICE char* box(int rank, int source, u64 parity) const {
+    return of(rank) + layout_.boxes_at() + (parity * layout_.world_size + source) * layout_.box_bytes();
+  }
+
+  RINGCOMM_DEVICE void sync() const { __syncthreads(); }
+
+  // By one thread: waits until *flag >= target. False: gave up, and the reason is written down.
+  RINGCOMM_DEVICE bool wait(const Flag* flag, u64 target, int peer, WaitKind kind) const {
+    u64 seen;
+    for (int spins = 1; (seen = peek(flag)) < target; ++spins) {
+      if (spins % kSpinsPerCheck == 0 && must_stop(flag, target, seen, peer, kind)) return false;
+      pause_on(flag, target);
+    }
+    if (RINGCOMM_FAULT != 6) load_acquire(flag);  // the looks were relaxed: an acquire on each would empty the L1 cache
+    return true;
+  }
+  // The same for threads that look at packets: to be called after every fruitless look, with a counter of their own.
+  RINGCOMM_DEVICE bool keep_looking(const void* line, u64 wanted, int& spins, int peer) const {
+    if (++spins % kSpinsPerCheck == 0 && must_stop(nullptr, wanted, 0, peer, WaitKind::kPackets)) return false;
+    pause_on(line, wanted);
+    return true;
+  }
+  // Brings the block together: whether every thread's wait succeeded.
+  RINGCOMM_DEVICE bool agree(bool ok) const { return __syncthreads_and(ok) != 0; }
+  // One thread waits, the whole block knows.
+  RINGCOMM_DEVICE bool wait_together(const Flag* flag, u64 target, int peer, WaitKind kind) const {
+    return agree(thread() != 0 || wait(flag, target, peer, kind));
+  }
+
+  // All ranks' blocks of this channel meet: what any of them wrote before is seen by all of them after.
+  RINGCOMM_DEVICE bool meet() const {
+    sync();  // everybody has written, and has read state().meets of the meet before
+    const u64 target = load_one(&state().meets) + 1;
+    bool ok = true;
+    if (const int peer = thread(); peer < world_size()) {
+      if (peer != rank()) {
+        post(meets(peer) + rank(), target);
+        ok = wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
+      }
+    }
+    ok = agree(ok);
+    if (thread() == 0) store_one(&state().meets, target);
+    return ok;
+  }
+
+  // The signature of the next call on this channel.
+  RINGCOMM_DEVICE Signature sign(Op op, DType dtype, ReduceOp reduce_op, Algorithm algorithm, int root,
+                                 u64 count) const {
+    return {load_one(&state().calls), load_one(&state().history), count, static_cast<std::uint8_t>(op),
+            static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(reduce_op),
+            static_cast<std::uint8_t>(algorithm), root};
+  }
+  // By one thread: whether the peer calls the same.
+  RINGCOMM_DEVICE bool same(const Signature& mine, const Signature& theirs, int peer) const {
+    if (mine == theirs) return true;
+    report(Failure::kMismatch, WaitKind::kNone, peer, 0, 0, mine, theirs);
+    return false;
+  }
+  // The call is over: to be called last, and not after a wait has failed.
+  RINGCOMM_DEVICE void finish(const Signature& signature) const {
+    sync();  // nobody reads the counters any more
+    if (thread() != 0) return;
+    store_one(&state().calls, signature.sequence + 1);
+    store_one(&state().history, signature.hash());
+  }
+
+  // Tells every peer what this rank calls and where its buffers lie, and waits for what they say. Afterwards
+  // announced(rank())[p] holds what p said (of this rank itself: what it said). `note` travels in `offset`.
+  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0) const {
+    bool ok = true;
+    if (const int peer = thread(); peer < world_size()) {
+      SlotHeader* const there = &announced(peer)[rank()];
+      store_one(&there->offset, note);
+      store_one(&there->signature, signature);
+      store_one(&there->factor, args_.factor);
+      store_one(&there->input, args_.input);
+      store_one(&there->output, args_.output);
+      post(&there->flag, signature.sequence + 1);
+      const SlotHeader* const here = &announced(rank())[peer];
+      ok = wait(&here->flag, signature.sequence + 1, peer, WaitKind::kAnnouncement) &&
+           same(signature, load_one(&here->signature), peer);
+    }
+    return agree(ok);
+  }
+  // The address of a peer's buffer as this rank sees it; null: it cannot.
+  RINGCOMM_DEVICE char* resolve(int peer, const Location& at) const {
+    if (!at.visible) return nullptr;
+    if (at.arena < 0) return reinterpret_cast<char*>(at.where);
+    char* const base = args_.arenas[peer * kMaxArenas + at.arena];
+    return base ? base + at.where : nullptr;
+  }
+
+  // By one thread: writes down what went wrong, if nobody of this rank has yet, and stops all ranks.
+  RINGCOMM_DEVICE void report(Failure failure, WaitKind kind, int peer, u64 expected, u64 seen,
+                              const Signature& mine = {}, const Signature& theirs = {}) const {
+    if (claim_once(flag(args_.segments[rank()] + layout_.reported_at()))) {
+      Status& status = args_.host->status;
+      store_one(&status.wait, static_cast<u32>(kind));
+      store_one(&status.peer, peer);
+      store_one(&status.channel, channel());
+      store_one(&status.expected, expected);
+      store_one(&status.seen, seen);
+      store_one(&status.calls, load_one(&state().calls));
+      store_one(&status.mine, mine);
+      store_one(&status.theirs, theirs);
+      post(&status.code, static_cast<u64>(failure));
+    }
+    for (int p = 0; p < world_size(); ++p) post(flag(args_.segments[p]), 1);
+  }
+
+ private:
+  RINGCOMM_DEVICE static Flag* flag(char* at) { return reinterpret_cast<Flag*>(at); }
+
+  RINGCOMM_DEVICE bool must_stop(const Flag*, u64 target, u64 seen, int peer, WaitKind kind) const {
+    if (load_relaxed(flag(args_.segments[rank()])) != 0 || load_relaxed(&args_.host->abort.value) != 0) {
+      report(Failure::kAborted, kind, peer, target, seen);
+      return true;
+    }
+    if (now_ns() < deadline_) return false;
+    report(Failure::kTimeout, kind, peer, target, seen);
+    return true;
+  }
+
+  const Layout& layout_;
+  const RankArgs& args_;
+  const u64 deadline_;
+};
+
+}  // namespace ringcomm::cuda

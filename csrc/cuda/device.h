@@ -1,0 +1,198 @@
+// Everything a kernel asks of the machine: 16-byte loads and stores, flags, packets, block barriers, the clock. The one
+// place of the CUDA engine with PTX (flags have theirs in core/sync.h). Two flavours: nvcc's, and the emulator's, where
+// every access that others may see is a point at which another thread may run.
+#pragma once
+
+#include <cstdint>
+
+#include "core/macros.h"
+#include "core/reduce.h"
+#include "core/sync.h"
+#include "core/types.h"
+
+#if defined(__CUDACC__)
+#define RINGCOMM_DEVICE __device__ __forceinline__
+#define RINGCOMM_SHARED(T, name) __shared__ T name
+#define RINGCOMM_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#elif defined(RINGCOMM_EMULATE)
+#include "cuda/emulator/emulator.h"
+#define RINGCOMM_DEVICE inline
+#define RINGCOMM_KERNEL(threads) void
+#else
+#error "kernels are compiled by nvcc, or by a C++ compiler with RINGCOMM_EMULATE"
+#endif
+
+namespace ringcomm::cuda {
+
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+inline constexpr int kMostThreads = 512;  // of a block
+
+#if defined(__CUDACC__)
+inline constexpr int kWarp = 32;
+#else
+inline constexpr int kWarp = emulator::kWarp;
+#endif
+
+struct alignas(16) Vec {
+  u32 word[4];
+};
+
+// ---- flags: core/sync.h, with a scheduling point in the emulator ---------------------------------------------------
+
+RINGCOMM_DEVICE u64 peek(const Flag* flag) {
+#if defined(RINGCOMM_EMULATE)
+  emulator::look();
+#endif
+  return load_relaxed(flag);
+}
+// A fruitless look at `flag` costs a turn: the emulator runs somebody else until it is written.
+RINGCOMM_DEVICE void pause_on([[maybe_unused]] const void* flag, [[maybe_unused]] u64 wanted) {
+#if defined(RINGCOMM_EMULATE)
+  emulator::spin_on(flag, wanted);
+#endif
+}
+RINGCOMM_DEVICE void post(Flag* flag, u64 value) {
+#if defined(RINGCOMM_EMULATE)
+  emulator::yield();
+#endif
+  store_release(flag, value);
+#if defined(RINGCOMM_EMULATE)
+  emulator::wrote(flag);
+#endif
+}
+
+// ---- data: weak accesses, ordered by the flags around them; never through the read-only cache ---------------------
+
+RINGCOMM_DEVICE Vec load(const Vec* from) {
+#if defined(__CUDACC__)
+  Vec v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from));
+  return v;
+#else
+  emulator::yield();
+  return *from;
+#endif
+}
+RINGCOMM_DEVICE void store(Vec* to, const Vec& v) {
+#if defined(__CUDACC__)
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+               "r"(v.word[3])
+               : "memory");
+#else
+  emulator::yield();
+  *to = v;
+#endif
+}
+template <typename T>
+RINGCOMM_DEVICE T load_one(const T* from) {
+#if defined(RINGCOMM_EMULATE)
+  emulator::yield();
+#endif
+  return *from;
+}
+template <typename T>
+RINGCOMM_DEVICE void store_one(T* to, T value) {
+#if defined(RINGCOMM_EMULATE)
+  emulator::yield();
+#endif
+  *to = value;
+}
+RINGCOMM_DEVICE bool aligned(const void* address) { return (reinterpret_cast<u64>(address) & 15) == 0; }
+
+// ---- packets: data that carries its own flag -----------------------------------------------------------------------
+//
+// LL: 16 bytes are two halves of 4 bytes of data and 4 of flag; each half arrives whole, in any order.
+// LL128: 128 bytes written by 8 neighbouring lanes in one instruction arrive whole; the last 8 are the flag. That is a
+// property of NVLink and of memory inside one GPU, not of PCIe.
+
+RINGCOMM_DEVICE void store_ll(Vec* line, u32 a, u32 b, u32 flag) {
+#if defined(__CUDACC__)
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%2};" ::"l"(line), "r"(a), "r"(flag), "r"(b) : "memory");
+#else
+  u64* const half = reinterpret_cast<u64*>(line);
+  const u64 value[2] = {a | static_cast<u64>(flag) << 32, b | static_cast<u64>(flag) << 32};
+  const int first = emulator::rnd() & 1;
+  emulator::yield();
+  __atomic_store_n(half + first, value[first], __ATOMIC_RELAXED);
+  emulator::yield();
+  __atomic_store_n(half + 1 - first, value[1 - first], __ATOMIC_RELAXED);
+  emulator::wrote(line);
+#endif
+}
+// One look; whether both halves carry `flag`.
+RINGCOMM_DEVICE bool look_ll(const Vec* line, u32 flag, u32& a, u32& b) {
+#if defined(__CUDACC__)
+  u32 flag_a, flag_b;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a), "=r"(flag_a), "=r"(b), "=r"(flag_b)
+               : "l"(line)
+               : "memory");
+  return flag_a == flag && flag_b == flag;
+#else
+  emulator::look();
+  const u64* const half = reinterpret_cast<const u64*>(line);
+  const u64 x = __atomic_load_n(half, __ATOMIC_RELAXED), y = __atomic_load_n(half + 1, __ATOMIC_RELAXED);
+  a = static_cast<u32>(x);
+  b = static_cast<u32>(y);
+  return static_cast<u32>(x >> 32) == flag && static_cast<u32>(y >> 32) == flag;
+#endif
+}
+
+RINGCOMM_DEVICE int lane_id() {
+#if defined(__CUDACC__)
+  return static_cast<int>(threadIdx.x) & (kWarp - 1);
+#else
+  return emulator::lane();
+#endif
+}
+RINGCOMM_DEVICE bool any_in_warp(bool value) { return __any_sync(0xffffffffu, value) != 0; }
+
+// By a whole warp: lane l moves 16 bytes at lines + 16 l; every 8 lanes are a line.
+RINGCOMM_DEVICE void store_ll128(char* lines, u64 a, u64 b) {
+#if defined(__CUDACC__)
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(lines + 16 * lane_id()), "l"(a), "l"(b) : "memory");
+#else
+  emulator::yield();
+  emulator::warp_op(a, b, lines, [](std::uint64_t (*word)[2], int lanes, void* to) {
+    for (int l = 0; l < lanes; ++l)
+      for (int k = 0; k < 2; ++k) __atomic_store_n(static_cast<u64*>(to) + 2 * l + k, word[l][k], __ATOMIC_RELAXED);
+    emulator::wrote(to);
+  });
+#endif
+}
+RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
+#if defined(__CUDACC__)
+  asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(lines + 16 * lane_id()) : "memory");
+#else
+  emulator::look();
+  a = b = 0;
+  emulator::warp_op(a, b, const_cast<char*>(lines), [](std::uint64_t (*word)[2], int lanes, void* from) {
+    for (int l = 0; l < lanes; ++l)
+      for (int k = 0; k < 2; ++k)
+        word[l][k] = __atomic_load_n(static_cast<const u64*>(from) + 2 * l + k, __ATOMIC_RELAXED);
+  });
+#endif
+}
+
+// ---- the clock -----------------------------------------------------------------------------------------------------
+
+RINGCOMM_DEVICE u64 now_ns() {
+#if defined(__CUDACC__)
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+#else
+  return emulator::global_timer_ns();
+#endif
+}
+
+// True for the first caller ever to claim this word.
+RINGCOMM_DEVICE bool claim_once(Flag* word) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(word), 0ull, 1ull) == 0ull;
+}
+
+}  // namespace ringcomm::cuda

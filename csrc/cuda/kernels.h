@@ -1,0 +1,36 @@
+// The kernels as the host sees them: one function pointer per (family, element type, operator). Null where a build with
+// RINGCOMM_ONLY has left the pair out; callers go through `core/dispatch.h`'s not_in_this_build.
+#pragma once
+
+#include "cuda/args.h"
+#include "cuda/pack_args.h"
+
+namespace ringcomm::cuda {
+
+template <typename Args>
+using Kernel = void (*)(Args);
+
+// What a kernel computes with for a (dtype, op) of the caller. Kernels are compiled for few pairs: bits are the same
+// for every width, sums of signed and unsigned integers have the same bits, bool has two operators.
+struct Arithmetic {
+  DType dtype;
+  ReduceOp op;  // the combining step: kSum for avg and premul_sum, which the kernel sees in args.reduce_op
+  int scale;    // kernel elements in one element of the caller
+};
+Arithmetic arithmetic_of(DType dtype, ReduceOp op);
+
+// all_reduce, reduce_scatter, reduce. `dtype` and `op` as arithmetic_of gives them.
+Kernel<CallArgs> ring_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> direct_kernel(DType dtype, ReduceOp op);
+// all_reduce of at most Layout::packet_bytes per channel.
+Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op);
+// all_gather and broadcast round the ring; CallArgs counts are bytes.
+Kernel<CallArgs> ring_copy_kernel();
+// all_gather, broadcast, gather, scatter, all_to_all, barrier.
+Kernel<CopyArgs> copy_kernel();
+// send and recv between processes.
+Kernel<TransferArgs> transfer_kernel();
+// Bucket packing; see pack_args.h.
+Kernel<PackArgs> pack_kernel(DType from, DType to);
+
+}  // namespace ringcomm::cuda
