@@ -1,7 +1,14 @@
 """Builds the native modules with CMake and Ninja: `_C` always, `_c10d` where torch can be imported. Asks for no GPU.
 
-``RINGCOMM_BUILD_TYPE`` (Release), ``RINGCOMM_JOBS`` and ``RINGCOMM_ONLY`` (``float32:sum``) in the environment are
-passed on.
+In the environment:
+
+| variable | default | |
+|---|---|---|
+| ``RINGCOMM_CUDA`` | AUTO | CUDA kernels. AUTO: if there is an nvcc; ON: there must be one; OFF |
+| ``RINGCOMM_NVCC`` | that of CUDA_HOME, PATH, /usr/local/cuda or a wheel | path of the nvcc |
+| ``RINGCOMM_CUDA_ARCHS`` | ``80-real;90`` | in CMake's words; ``native-dev``: 90-real alone, the shortest build |
+| ``RINGCOMM_ONLY`` | | a single pair, such as ``float32:sum`` |
+| ``RINGCOMM_BUILD_TYPE``, ``RINGCOMM_JOBS`` | Release, all cores | |
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -46,12 +54,46 @@ def torch_options() -> tuple[list[str], str]:
     return [f"-DRINGCOMM_TORCH_DIR={folder}", f"-DRINGCOMM_CXX11_ABI={abi}"], f"built against torch {torch.__version__}"
 
 
+def pybind11_include() -> str:
+    """Headers of pybind11: its own package's, or the copy that torch carries."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return pybind11.get_include()
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        copy = Path(torch.origin).parent / "include"
+        if (copy / "pybind11" / "pybind11.h").is_file():
+            return str(copy)
+    raise SystemExit("ringcomm needs pybind11 to build and finds none; install it with: pip install pybind11")
+
+
+def nvcc_option() -> str:
+    """The nvcc that was asked for, else one of a wheel where there is no other; empty: CMake looks for itself."""
+    asked = os.environ.get("RINGCOMM_NVCC", "")
+    homes = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    places = os.pathsep.join([*homes, os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    if asked or shutil.which("nvcc", path=places):
+        return asked
+    wheels = importlib.util.find_spec("nvidia")
+    folders = list(wheels.submodule_search_locations or []) if wheels else []
+    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("cu*/bin/nvcc"))]
+    return found[-1] if found else ""
+
+
+def cuda_options() -> list[str]:
+    archs = os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(",", ";")
+    return [
+        f"-DRINGCOMM_CUDA={os.environ.get('RINGCOMM_CUDA', 'AUTO').upper()}",
+        f"-DRINGCOMM_NVCC={nvcc_option()}",
+        f"-DRINGCOMM_CUDA_ARCHS={archs}",
+    ]
+
+
 class CMakeBuild(build_ext):
     """One CMake build makes both modules; they land beside the package's Python files."""
 
     def build_extensions(self) -> None:
-        import pybind11
-
         options, c10d = torch_options()
         # Kept between builds, apart for each Python and for with and without torch.
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-{'torch' if options else 'plain'}"
@@ -63,12 +105,13 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('RINGCOMM_BUILD_TYPE', 'Release')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DRINGCOMM_BUILD_PYTHON=ON",
-            f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}",
+            f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11_include()}",
+            *cuda_options(),
             f"-DRINGCOMM_VERSION={self.distribution.get_version()}",
             f"-DRINGCOMM_ONLY={os.environ.get('RINGCOMM_ONLY', '')}",
             *(options or ["-DRINGCOMM_TORCH_DIR="]),
         ]
-        subprocess.run(configure, check=True)
+        cuda = self.configure(configure)
         for extension in self.extensions:
             name = extension.name.rpartition(".")[2]
             target = Path(self.get_ext_fullpath(extension.name)).resolve()
@@ -76,29 +119,44 @@ class CMakeBuild(build_ext):
             if name == "_c10d" and not options:
                 continue
             try:
-                self.build_module(name, build, target)
+                seconds = self.build_module(name, build, target)
+                if name == "_C" and "built for" in cuda:
+                    cuda = f"{cuda}, {seconds:.0f} s with the rest of _C"
             except subprocess.CalledProcessError:
                 if name != "_c10d":
                     raise
                 c10d = "not built: it does not compile against this torch, see above; all the rest works without it"
         self.extensions = [each for each in self.extensions if Path(self.get_ext_fullpath(each.name)).exists()]
-        self.summary(c10d)
+        self.summary(c10d, cuda)
 
-    def build_module(self, name: str, build: Path, target: Path) -> None:
-        """Builds one module and puts it where setuptools wants it."""
+    def configure(self, words: list[str]) -> str:
+        """Runs CMake; what it says about the CUDA engine."""
+        said = []
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                said.append(line)
+        if process.returncode != 0:
+            raise subprocess.CalledProcessError(process.returncode, words)
+        return next(line.partition("CUDA engine: ")[2].strip() for line in said if "CUDA engine: " in line)
+
+    def build_module(self, name: str, build: Path, target: Path) -> float:
+        """Builds one module and puts it where setuptools wants it; the seconds it took."""
+        started = time.monotonic()
         jobs = os.environ.get("RINGCOMM_JOBS") or str(self.parallel or os.cpu_count() or 1)
         subprocess.run([tool("cmake"), "--build", str(build), "--parallel", jobs, "--target", name], check=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / (name + target.name[target.name.index(".") :]), target)
+        return time.monotonic() - started
 
-    def summary(self, c10d: str) -> None:
+    def summary(self, c10d: str, cuda: str) -> None:
         """Prints what this build can do."""
-        nvcc = shutil.which("nvcc")
         lines = [
             f"ringcomm {self.distribution.get_version()} for Python {sys.version.split()[0]}",
-            "  _C      built: CPU engine",
+            f"  _C      built: CPU engine{', CUDA engine' if 'built for' in cuda else ''}",
             f"  _c10d   {c10d}",
-            f"  CUDA    not built: this version has the CPU engine only (nvcc: {nvcc or 'none'})",
+            f"  CUDA    {cuda}",
         ]
         print("\n".join(lines), flush=True)
 

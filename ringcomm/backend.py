@@ -2,6 +2,9 @@
 
 ``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything built on process
 groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs over ringcomm's engines without a change.
+
+A group serves tensors on cpu and on cuda. What it needs on its GPU is made by its first call there, which every rank
+must make together, or at once by ``init_process_group(..., device_id=...)``.
 """
 
 from __future__ import annotations
@@ -70,8 +73,7 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
     pg_options._timeout = options.timeout
     pg_options.group_name = options.group_id
     pg_options.global_ranks_in_group = options.global_ranks_in_group
-    engine = _connect(options.store, NAME, options.group_rank, options.group_size, options.timeout)
-    return extension.Backend(engine.capsule(), pg_options)
+    return _backend(extension, options.store, NAME, options.group_rank, options.group_size, pg_options)
 
 
 def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.Options) -> _c10d.Backend:
@@ -82,8 +84,7 @@ def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.
     Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
     """
     world_size = len(options.global_ranks_in_group)
-    engine = _connect(store, f"{NAME}/{prefix}", rank, world_size, options._timeout)
-    return _extension().Backend(engine.capsule(), options)
+    return _backend(_extension(), store, f"{NAME}/{prefix}", rank, world_size, options)
 
 
 def _extension() -> ModuleType:
@@ -98,31 +99,104 @@ def _extension() -> ModuleType:
     return _c10d
 
 
-def _connect(store: dist.Store, prefix: str, rank: int, world_size: int, timeout: timedelta) -> _C.Engine:
-    """Make an engine and exchange handles through ``store``."""
+def _backend(
+    extension: ModuleType, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
+) -> _c10d.Backend:
     from ringcomm import _C
 
-    engine = _C.Engine("cpu", rank, world_size, max(1, int(timeout.total_seconds() * 1000)))
+    engine = _C.Engine("cpu", rank, world_size, _milliseconds(options._timeout))
+    _connect(engine, store, prefix, options._timeout, "init_process_group")
+    device = DeviceMaker(store, f"{prefix}/device", rank, world_size, options)
+    return extension.Backend(engine.capsule(), options, device, device.serves_cpu)
+
+
+class DeviceMaker:
+    """Makes the engine of one rank of a group on its device, when the first call there needs it."""
+
+    kind = "cuda"
+
+    def __init__(
+        self, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
+    ) -> None:
+        self._store, self._prefix, self._options = store, prefix, options
+        self._rank, self._world_size = rank, world_size
+        self._engine: _C.Engine | None = None
+        self._error: RingcommError | None = None
+
+    @property
+    def serves_cpu(self) -> bool:
+        """Whether this is a build for tests, on whose emulated GPU every tensor lies."""
+        from ringcomm import _C
+
+        return _C.build_info().get("cuda") == "emulated"
+
+    def make(self, call: str, index: int) -> object:
+        """The engine, as a capsule. Waits for no other rank.
+
+        Args:    call: that needs it. index: of the device; below 0 for an emulated one.
+        Raises:  UnsupportedError: no CUDA engine in this build, or nothing to run it on.
+        """
+        from ringcomm import _C
+
+        limit_ms = _milliseconds(self._options._timeout)
+        try:
+            self._engine = _C.Engine(self.kind, self._rank, self._world_size, limit_ms, device=max(index, 0))
+        except errors.UnsupportedError as error:
+            raise UnsupportedError(
+                f"{call}: rank {self._rank} got a tensor on cuda:{index}, expected one on cpu, because the CUDA engine "
+                f"cannot serve it: {error}; pass tensor.cpu(), or leave CUDA tensors to NCCL with "
+                f"init_process_group('cpu:ringcomm,cuda:nccl')"
+            ) from error
+        return self._engine.capsule()
+
+    def connect(self, call: str) -> None:
+        """Connect the engine to those of the other ranks.
+
+        What went wrong once goes wrong again: a second try would meet ranks that are still at the first.
+
+        Raises:  CollectiveTimeoutError: not every rank made a call on its device within the group's timeout.
+        """
+        assert self._engine is not None
+        if self._error is not None:
+            raise self._error
+        try:
+            _connect(self._engine, self._store, self._prefix, self._options._timeout, call)
+        except RingcommError as error:
+            self._error = error
+            raise
+
+
+def _milliseconds(limit: timedelta) -> int:
+    return max(1, int(limit.total_seconds() * 1000))
+
+
+def _connect(engine: _C.Engine, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
+    """Exchange handles through ``store``."""
+    rank, world_size = engine.rank, engine.world_size
     store = dist.PrefixStore(prefix, store)
     # A store can outlive a group of the same name: every generation of groups has keys of its own.
     generation = store.add(f"generation/{rank}", 1)
     keys = [f"handle/{generation}/{peer}" for peer in range(world_size)]
     store.set(keys[rank], engine.handle())
-    _await(store, keys, rank, timeout)
+    _await(store, keys, rank, timeout, call)
     engine.connect([store.get(key) for key in keys])
-    return engine
 
 
-def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta) -> None:
+def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:  # the stores do not agree on a class
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
+        advice = (
+            "check that those ranks started and reach the store, then start all ranks again"
+            if call == "init_process_group"
+            else "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
+        )
         raise CollectiveTimeoutError(
-            f"init_process_group: rank {rank} expected {len(keys)} ranks within {timeout.total_seconds():g} s, got "
-            f"none of {missing}; check that those ranks started and reach the store, then start all ranks again"
+            f"{call}: rank {rank} expected {len(keys)} ranks within {timeout.total_seconds():g} s, got none of "
+            f"{missing}; {advice}"
         ) from error
 
 

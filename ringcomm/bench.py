@@ -36,10 +36,12 @@ def run(options: Options) -> list[Table]:
             raise SystemExit(
                 f"ringcomm bench: got -g {options.ranks} in torchrun's world of {os.environ['WORLD_SIZE']}; omit -g"
             )
-        with ringcomm.init(timeout=timedelta(seconds=options.timeout_s)) as comm:
+        with ringcomm.init(timeout=timedelta(seconds=options.timeout_s), device=options.device) as comm:
             return run_rank(comm, options)
     ranks = options.ranks or 2
-    return ringcomm.run_ranks(run_rank, ranks, options.ranks_as, args=(options,), timeout=options.timeout_s)[0]
+    return ringcomm.run_ranks(
+        run_rank, ranks, options.ranks_as, args=(options,), timeout=options.timeout_s, device=options.device
+    )[0]
 
 
 def _check_peer(peer: str | None) -> None:

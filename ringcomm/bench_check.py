@@ -117,7 +117,7 @@ def _ulps(x: torch.Tensor) -> torch.Tensor:
 
 def count_wrong(y: torch.Tensor, table: torch.Tensor, first: int = 0, ulps: int = 0) -> int:
     """Elements of y that are not table[(first + i) % PERIOD] to the bit, or within `ulps`."""
-    expected, wrong = torch.roll(table, -(first % PERIOD)), 0
+    expected, wrong, y = torch.roll(table, -(first % PERIOD)), 0, y.cpu()
     bits = _BITS[y.dtype.itemsize]
     for start in range(0, len(y), PERIOD):
         got = y[start : start + PERIOD]

@@ -36,13 +36,13 @@ ALL_DTYPES = tuple(name for name in DTYPES if name != "int16")  # what `-d all` 
 REFUSED = {
     "-t": ("--nthreads", "1", "ranks are counted by -g; add --ranks-as threads to run them as threads"),
     "-p": ("--parallel_init", "0", "every rank connects by itself, always in parallel"),
-    "-z": ("--blocking", "0", "a call returns when its result is there: every call is already waited for"),
-    "-y": ("--stream_null", "0", "the CPU engine has no streams"),
-    "-G": ("--cudagraph", "0", "the CPU engine has no CUDA graphs"),
-    "-C": ("--report_cputime", "0", "a call runs on the CPU that calls it: its time is its CPU time"),
-    "-x": ("--cta_policy", "0", "the CPU engine has no thread blocks"),
-    "-D": ("--device_implementation", "0", "the CPU engine has no device API; see --algorithm"),
-    "-V": ("--device_cta_count", "16", "the CPU engine has no thread blocks"),
+    "-z": ("--blocking", "0", "calls are made back to back, and waited for as their device does"),
+    "-y": ("--stream_null", "0", "every rank uses one stream"),
+    "-G": ("--cudagraph", "0", "calls are not captured into graphs here"),
+    "-C": ("--report_cputime", "0", "the time of the host alone is not reported"),
+    "-x": ("--cta_policy", "0", "ringcomm tune chooses the blocks"),
+    "-D": ("--device_implementation", "0", "there is no device API; see --algorithm"),
+    "-V": ("--device_cta_count", "16", "ringcomm tune chooses the blocks"),
     "-M": ("--memory", "0", "memory is not reported"),
 }
 
@@ -58,6 +58,7 @@ class Options:
     step: str
     ranks: int | None
     ranks_as: str
+    device: str
     roots: tuple[int, ...]  # (-1,): every rank in turn
     iters: int | None  # None: at least 20, and as many as fill `round_ms`
     warmup: int
@@ -130,6 +131,7 @@ def _add_scan_flags(p: argparse.ArgumentParser) -> None:
         "-g", "--ranks", "--ngpus", type=int, metavar="N", help="spawn N ranks (2); under torchrun its world"
     )
     g.add_argument("--ranks-as", choices=["processes", "threads"], default="processes")
+    g.add_argument("--device", default="cpu", metavar="NAME", help="cpu; cuda: in turns; cuda:0: all ranks there (cpu)")
     g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest size (32M)")
     g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest size (32M)")
     g.add_argument("-i", "--stepbytes", type=parse_size, default=1 << 20, metavar="SIZE", help="add to a size (1M)")
@@ -320,7 +322,7 @@ def parse_options(argv: Sequence[str], prog: str = "ringcomm bench") -> Options:
     return Options(
         collectives=tuple(collectives), reductions=tuple(reductions), dtypes=tuple(_dtypes(parser, a.datatype)),
         sizes=sizes_between(a.minbytes, a.maxbytes, a.stepbytes, a.stepfactor), step=step,
-        ranks=a.ranks, ranks_as=a.ranks_as, roots=(-1,) if a.root == "all" else (int(a.root),),
+        ranks=a.ranks, ranks_as=a.ranks_as, device=a.device, roots=(-1,) if a.root == "all" else (int(a.root),),
         iters=a.iters, warmup=a.warmup_iters, agg=a.agg_iters, cycles=a.run_cycles, check=a.check, average=a.average,
         unalign=a.unalign, per_iter=bool(a.per_iter_timing), skip=a.per_iter_skip, timestamps=bool(a.report_timestamps),
         timeout_s=a.timeout, registered=a.registered or a.local_register == "2", level=a.level, algorithm=a.algorithm,

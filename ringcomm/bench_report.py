@@ -23,6 +23,8 @@ class Device:
     pid: int
     host: str
     cores: int
+    name: str = "cpu"
+    ranks: int = 1  # that share this device
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,18 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
         f"average: {options.average}",
         "#",
         "# Using devices",
-        *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} cpu, {d.cores} cores" for d in devices),
+        *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
+        *shared(devices),
         "#",
         *_titles(options),
     ]
     return "\n".join(words)
+
+
+def shared(devices: Sequence[Device]) -> list[str]:
+    """A line that says so where ranks share a device: what they reach is no link's bandwidth."""
+    most = max((device.ranks for device in devices), default=1)
+    return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
 
 
 def _titles(options: Options) -> list[str]:
@@ -284,6 +293,7 @@ def as_json(tables: Sequence[Table], options: Options, devices: Sequence[Device]
         "version": 2, "start_time": started, "args": ["ringcomm", "bench", *options.args],
         "ringcomm_version": ringcomm.__version__, "torch_version": torch.__version__,
         "config": config, "devices": [asdict(device) for device in devices],
+        "label": "".join(shared(devices)).removeprefix("# "),
         "results": [_row_json(row) for table in tables for row in table.rows],
         "out_of_bounds": {"count": wrong, "okay": str(wrong == 0).lower()},
         "average_bus_bandwidth": {

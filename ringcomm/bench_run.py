@@ -8,10 +8,10 @@ the same processes and on the same buffers, and ratios compare within a round.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringcomm import bench_check as check
+from ringcomm import bench_clock as clock
 from ringcomm import bench_report as report
 from ringcomm.bench_cases import COLLECTIVE, MAX_VIEWS, Arena, Call, Case, CommTarget, CopyTarget, DistTarget
 from ringcomm.bench_options import DTYPES, REDUCTIONS, Options
 
 if TYPE_CHECKING:
+    from ringcomm.bench_clock import Clock
     from ringcomm.communicator import Communicator
 
 HALVES = ("out_of_place", "in_place")
@@ -40,23 +42,16 @@ class Runner:
     target: Any
     half: str
     calls: list[Call]
+    clock: Clock
     iters: int = 0
     rounds: list[torch.Tensor] = field(default_factory=list)  # seconds per call on this rank
 
     def loop(self, stamped: bool) -> torch.Tensor:
         """Runs `iters` calls; seconds of each, or of all as one entry."""
-        calls, clock = islice(cycle(self.calls), self.iters), time.perf_counter
-        if not stamped:
-            start = clock()
-            for call in calls:
-                call()
-            return torch.tensor([(clock() - start) / self.iters], dtype=torch.float64)
-        stamps = [clock()]
-        append = stamps.append
-        for call in calls:
-            call()
-            append(clock())
-        return torch.tensor(stamps, dtype=torch.float64).diff()
+        calls = islice(cycle(self.calls), self.iters)
+        if stamped:
+            return self.clock.each(calls)
+        return torch.tensor([self.clock.total(calls) / self.iters], dtype=torch.float64)
 
 
 class Bench:
@@ -65,6 +60,7 @@ class Bench:
     def __init__(self, comm: Communicator, options: Options) -> None:
         self.comm, self.options = comm, options
         self.rank, self.world_size = comm.rank, comm.world_size
+        self.clock = clock.clock_of(comm)
         self.groups = _process_groups(comm, options)
         if options.level == "dist":
             self.main: Any = DistTarget("ringcomm", self.groups["ringcomm"])
@@ -82,13 +78,14 @@ class Bench:
         x = (
             self.comm.empty(nbytes, dtype=torch.uint8)
             if self.options.registered
-            else torch.empty(nbytes, dtype=torch.uint8)
+            else torch.empty(nbytes, dtype=torch.uint8, device=clock.place_of(self.comm))
         )
         return x.zero_()  # touched, so that no two pages are the kernel's one zero page
 
     def everyone(self, values: torch.Tensor) -> torch.Tensor:
         """One row of float64 per rank."""
-        return self.comm.all_gather(values.double().contiguous()).view(self.world_size, -1)
+        rows = self.comm.exchange(values.double().contiguous().numpy().tobytes())
+        return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(self.world_size, -1)
 
     def most(self, value: float) -> float:
         return float(self.everyone(torch.tensor([value], dtype=torch.float64)).max())
@@ -109,7 +106,7 @@ class Bench:
                 views = self.views(target, case, in_place, 1 if self.options.same_buffer else MAX_VIEWS)
                 calls = [target.call(case, x, y, in_place) for x, y in views]
                 if calls[0] is not None:
-                    runner = Runner(target, half, calls)
+                    runner = Runner(target, half, calls, self.clock)
                     if self._warm_up(runner, peer=target is not self.main):
                         yield runner
 
@@ -119,6 +116,7 @@ class Bench:
         try:
             for call in islice(cycle(runner.calls), options.warmup + 1):
                 call()
+            clock.synchronize(self.comm)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if not peer:
                 raise
@@ -251,23 +249,25 @@ def _process_groups(comm: Communicator, options: Options) -> dict[str, Any]:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=options.timeout_s)
-    port = torch.zeros(1, dtype=torch.int64)
     store = None
     if comm.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, comm.world_size, True, limit, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port)
+    port = comm.exchange(str(store.port if store else "").encode())[0]
     store = store or dist.TCPStore("127.0.0.1", int(port), comm.world_size, False, limit)
     dist.init_process_group(names[0], store=store, rank=comm.rank, world_size=comm.world_size, timeout=limit)
     return {name: dist.group.WORLD if i == 0 else dist.new_group(backend=name) for i, name in enumerate(names)}
 
 
 def _devices(bench: Bench) -> list[report.Device]:
-    """(rank, pid, host, cores) of every rank."""
-    host = socket.gethostname()[:63].encode().ljust(64, b"\0")
-    mine = torch.tensor([os.getpid(), len(os.sched_getaffinity(0)), *host], dtype=torch.float64)
-    rows = bench.everyone(mine).long().tolist()
-    return [report.Device(r, row[0], bytes(row[2:]).rstrip(b"\0").decode(), row[1]) for r, row in enumerate(rows)]
+    """Where every rank runs, and what else runs there."""
+    comm, cores = bench.comm, len(os.sched_getaffinity(0))
+    mine = (os.getpid(), socket.gethostname(), cores, clock.device_name(comm), clock.device_key(comm))
+    rows = [json.loads(each) for each in comm.exchange(json.dumps(mine).encode())]
+    places = [(host, key) for _, host, _, _, key in rows]
+    return [
+        report.Device(rank, pid, host, cores, name, places.count((host, key)) if name != "cpu" else 1)
+        for rank, (pid, host, cores, name, key) in enumerate(rows)
+    ]
 
 
 def run_rank(comm: Communicator, options: Options) -> list[report.Table]:

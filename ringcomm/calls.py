@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from ringcomm import _C
+from ringcomm.devices import CPU, EMULATED, Device
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError
 from ringcomm.interop import Array, Dtype, as_array, wire_type
+from ringcomm.libraries import stream_number, usual_stream
 
 _Key = TypeVar("_Key", bound=str)
 
@@ -65,15 +68,19 @@ class Call:
     """What one rank asks of one collective, ready for an engine once every array has been named."""
 
     __slots__ = (
-        *("algorithm", "any_device", "count", "factor", "input", "input_parts", "op", "output", "output_parts"),
-        *("rank", "reduce_op", "result", "root", "tag", "timeout_ms", "wire", "world_size", "writebacks"),
+        *("algorithm", "count", "device", "factor", "first", "input", "input_parts", "op", "output", "output_parts"),
+        *("rank", "reduce_op", "result", "root", "stream", "stream_given", "tag", "timeout_ms", "wire", "world_size"),
+        "writebacks",
     )
 
-    def __init__(self, op: str, rank: int, world_size: int, any_device: bool) -> None:
+    def __init__(self, op: str, rank: int, world_size: int, device: Device | None, stream: Any = None) -> None:
         self.op = op
         self.rank = rank
         self.world_size = world_size
-        self.any_device = any_device
+        self.device = device
+        self.first: Array | None = None
+        self.stream_given = stream is not None
+        self.stream = 0 if stream is None else self._stream(stream)
         self.reduce_op: str | None = None
         self.algorithm = "auto"
         self.factor = 1.0
@@ -119,26 +126,86 @@ class Call:
             )
         return value
 
+    # ---- streams -------------------------------------------------------------------------------------------------
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it runs on a stream of a device."""
+        return self.device is not None and self.device.kind == "cuda"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for it: nothing else would order what the host does with emulated devices' memory."""
+        return EMULATED and self.on_device and not (self.stream_given and not self.writebacks)
+
+    def _stream(self, stream: Any) -> int:
+        if not self.on_device:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got stream={stream!r}, this communicator serves {self.device or 'any'}, "
+                "where calls have no stream; leave it out"
+            )
+        return stream_number(stream, self.op, self.rank)
+
+    def _enqueue(self, array: Array) -> None:
+        """Orders the call and an array that it uses: it runs on the stream on which the first one's library works,
+        unless it was told another."""
+        if self.first is None:
+            self.first = array
+            if not self.stream_given:
+                self.stream = array.library.stream(array.data)
+        if self.stream_given:
+            array.library.keep(array.data, self.stream)
+        if array.made_on is not None and array.made_on != self.stream:
+            with self.on_stream(array):
+                array.library.follow(array.made_on, array.data)
+
+    def on_stream(self, array: Array) -> AbstractContextManager[Any]:
+        """Inside, the array's library works on the call's stream."""
+        return array.library.on(self.stream, array.data) if self.stream_given else nullcontext()
+
+    def waiting_stream(self, stream: Any) -> int:
+        """The stream that waits for the call: ``stream``, or the one that would run the call if it were made now."""
+        if stream is not None:
+            return self._stream(stream)
+        if self.stream_given:
+            return self.stream
+        if self.first is not None:
+            return self.first.library.stream(self.first.data)
+        return 0 if EMULATED else usual_stream(self.device or CPU)
+
     # ---- arrays --------------------------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Array:
         """``x`` as it is."""
-        return as_array(x, self.op, self.rank, self.any_device)
+        array = as_array(x, self.op, self.rank, self.device)
+        if self.on_device:
+            self._enqueue(array)
+        return array
+
+    def copy(self, array: Array) -> Array:
+        """The same values in new contiguous memory."""
+        with self.on_stream(array):
+            return array.copy()
+
+    def fresh(self, like: Array, shape: Sequence[int]) -> Array:
+        """New contiguous memory."""
+        with self.on_stream(like):
+            return like.empty(shape)
 
     def read(self, x: Any) -> Array:
         """``x`` as contiguous memory to read."""
         array = self.array(x)
-        return array if array.contiguous else array.copy()
+        return array if array.contiguous else self.copy(array)
 
     def write(self, x: Any) -> Array:
         """``x`` as contiguous memory to write all of."""
         array = self._writable(x)
-        return array if array.contiguous else self._write_back(array, array.empty(array.shape))
+        return array if array.contiguous else self._write_back(array, self.fresh(array, array.shape))
 
     def update(self, x: Any) -> Array:
         """``x`` as contiguous memory to read and write."""
         array = self._writable(x)
-        return array if array.contiguous else self._write_back(array, array.copy())
+        return array if array.contiguous else self._write_back(array, self.copy(array))
 
     def _writable(self, x: Any) -> Array:
         array = self.array(x)
@@ -160,7 +227,7 @@ class Call:
     def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
         """``out``, which must have one of ``shapes`` and the type of ``x``; new memory of the first if it is None."""
         if out is None:
-            fresh = x.empty(shapes[0])
+            fresh = self.fresh(x, shapes[0])
             self.result = fresh.data
             return fresh
         array = self.write(out)
@@ -211,7 +278,7 @@ class Call:
             return source
         outer, inner = (target, source) if source.count < target.count else (source, target)
         in_place = in_place_at is not None and inner.address == outer.address + in_place_at * source.dtype.nbytes
-        return source if in_place else source.copy()
+        return source if in_place else self.copy(source)
 
     def separate_pieces(self, source: Array, pieces: Sequence[Piece]) -> Array:
         """``source``, or a copy of it where it shares memory with a piece other than this rank's own."""
@@ -219,7 +286,7 @@ class Call:
             source.overlaps(piece.array) and (r != self.rank or source.address != piece.address)
             for r, piece in enumerate(pieces)
         )
-        return source.copy() if clash else source
+        return self.copy(source) if clash else source
 
     # ---- ready ---------------------------------------------------------------------------------------------------
 
@@ -252,10 +319,20 @@ class Call:
             self.timeout_ms,
             None if self.input_parts is None else [(part.address, part.count * each) for part in self.input_parts],
             None if self.output_parts is None else [(part.address, part.count * each) for part in self.output_parts],
+            self.stream,
         )
 
     def finish(self, source: int) -> Any:
         """Writes temporaries back; returns what the caller gets: from a recv its source."""
         for array, temporary in self.writebacks:
-            array.library.assign(array.data, temporary.data)
+            with self.on_stream(array):
+                array.library.assign(array.data, temporary.data)
+        return source if self.op == "recv" else self.result
+
+    def finish_on(self, stream: int, source: int) -> Any:
+        """``finish`` on ``stream``, which has joined the call."""
+        for array, temporary in self.writebacks:
+            array.library.keep(temporary.data, stream)
+            with array.library.on(stream, array.data):
+                array.library.assign(array.data, temporary.data)
         return source if self.op == "recv" else self.result

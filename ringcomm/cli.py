@@ -9,7 +9,8 @@ USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
 
 commands:
   bench   bandwidth and latency of the collectives, as nccl-tests measures them
-  info    what was built, what is usable on this machine, and what is not and why
+  doctor  what was built, what is usable on this machine, and what is not and why (or: info)
+  tune    the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
 
 ringcomm COMMAND --help describes a command.
 """
@@ -35,24 +36,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.bench import main as bench
 
         return bench(words[1:])
-    if command == "info":
-        return _info(words[1:])
+    if command == "tune":
+        from ringcomm.tune import main as tune
+
+        return tune(words[1:])
+    if command in ("doctor", "info"):
+        return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench or info; ringcomm --help describes them",
+        f"ringcomm: got the command {command!r}, expected bench, doctor or tune; ringcomm --help describes them",
         file=sys.stderr,
     )
     return 2
 
 
-def _info(words: list[str]) -> int:
-    from ringcomm.info import main as info
+def _doctor(command: str, words: list[str]) -> int:
+    from ringcomm.info import main as doctor
 
     if not words:
-        return info()
+        return doctor()
     if words[0] in ("-h", "--help"):
-        print("usage: ringcomm info\n\nWhat was built, what is usable on this machine, and what is not and why.")
+        print(f"usage: ringcomm {command}\n\nWhat was built, what is usable on this machine, and what is not and why.")
         return 0
-    print(f"ringcomm info: got {words[0]!r}, expected no arguments; leave it out", file=sys.stderr)
+    print(f"ringcomm {command}: got {words[0]!r}, expected no arguments; leave it out", file=sys.stderr)
     return 2
 
 

@@ -4,6 +4,7 @@ of a list may differ in size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from ringcomm.calls import Call, Piece, whole
@@ -24,16 +25,23 @@ class ListCollectives(Collectives):
         factor: float | None = None,
         algorithm: str = "auto",
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """``all_reduce`` of every array of ``xs``, in place; all are checked before the first is sent.
+
+        Arrays of one type that follow one another are served together: on a device by one launch for many of them.
 
         Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
         """
         calls = []
         for x in xs:
-            call = self._begin("all_reduce", timeout)
+            call = self._begin("all_reduce", timeout, stream)
             calls.append(self._prepare_all_reduce(call, x, op, None, factor, algorithm))
+        if not async_op and self._group is None:
+            for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
+                self._run_list(list(alike))
+            return [call.finish(-1) for call in calls]
         if not async_op:
             return [self._launch(call, async_op=False) for call in calls]
         group = Group()
@@ -41,14 +49,14 @@ class ListCollectives(Collectives):
         return group
 
     def all_gather_list(
-        self, outputs: Sequence[Any], x: Any, *, timeout: Timeout = None, async_op: bool = False
+        self, outputs: Sequence[Any], x: Any, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False
     ) -> Any:
         """``outputs[r]`` gets ``x`` of rank r.
 
         Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r; every rank passes the same sizes.
         Returns: ``list(outputs)``.
         """
-        call = self._begin("all_gather_list", timeout)
+        call = self._begin("all_gather_list", timeout, stream)
         source = call.read(x)
         parts = self._written(call, outputs, source)
         call.same_count(f"x, for outputs[{self.rank}]", parts[self.rank].count, source.count)
@@ -64,6 +72,7 @@ class ListCollectives(Collectives):
         *,
         factor: float | None = None,
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """``out`` of rank r gets the combination of ``inputs[r]`` of all ranks.
@@ -72,7 +81,7 @@ class ListCollectives(Collectives):
         Order:   canonical, as in all_reduce.
         Returns: ``out``.
         """
-        call = self._begin("reduce_scatter_list", timeout)
+        call = self._begin("reduce_scatter_list", timeout, stream)
         call.reduces(op, factor)
         call.output = call.write(out)
         parts = self._read(call, inputs, call.output)
@@ -81,18 +90,24 @@ class ListCollectives(Collectives):
         return self._finish_list(call, call.output, input_parts=parts, async_op=async_op)
 
     def all_to_all_list(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, async_op: bool = False
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        *,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
     ) -> Any:
         """``outputs[p]`` gets ``inputs[rank]`` of rank p.
 
         Shapes:  ``inputs[p]`` has as many elements as ``outputs[rank]`` of rank p.
         Returns: ``list(outputs)``.
         """
-        call = self._begin("all_to_all_list", timeout)
+        call = self._begin("all_to_all_list", timeout, stream)
         self._check_length(call, "inputs", inputs)
         first = call.read(inputs[0])
         written = self._written(call, outputs, first)
-        read = [self._apart(call.read(x), written) for x in inputs]
+        read = [self._apart(call, call.read(x), written) for x in inputs]
         call.same_dtype(first.dtype, *(piece.array for piece in read))
         call.same_count(f"outputs[{self.rank}]", read[self.rank].count, written[self.rank].count)
         call.result = list(outputs)
@@ -105,6 +120,7 @@ class ListCollectives(Collectives):
         root: int = 0,
         *,
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """At the root ``outputs[r]`` gets ``x`` of rank r; elsewhere ``outputs`` is None.
@@ -112,7 +128,7 @@ class ListCollectives(Collectives):
         Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r.
         Returns: ``list(outputs)`` at the root, None elsewhere.
         """
-        call = self._begin("gather_list", timeout)
+        call = self._begin("gather_list", timeout, stream)
         call.root = call.peer("root", root)
         source = call.read(x)
         written = [Piece(source, 0, 0)] * self.world_size
@@ -131,6 +147,7 @@ class ListCollectives(Collectives):
         root: int = 0,
         *,
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """``out`` of rank r gets ``inputs[r]`` of the root; elsewhere ``inputs`` is None.
@@ -138,7 +155,7 @@ class ListCollectives(Collectives):
         Shapes:  ``inputs[r]`` has as many elements as ``out`` of rank r.
         Returns: ``out``.
         """
-        call = self._begin("scatter_list", timeout)
+        call = self._begin("scatter_list", timeout, stream)
         call.root = call.peer("root", root)
         target = call.write(out)
         call.result = out
@@ -176,11 +193,11 @@ class ListCollectives(Collectives):
             array = call.read(x)
             call.same_dtype(target.dtype, array)
             own = r == self.rank and array.address == target.address
-            pieces.append(whole(array.copy() if array.overlaps(target) and not own else array))
+            pieces.append(whole(call.copy(array) if array.overlaps(target) and not own else array))
         return pieces
 
-    def _apart(self, array: Array, written: Sequence[Piece]) -> Piece:
-        return whole(array.copy() if any(array.overlaps(piece.array) for piece in written) else array)
+    def _apart(self, call: Call, array: Array, written: Sequence[Piece]) -> Piece:
+        return whole(call.copy(array) if any(array.overlaps(piece.array) for piece in written) else array)
 
     def _check_length(self, call: Call, what: str, arrays: Sequence[Any] | None) -> Sequence[Any]:
         if not isinstance(arrays, (list, tuple)) or len(arrays) != self.world_size:

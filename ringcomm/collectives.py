@@ -1,9 +1,14 @@
 """The collectives on arrays: one method each, the same over every way of moving bytes.
 
-All methods share these rules. Arrays are torch tensors on the cpu, NumPy arrays, buffers or anything with
-``__dlpack__``; what is not contiguous goes through a contiguous copy and is written back. Every rank makes the same
-calls in the same order with the same counts and element types. ``timeout`` is in seconds (or a timedelta), None means
-the communicator's. With ``async_op=True`` a method returns a Work at once, whose ``wait()`` gives the result.
+All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with
+``__dlpack__`` or ``__cuda_array_interface__``, on the communicator's device; what is not contiguous goes through a
+contiguous copy and is written back. Every rank makes the same calls in the same order with the same counts and element
+types. ``timeout`` is in seconds (or a timedelta), None means the communicator's. With ``async_op=True`` a method
+returns a Work at once, whose ``wait()`` gives the result.
+
+On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
+address), else the one on which the library of the first array works now. ``barrier`` and ``synchronize`` wait, and
+raise what went wrong in the calls before; so does any call after them.
 
 Every method raises, before anything is sent: ShapeError, DtypeError, DeviceError, InvalidArgumentError, ClosedError;
 and from the call itself: CollectiveTimeoutError, AbortedError, MismatchError.
@@ -21,9 +26,10 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.calls import Call, milliseconds, rows
+from ringcomm.devices import CPU
 from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError
 from ringcomm.interop import Array
-from ringcomm.work import Group, Request, Work
+from ringcomm.work import DeviceWork, Group, Request, Work
 
 Timeout = float | timedelta | None
 
@@ -34,6 +40,7 @@ class Collectives(ABC):
     rank: int
     world_size: int
     _any_device = False
+    _device = CPU
 
     def __init__(self) -> None:
         self._closed = False
@@ -49,12 +56,18 @@ class Collectives(ABC):
     def _submit(self, call: Call) -> Request:
         """Starts a call."""
 
+    def _run_list(self, calls: Sequence[Call]) -> None:
+        """Runs calls that differ in their arrays alone."""
+        for call in calls:
+            self._run(call)
+
     def _run_plain(
         self,
         op: str,
         x: Any,
         out: Any,
         timeout: Timeout,
+        stream: Any = None,
         async_op: bool = False,
         algorithm: str = "auto",
         reduce_op: str = "sum",
@@ -67,12 +80,12 @@ class Collectives(ABC):
 
     # ---- how a call begins and ends ------------------------------------------------------------------------------
 
-    def _begin(self, op: str, timeout: Timeout = None) -> Call:
+    def _begin(self, op: str, timeout: Timeout = None, stream: Any = None) -> Call:
         if self._closed:
             raise ClosedError(
                 f"{op}: rank {self.rank} expected an open communicator, got one that was closed; create a new one"
             )
-        call = Call(op, self.rank, self.world_size, self._any_device)
+        call = Call(op, self.rank, self.world_size, None if self._any_device else self._device, stream)
         call.timeout_ms = milliseconds(timeout, op, self.rank)
         return call
 
@@ -84,7 +97,7 @@ class Collectives(ABC):
         with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
             self._in_flight = [each for each in self._in_flight if not each[0].done]
             self._in_flight.append((request, call))
-        work = Work(request, call.finish)
+        work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
         if group is not None:
             group.works.append(work)
         return work
@@ -119,6 +132,7 @@ class Collectives(ABC):
         factor: float | None = None,
         algorithm: str = "auto",
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Combines ``x`` of all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
@@ -134,9 +148,9 @@ class Collectives(ABC):
         Returns: ``x``, or ``out``.
         """
         target = x if out is None else out
-        if self._run_plain("all_reduce", x, target, timeout, async_op, algorithm, op, factor) is not None:
+        if self._run_plain("all_reduce", x, target, timeout, stream, async_op, algorithm, op, factor) is not None:
             return target
-        call = self._begin("all_reduce", timeout)
+        call = self._begin("all_reduce", timeout, stream)
         return self._launch(self._prepare_all_reduce(call, x, op, out, factor, algorithm), async_op)
 
     def _prepare_all_reduce(self, call: Call, x: Any, op: str, out: Any, factor: float | None, algorithm: str) -> Call:
@@ -160,6 +174,7 @@ class Collectives(ABC):
         out: Any = None,
         factor: float | None = None,
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Combines ``x`` of all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
@@ -168,7 +183,7 @@ class Collectives(ABC):
         Order:   canonical, as in all_reduce.
         Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays as it is.
         """
-        call = self._begin("reduce", timeout)
+        call = self._begin("reduce", timeout, stream)
         call.root = call.peer("root", root)
         call.reduces(op, factor)
         at_root = self.rank == root
@@ -191,6 +206,7 @@ class Collectives(ABC):
         factor: float | None = None,
         algorithm: str = "auto",
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Combines ``x`` of all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
@@ -200,9 +216,9 @@ class Collectives(ABC):
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        if self._run_plain("reduce_scatter", x, out, timeout, async_op, algorithm, op, factor) is not None:
+        if self._run_plain("reduce_scatter", x, out, timeout, stream, async_op, algorithm, op, factor) is not None:
             return out
-        call = self._begin("reduce_scatter", timeout)
+        call = self._begin("reduce_scatter", timeout, stream)
         call.reduces(op, factor)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
@@ -221,6 +237,7 @@ class Collectives(ABC):
         out: Any = None,
         algorithm: str = "auto",
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Every rank gets ``x`` of all ranks, in rank order along dimension 0.
@@ -230,9 +247,9 @@ class Collectives(ABC):
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        if self._run_plain("all_gather", x, out, timeout, async_op, algorithm) is not None:
+        if self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm) is not None:
             return out
-        call = self._begin("all_gather", timeout)
+        call = self._begin("all_gather", timeout, stream)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         call.output = call.output_like(source, out, *call.gathered(source))
@@ -246,6 +263,7 @@ class Collectives(ABC):
         *,
         algorithm: str = "auto",
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Every rank gets the root's ``x``, in place.
@@ -254,9 +272,9 @@ class Collectives(ABC):
         Dtypes:  all.
         Returns: ``x``.
         """
-        if self._run_plain("broadcast", x, x, timeout, async_op, algorithm, root=root) is not None:
+        if self._run_plain("broadcast", x, x, timeout, stream, async_op, algorithm, root=root) is not None:
             return x
-        call = self._begin("broadcast", timeout)
+        call = self._begin("broadcast", timeout, stream)
         call.root = call.peer("root", root)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         if self.rank == root:
@@ -267,14 +285,23 @@ class Collectives(ABC):
         call.result = x
         return self._launch(call.seal(call.output.count, call.output.dtype), async_op)
 
-    def gather(self, x: Any, root: int = 0, *, out: Any = None, timeout: Timeout = None, async_op: bool = False) -> Any:
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """The root gets ``x`` of all ranks, in rank order along dimension 0.
 
         Shapes:  x (n, ...), out at the root (W*n, ...) or (W, n, ...).
         Dtypes:  all.
         Returns: ``out`` or a new array at the root, None elsewhere.
         """
-        call = self._begin("gather", timeout)
+        call = self._begin("gather", timeout, stream)
         call.root = call.peer("root", root)
         call.input = call.read(x)
         if self.rank == root:
@@ -283,7 +310,14 @@ class Collectives(ABC):
         return self._launch(call.seal(call.input.count, call.input.dtype), async_op)
 
     def scatter(
-        self, x: Any, root: int = 0, *, out: Any = None, timeout: Timeout = None, async_op: bool = False
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
     ) -> Any:
         """Rank r gets the r-th part of the root's ``x`` along dimension 0.
 
@@ -294,7 +328,7 @@ class Collectives(ABC):
         Dtypes:  all.
         Returns: ``out``; at the root without one, a new array.
         """
-        call = self._begin("scatter", timeout)
+        call = self._begin("scatter", timeout, stream)
         call.root = call.peer("root", root)
         if self.rank == root:
             source = call.read(x)
@@ -319,6 +353,7 @@ class Collectives(ABC):
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
         timeout: Timeout = None,
+        stream: Any = None,
         async_op: bool = False,
     ) -> Any:
         """Rank r gets part r of every rank's ``x``, in rank order along dimension 0.
@@ -333,9 +368,9 @@ class Collectives(ABC):
         Returns: ``out``, or a new array.
         """
         even = send_counts is None and recv_counts is None
-        if even and self._run_plain("all_to_all", x, out, timeout, async_op) is not None:
+        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op) is not None:
             return out
-        call = self._begin("all_to_all", timeout)
+        call = self._begin("all_to_all", timeout, stream)
         source = call.read(x)
         if even:
             part = math.prod(call.divisible(source))
@@ -361,7 +396,7 @@ class Collectives(ABC):
                 f"{sum(send_counts)}; make them sum to the first dimension"
             )
         if recv_counts is None:
-            recv_counts = self._swap_counts(send_counts, call.timeout_ms)
+            recv_counts = self._swap_counts(list(send_counts), call.timeout_ms)
         self._check_counts(call, "recv_counts", recv_counts)
         call.output = call.output_like(source, out, (sum(recv_counts), *source.shape[1:]))
         call.input = call.separate(source, call.output, None)
@@ -376,7 +411,7 @@ class Collectives(ABC):
                 "pass one number of rows for each rank"
             )
 
-    def _swap_counts(self, counts: Sequence[int], timeout_ms: int) -> list[int]:
+    def _swap_counts(self, counts: list[int], timeout_ms: int) -> list[int]:
         import numpy as np
 
         call = self._begin("all_to_all", timeout_ms / 1e3 or None)
@@ -387,40 +422,42 @@ class Collectives(ABC):
 
     # ---- point to point ------------------------------------------------------------------------------------------
 
-    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
+    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> None:
         """Sends ``x`` to rank ``dst``. A receive takes the oldest message of its source that has its tag.
 
         Shapes:  any; the receiver passes as many elements.
         Dtypes:  all.
         """
-        if self._run_plain("send", x, None, timeout, root=dst, tag=tag) is None:
-            self._launch_send(x, dst, tag, timeout, async_op=False)
+        if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is None:
+            self._launch_send(x, dst, tag, timeout, stream, async_op=False)
 
-    def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
+    def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Work:
         """``send`` that returns a Work at once; ``x`` must not change before it is done."""
-        return self._launch_send(x, dst, tag, timeout, async_op=True)
+        return self._launch_send(x, dst, tag, timeout, stream, async_op=True)
 
-    def recv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> int:
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> int:
         """Receives into ``x`` from rank ``src``, or from whoever sends first if it is None.
 
         Returns: the rank that sent.
         """
-        source = self._run_plain("recv", None, x, timeout, root=src, tag=tag)
-        return self._launch_recv(x, src, tag, timeout, async_op=False) if source is None else source
+        source = self._run_plain("recv", None, x, timeout, stream, root=src, tag=tag)
+        return self._launch_recv(x, src, tag, timeout, stream, async_op=False) if source is None else source
 
-    def irecv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
+    def irecv(
+        self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None
+    ) -> Work:
         """``recv`` that returns a Work at once; its ``wait()`` gives the rank that sent."""
-        return self._launch_recv(x, src, tag, timeout, async_op=True)
+        return self._launch_recv(x, src, tag, timeout, stream, async_op=True)
 
-    def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, async_op: bool) -> Any:
-        call = self._begin("send", timeout)
+    def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        call = self._begin("send", timeout, stream)
         call.root = self._other("dst", dst, call)
         call.tag = tag
         call.input = call.read(x)
         return self._launch(call.seal(call.input.count, call.input.dtype), async_op)
 
-    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, async_op: bool) -> Any:
-        call = self._begin("recv", timeout)
+    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        call = self._begin("recv", timeout, stream)
         call.root = -1 if src is None else self._other("src", src, call)
         call.tag = tag
         call.output = call.write(x)
@@ -433,8 +470,18 @@ class Collectives(ABC):
             )
         return value
 
-    def barrier(self, *, timeout: Timeout = None, async_op: bool = False) -> Any:
-        """Returns when every rank has come here."""
-        if self._run_plain("barrier", None, None, timeout, async_op) is not None:
+    def barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False) -> Any:
+        """Returns when every rank has come here, and on a device when what was called before has run.
+
+        Raises: what went wrong in the calls before, on a device.
+        """
+        if self._run_plain("barrier", None, None, timeout, stream, async_op) is not None:
             return None
-        return self._launch(self._begin("barrier", timeout), async_op)
+        call = self._begin("barrier", timeout, stream)
+        if not call.on_device:
+            return self._launch(call, async_op)
+        call.stream = call.waiting_stream(None)
+        if async_op or self._group is not None:
+            return self._launch(call, async_op)
+        self._launch(call, async_op=True).synchronize()
+        return None

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringcomm import _C, interop
+from ringcomm import _C, libraries
+from ringcomm.buckets import BucketCollectives, Pairs
 from ringcomm.calls import Call, milliseconds
-from ringcomm.collective_lists import ListCollectives
 from ringcomm.collectives import Timeout
-from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError
+from ringcomm.devices import CPU, EMULATED, Device
+from ringcomm.endpoint import Endpoint
+from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, UnsupportedError
+from ringcomm.interop import Array, wire_type
 from ringcomm.work import Request
 
 if TYPE_CHECKING:
@@ -22,19 +25,34 @@ if TYPE_CHECKING:
 _PLACE = struct.Struct("<?qq")  # has a color, color, key
 
 
-class Communicator(ListCollectives):
+class Communicator(BucketCollectives):
     """One rank of a group of ranks, and the collectives among them.
 
     Made by `ringcomm.init`, `ringcomm.run_ranks`, or from another one by `split`, `subgroup` and `dup`. Use it as a
     context manager, or call `close`.
     """
 
-    def __init__(self, engine: _C.Engine) -> None:
+    _endpoint: Endpoint | None = None
+
+    def __init__(self, endpoint: Endpoint) -> None:
         super().__init__()
-        self._engine: _C.Engine | None = engine
-        self.rank = engine.rank
-        self.world_size = engine.world_size
-        self.kind = engine.kind
+        self._endpoint = endpoint
+        self._engine: _C.Engine | None = endpoint.engine
+        self._device = endpoint.device
+        self._plain = endpoint.device == CPU
+        self.rank = endpoint.engine.rank
+        self.world_size = endpoint.engine.world_size
+        self.kind = endpoint.engine.kind
+
+    @property
+    def engine(self) -> str:
+        """What moves the bytes: "cpu" or "cuda"."""
+        return self.kind
+
+    @property
+    def device(self) -> str:
+        """Where arrays must lie, as torch names it: "cpu", or such as "cuda:0"."""
+        return str(self._device)
 
     @staticmethod
     def from_process_group(pg: Any = None) -> ProcessGroupCommunicator:
@@ -56,6 +74,7 @@ class Communicator(ListCollectives):
         x: Any,
         out: Any,
         timeout: Timeout,
+        stream: Any = None,
         async_op: bool = False,
         algorithm: str = "auto",
         reduce_op: str = "sum",
@@ -64,15 +83,71 @@ class Communicator(ListCollectives):
         tag: int = 0,
     ) -> int | None:
         usual = timeout is None and not async_op and algorithm == "auto" and factor is None and self._group is None
-        if not usual or self._engine is None:
+        if not usual or self._engine is None or not self._plain or stream is not None:
             return None
         return self._engine.run_plain(op, reduce_op, root, tag, x, out)
 
     def _run(self, call: Call) -> int:
-        return self._native.run(*call.numbers())
+        end = self._linked
+        source = end.run(*call.numbers())
+        if call.waits:
+            end.synchronize(call.stream)
+        return source
 
     def _submit(self, call: Call) -> Request:
-        return self._native.submit(*call.numbers())
+        return self._linked.submit(*call.numbers())
+
+    def _run_list(self, calls: Sequence[Call]) -> None:
+        if self._endpoint is None:  # over a process group
+            return super()._run_list(calls)
+        self._native.run_list([call.numbers() for call in calls])
+        if calls[0].waits:
+            self._linked.synchronize(calls[0].stream)
+
+    def _pack(self, call: Call, pairs: Pairs, scale: float) -> None:
+        if self._endpoint is None:  # over a process group
+            return super()._pack(call, pairs, scale)
+        (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
+        pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
+        self._native.pack(pieces, before, after, scale, call.stream)
+        if call.waits:
+            self._linked.synchronize(call.stream)
+
+    def _wire(self, array: Array, call: Call) -> tuple[int, int]:
+        return wire_type(array.dtype, None, call.op, self.rank)
+
+    def _swap_counts(self, counts: list[int], timeout_ms: int) -> list[int]:
+        if self._device == CPU or self._endpoint is None:
+            return super()._swap_counts(counts, timeout_ms)
+        row = struct.Struct(f"<{self.world_size}q")
+        return [row.unpack(each)[self.rank] for each in self._endpoint.exchange(row.pack(*counts))]
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Blocks the host until every call so far on ``stream`` has run; on the cpu every call already has.
+
+        Args:
+            stream: as in the calls; None: the one on which torch, else CuPy, works now.
+        Raises:  CollectiveTimeoutError, AbortedError, MismatchError: what went wrong in the calls.
+        """
+        call = self._begin("synchronize", None, stream)
+        if call.on_device:
+            self._linked.synchronize(call.waiting_stream(None))
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, through the host's memory whatever the device; a collective."""
+        self._begin("exchange")
+        return self._linked.exchange(payload)
+
+    @property
+    def _linked(self) -> Endpoint:
+        if self._endpoint is None and self._closed:
+            raise ClosedError(f"communicator: rank {self.rank} expected an open one, got one that was closed")
+        if self._endpoint is None:
+            raise UnsupportedError(
+                f"communicator: rank {self.rank} expected an engine of its own, got {self.kind}; use the functions "
+                "of torch.distributed on its group"
+            )
+        return self._endpoint
 
     @property
     def _native(self) -> _C.Engine:
@@ -85,35 +160,48 @@ class Communicator(ListCollectives):
     def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
         """A new array in memory that the peers read and write in place: collectives on it copy less.
 
+        Between processes on devices a collective: every rank asks for the same bytes, in the same order.
+
         Args:
             shape: a number of elements, or a shape.
             dtype: of torch or NumPy, or a name; None: float32.
-            like: "torch" or "numpy"; None: the library of ``dtype``, else torch.
+            like: "torch" or "numpy", on a device "torch" or "cupy"; None: the library of ``dtype``, else torch; on a
+                device the one of the two that is there.
         Returns: an uninitialised array. The memory lives as long as the array or any view of it, also after `close`.
         Raises:  EngineError: no memory left.
         """
         if self._closed:
             raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
+        on_host = self._device == CPU or EMULATED
         if like is None:
-            like = interop.library_of(dtype)
-        if like not in ("torch", "numpy"):
-            raise InvalidArgumentError(f"empty: rank {self.rank} got like={like!r}; pass 'torch' or 'numpy'")
+            like = libraries.library_of(dtype) if on_host else libraries.device_library()
+        known = ("torch", "numpy") if on_host else ("torch", "cupy")
+        if like not in known:
+            raise InvalidArgumentError(
+                f"empty: rank {self.rank} got like={like!r}; pass '{known[0]}' or '{known[1]}' for memory on "
+                f"{self._device}"
+            )
         extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
         if any(extent < 0 for extent in extents):
             raise ShapeError(f"empty: rank {self.rank} got shape {extents}, expected no negative extent; pass a shape")
-        found = interop.dtype_in(like, dtype)
+        found = libraries.dtype_in(like, dtype)
         return self._allocate(extents, found, like, math.prod(extents) * found.itemsize)
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any, library: str, nbytes: int) -> Any:
         import ctypes
 
-        if nbytes == 0:
-            return interop.wrap_nothing(library, dtype, shape)
         engine = self._native
+        on_host = self._device == CPU or EMULATED
+        if nbytes == 0:
+            return libraries.wrap_nothing(library, dtype, shape, CPU if on_host else self._device)
         address = engine.allocate(nbytes)
-        memory = (ctypes.c_char * nbytes).from_address(address)
-        weakref.finalize(memory, engine.release, address).atexit = False
-        return interop.wrap_memory(memory, library, dtype, shape)
+        if on_host:
+            memory = (ctypes.c_char * nbytes).from_address(address)
+            weakref.finalize(memory, engine.release, address).atexit = False
+            return libraries.wrap_memory(memory, library, dtype, shape)
+        there = libraries.DeviceMemory(address, nbytes, self._device)
+        weakref.finalize(there, _release, engine, address, library, self._device).atexit = False
+        return libraries.wrap_device_memory(there, library, dtype, shape)
 
     # ---- more communicators --------------------------------------------------------------------------------------
 
@@ -127,17 +215,18 @@ class Communicator(ListCollectives):
         """
         self._begin("split")
         place = _PLACE.pack(color is not None, color or 0, key)
-        places = [_PLACE.unpack(each) for each in self._native.exchange(place)]
+        linked = self._linked
+        places = [_PLACE.unpack(each) for each in linked.exchange(place)]
         members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
         members.sort(key=lambda r: places[r][2])  # stable: equal keys keep their order
-        engine = None
+        end = None
         if members:
-            engine = _C.Engine(self.kind, members.index(self.rank), len(members), self._native.timeout_ms)
-        handles = self._native.exchange(b"" if engine is None else engine.handle())
-        if engine is None:
+            end = Endpoint(self.kind, members.index(self.rank), len(members), linked.timeout_ms, self._device)
+        handles = linked.exchange(b"" if end is None else end.handle())
+        if end is None:
             return None
-        engine.connect([handles[r] for r in members])
-        return Communicator(engine)
+        end.connect([handles[r] for r in members])
+        return Communicator(end)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some ranks, numbered in the order given; a collective of all ranks of this one.
@@ -168,7 +257,7 @@ class Communicator(ListCollectives):
 
     @timeout.setter
     def timeout(self, limit: Timeout) -> None:
-        self._native.timeout_ms = milliseconds(limit, "timeout", self.rank)
+        self._linked.timeout_ms = milliseconds(limit, "timeout", self.rank)
 
     @property
     def closed(self) -> bool:
@@ -182,20 +271,20 @@ class Communicator(ListCollectives):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread."""
-        if self._engine is not None:
-            self._engine.abort(reason)
+        if self._endpoint is not None:
+            self._endpoint.abort(reason)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers; not a collective. Twice is as good as once."""
-        engine, self._engine = self._engine, None
+        end, self._endpoint, self._engine = self._endpoint, None, None
         self._closed = True
-        if engine is not None:
-            engine.close()
+        if end is not None:
+            end.close()
         self._in_flight.clear()
 
     def describe(self) -> dict[str, str]:
         """Facts for people: ranks, engine, instruction set, memory, limits."""
-        facts = {"rank": str(self.rank), "world_size": str(self.world_size), "kind": self.kind}
+        facts = {"rank": str(self.rank), "world_size": str(self.world_size), "kind": self.kind, "device": self.device}
         return facts if self._engine is None else facts | self._engine.describe()
 
     def __enter__(self) -> Communicator:
@@ -211,4 +300,11 @@ class Communicator(ListCollectives):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "aborted" if self.aborted else "open"
-        return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {self.kind}, {state}>"
+        where = self.device if self.kind == "cuda" else self.kind
+        return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
+
+
+def _release(engine: _C.Engine, address: int, library: str, device: Device) -> None:
+    """Gives memory back once the device, which may still work on it, has come to rest."""
+    libraries.settle(library, device)
+    engine.release(address)

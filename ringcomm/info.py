@@ -1,4 +1,4 @@
-"""`ringcomm info`: what was built, what is usable on this machine, and what is not and why."""
+"""`ringcomm doctor`: what was built, what is usable on this machine, and what is not and why."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def _torch_version() -> str | None:
 
 def _build() -> list[Fact]:
     from ringcomm import _C, __version__
+    from ringcomm.info_cuda import build as cuda_build
 
     info = dict(_C.build_info())
     return [
         Fact("build", "ringcomm", None, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),
         Fact("build", "compiler", None, f"{info.get('compiler', '?')}, {info.get('build_type', '?')}"),
         *(Fact("build", key, None, str(info[key])) for key in ("instruction_sets", "only") if key in info),
+        cuda_build(),
         Fact("build", "dtypes", None, ", ".join(_C.DTYPES)),
         Fact("build", "reductions", None, ", ".join(_C.REDUCE_OPS)),
     ]
@@ -43,6 +45,7 @@ def _build() -> list[Fact]:
 
 def _engines() -> list[Fact]:
     from ringcomm import _C
+    from ringcomm.info_cuda import engine as cuda_engine
 
     found = []
     try:
@@ -55,8 +58,8 @@ def _engines() -> list[Fact]:
         )
     except RuntimeError as error:
         found.append(Fact("engines", "cpu", False, str(error)))
-    found.append(Fact("engines", "cuda", False, "not built: this version has the CPU engine alone"))
-    found.append(Fact("engines", "nccl", False, "not built: this version has the CPU engine alone"))
+    found.append(cuda_engine())
+    found.append(Fact("engines", "nccl", False, "not built: this version stays inside one host"))
     return found
 
 
@@ -127,26 +130,33 @@ def _machine() -> list[Fact]:
     return [Fact("machine", "cores", None, f"{usable} usable of {present}"), _shared_memory()]
 
 
+_PACKAGES = {"pynvml": "nvidia-ml-py"}  # where they are not called as their module
+
+
 def _extras() -> list[Fact]:
     needed = {
         "matplotlib": "bench --plot; pip install 'ringcomm[plot]'",
+        "pynvml": "the topology of several GPUs; pip install nvidia-ml-py",
         "rich": "tables and progress; pip install rich",
     }
     found = []
     for module, what in needed.items():
         there = importlib.util.find_spec(module) is not None
-        version = importlib.metadata.version(module) if there else ""
+        version = importlib.metadata.version(_PACKAGES.get(module, module)) if there else ""
         found.append(Fact("extras", module, there, version if there else f"not installed, needed by {what}"))
     return found
 
 
 def facts() -> list[Fact]:
     """
-    Everything that `ringcomm info` prints.
+    Everything that `ringcomm doctor` prints.
 
     Returns: facts in order of their sections. Creates no communicator and leaves nothing behind.
     """
-    return [*_build(), *_engines(), _backend(), *_machine(), *_extras()]
+    from ringcomm import info_cuda
+
+    devices = info_cuda.driver()
+    return [*_build(), *_engines(), *devices, _backend(), *info_cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:

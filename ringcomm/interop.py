@@ -1,46 +1,47 @@
-"""Arrays of other libraries as plain numbers: address, count, element type. The only place of the primitives that knows
-torch, NumPy and DLPack; each is imported when its first array arrives."""
+"""Arrays of other libraries as plain numbers: address, count, element type, device. Whatever torch, NumPy, CuPy,
+DLPack, `__cuda_array_interface__` or the buffer protocol describes is recognised here."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringcomm import _C
+from ringcomm.devices import CPU, EMULATED, Device
 from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from ringcomm.libraries import Cupy, Dtype, Library, Numpy, Torch, dtype_in, library_of, torch_device, torch_with_cuda
 
-_CPU_DEVICES = (1, 3)  # DLPack's kDLCPU and kDLCUDAHost
+__all__ = ["Array", "Dtype", "as_array", "dtype_in", "library_of", "wire_type"]
+
+_DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _LINEAR = ("sum", "avg", "premul_sum")  # what may be done to the two halves of a complex number apart
 _NAMES = {code: name for name, code in _C.DTYPES.items()}
 
 
-class Dtype(NamedTuple):
-    """An element type: its name, its number in the core (None: it has no arithmetic here), its bytes."""
-
-    name: str
-    code: int | None
-    nbytes: int
-
-
 class Array:
-    """One array of the caller, seen as memory. ``source`` is what the caller passed, ``data`` the torch tensor or NumPy
-    array that shares its memory."""
+    """One array of the caller, seen as memory. ``source`` is what the caller passed, ``data`` the array of torch, NumPy
+    or CuPy that shares its memory, ``made_on`` the stream that the caller's library last used it on, if it says so."""
 
-    __slots__ = ("address", "contiguous", "count", "data", "dtype", "library", "shape", "source", "strides", "writable")
+    __slots__ = (
+        *("address", "contiguous", "count", "data", "device", "dtype", "library", "made_on", "shape", "source"),
+        *("strides", "writable"),
+    )
     address: int
     contiguous: bool
     count: int
+    device: Device
     dtype: Dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     writable: bool
 
-    def __init__(self, source: Any, data: Any, library: type[Torch] | type[Numpy]) -> None:
+    def __init__(self, source: Any, data: Any, library: Library) -> None:
         self.source = source
         self.data = data
         self.library = library
+        self.made_on: int | None = None
         library.fill(self)
 
     @property
@@ -55,7 +56,7 @@ class Array:
         return fresh
 
     def empty(self, shape: Sequence[int]) -> Array:
-        """New contiguous memory of this element type and library."""
+        """New contiguous memory of this element type, library and device."""
         data = self.library.empty(tuple(shape), self.data)
         return Array(data, data, self.library)
 
@@ -71,80 +72,6 @@ class Array:
     def overlaps(self, other: Array) -> bool:
         """Whether two contiguous arrays share memory."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
-
-
-class Torch:
-    """How a torch tensor is read."""
-
-    @staticmethod
-    def fill(array: Array) -> None:
-        data = array.data
-        array.dtype = torch_dtype(data.dtype)
-        array.shape = tuple(data.shape)
-        array.strides = data.stride()
-        array.count = data.numel()
-        array.contiguous = data.is_contiguous() and not data.is_neg() and not data.is_conj()
-        array.address = data.data_ptr()
-        array.writable = True
-
-    @staticmethod
-    def empty(shape: tuple[int, ...], like: Any) -> Any:
-        return like.new_empty(shape)
-
-    @staticmethod
-    def assign(target: Any, values: Any) -> None:
-        target.copy_(values)
-
-
-class Numpy:
-    """How a NumPy array is read."""
-
-    @staticmethod
-    def fill(array: Array) -> None:
-        data = array.data
-        array.dtype = numpy_dtype(data.dtype)
-        array.shape = data.shape
-        array.strides = tuple(stride // max(data.itemsize, 1) for stride in data.strides)
-        array.count = data.size
-        array.contiguous = data.flags.c_contiguous
-        array.address = data.ctypes.data
-        array.writable = data.flags.writeable
-
-    @staticmethod
-    def empty(shape: tuple[int, ...], like: Any) -> Any:
-        import numpy as np
-
-        return np.empty(shape, like.dtype)
-
-    @staticmethod
-    def assign(target: Any, values: Any) -> None:
-        target[...] = values
-
-
-def named_dtype(name: str, nbytes: int) -> Dtype:
-    """The element type of a name as torch and ml_dtypes spell it."""
-    return Dtype(name, _C.DTYPES.get(name), nbytes)
-
-
-_torch_dtypes: dict[Any, Dtype] = {}
-_numpy_dtypes: dict[Any, Dtype] = {}
-
-
-def torch_dtype(dtype: Any) -> Dtype:
-    """The element type of a torch dtype."""
-    found = _torch_dtypes.get(dtype)
-    if found is None:
-        found = _torch_dtypes[dtype] = named_dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
-    return found
-
-
-def numpy_dtype(dtype: Any) -> Dtype:
-    """The element type of a NumPy dtype; one of foreign byte order has no arithmetic."""
-    found = _numpy_dtypes.get(dtype)
-    if found is None:
-        found = named_dtype(dtype.name, dtype.itemsize)
-        found = _numpy_dtypes[dtype] = found if dtype.isnative else Dtype(dtype.str, None, dtype.itemsize)
-    return found
 
 
 def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tuple[int, int]:
@@ -168,35 +95,44 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
 # ---- recognising an array ----------------------------------------------------------------------------------------
 
 
-def as_array(x: Any, call: str, rank: int, any_device: bool = False) -> Array:
-    """``x`` as an Array that shares its memory; raises before anything is sent when that cannot be."""
+def as_array(x: Any, call: str, rank: int, served: Device | None = CPU) -> Array:
+    """
+    ``x`` as an Array that shares its memory; raises before anything is sent when that cannot be.
+
+    Args:
+        served: where it must lie; None: anywhere.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch(torch, x, call, rank, any_device)
+        return _from_torch(torch, x, call, rank, served)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(x, numpy.ndarray):
-        return _from_numpy(x, x, call, rank)
+        return _from_numpy(x, x, call, rank, served)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return _from_cupy(x, x, call, rank, served)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _from_cuda_interface(x, call, rank, served)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        return _from_dlpack(x, call, rank, any_device)
+        return _from_dlpack(x, call, rank, served)
     try:
         view = memoryview(x)
     except TypeError:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy array, a buffer or anything "
-            "with __dlpack__; convert it first"
+            f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
+            "anything with __dlpack__ or __cuda_array_interface__; convert it first"
         ) from None
     import numpy as np
 
-    return _from_numpy(x, np.asarray(view), call, rank)
+    return _from_numpy(x, np.asarray(view), call, rank, served)
 
 
-def _from_torch(torch: Any, x: Any, call: str, rank: int, any_device: bool) -> Array:
+def _from_torch(torch: Any, x: Any, call: str, rank: int, served: Device | None) -> Array:
     if x.layout != torch.strided:
         raise ShapeError(f"{call}: rank {rank} got a tensor of layout {x.layout}, expected strided; pass x.to_dense()")
     if x.is_quantized:
         raise DtypeError(f"{call}: rank {rank} got a quantized tensor, its scale would be lost; pass x.dequantize()")
-    if not any_device:
-        _check_device(x.device.type == "cpu", str(x.device), call, rank)
+    _check_device(torch_device(x), served, call, rank)
     data = x.detach() if x.requires_grad else x
     if data.numel() and data.data_ptr() == 0:
         raise InvalidArgumentError(
@@ -206,94 +142,88 @@ def _from_torch(torch: Any, x: Any, call: str, rank: int, any_device: bool) -> A
     return Array(x, data, Torch)
 
 
-def _from_numpy(source: Any, data: Any, call: str, rank: int) -> Array:
+def _from_numpy(source: Any, data: Any, call: str, rank: int, served: Device | None) -> Array:
+    _check_device(CPU, served, call, rank)
     if data.dtype.hasobject:
         raise DtypeError(f"{call}: rank {rank} got dtype {data.dtype}, objects cannot travel; pass numbers")
     return Array(source, data, Numpy)
 
 
-def _from_dlpack(x: Any, call: str, rank: int, any_device: bool) -> Array:
-    device = x.__dlpack_device__()
-    on_cpu = int(device[0]) in _CPU_DEVICES
-    if not any_device:
-        _check_device(on_cpu, f"DLPack device {tuple(int(part) for part in device)}", call, rank)
-    if on_cpu:
+def _from_cupy(source: Any, data: Any, call: str, rank: int, served: Device | None) -> Array:
+    _check_device(Device("cuda", data.device.id), served, call, rank)
+    return Array(source, data, Cupy)
+
+
+def _from_dlpack(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    kind, index = (int(part) for part in x.__dlpack_device__())
+    found = CPU if kind in _DLPACK_CPU else Device("cuda" if kind in _DLPACK_CUDA else f"DLPack type {kind}", index)
+    _check_device(found, served, call, rank)
+    if found == CPU:
         import numpy as np
 
         try:
-            return _from_numpy(x, np.from_dlpack(x), call, rank)
+            return _from_numpy(x, np.from_dlpack(x), call, rank, served)
         except (TypeError, BufferError, RuntimeError, ValueError):
             pass  # types that NumPy has not, such as bfloat16
+    elif torch_with_cuda() is None:
+        return _from_cupy(x, _cupy_for(x, call, rank).from_dlpack(x), call, rank, served)
     import torch
 
-    return _from_torch(torch, torch.from_dlpack(x), call, rank, any_device)
+    return _from_torch(torch, torch.from_dlpack(x), call, rank, served)
 
 
-def _check_device(served: bool, device: str, call: str, rank: int) -> None:
-    if not served:
+def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    """Memory on a device of which only the address is known, so that it is taken to lie where it must."""
+    if served is not None and served.kind != "cuda":
+        _check_device(Device("cuda"), served, call, rank)
+    described = x.__cuda_array_interface__
+    address, read_only = described["data"]
+    torch = torch_with_cuda()
+    if EMULATED:
+        import numpy as np
+
+        array = _from_numpy(x, np.asarray(_HostMemory(x)), call, rank, served)
+    elif torch is not None:
+        data = torch.as_tensor(x, device="cuda" if served is None else str(served))
+        if data.numel() and data.data_ptr() != address:  # torch made a copy, from another device
+            raise DeviceError(
+                f"{call}: rank {rank} got {type(x).__name__} on another device, this communicator serves {served}; "
+                "copy it there first"
+            )
+        array = _from_torch(torch, data, call, rank, served)
+    else:
+        array = _from_cupy(x, _cupy_for(x, call, rank).asarray(x), call, rank, served)
+    array.source = x
+    array.writable = not read_only
+    array.made_on = described.get("stream")
+    return array
+
+
+class _HostMemory:
+    """What an emulated device describes, as NumPy asks for it: the two interfaces have the same entries."""
+
+    def __init__(self, x: Any) -> None:
+        self.source = x
+        self.__array_interface__ = {
+            key: value for key, value in x.__cuda_array_interface__.items() if key not in ("stream", "mask")
+        }
+
+
+def _cupy_for(x: Any, call: str, rank: int) -> Any:
+    try:
+        import cupy
+    except ImportError:
         raise DeviceError(
-            f"{call}: rank {rank} got an array on {device}, this communicator serves the cpu and an engine for other "
-            "devices is not built yet; pass an array on the cpu"
-        )
+            f"{call}: rank {rank} got {type(x).__name__} on a device, reading it needs a torch that sees CUDA devices, "
+            "or CuPy; install one of them"
+        ) from None
+    return cupy
 
 
-# ---- memory of the communicator ----------------------------------------------------------------------------------
-
-
-def library_of(dtype: Any) -> str:
-    """The library whose dtype this is; torch for names and None."""
-    kind = dtype if isinstance(dtype, type) else type(dtype)
-    return "numpy" if kind.__module__.partition(".")[0] == "numpy" else "torch"
-
-
-def dtype_in(library: str, dtype: Any) -> Any:
-    """``dtype`` (a torch or NumPy dtype, a name, or None for float32) as a dtype of ``library``."""
-    if library == "numpy":
-        import numpy as np
-
-        if dtype is None:
-            return np.dtype("float32")
-        return np.dtype(str(dtype).removeprefix("torch.") if _is_torch(dtype) else dtype)
-    import torch
-
-    if dtype is None:
-        return torch.float32
-    if _is_torch(dtype):
-        return dtype
-    name = dtype if isinstance(dtype, str) else _numpy_name(dtype)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise DtypeError(f"empty: expected a dtype of torch, got {dtype!r}; pass a name such as 'float32'")
-    return found
-
-
-def _is_torch(dtype: Any) -> bool:
-    return type(dtype).__module__ == "torch"
-
-
-def _numpy_name(dtype: Any) -> str:
-    import numpy as np
-
-    return str(np.dtype(dtype).name)
-
-
-def wrap_memory(memory: Any, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """An array of ``library`` over a ctypes buffer, which it keeps alive."""
-    if library == "numpy":
-        import numpy as np
-
-        return np.frombuffer(memory, dtype).reshape(shape)
-    import torch
-
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def wrap_nothing(library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """An array of no elements."""
-    if library == "numpy":
-        import numpy as np
-
-        return np.empty(shape, dtype)
-    import torch
-
-    return torch.empty(shape, dtype=dtype)
+def _check_device(found: Device, served: Device | None, call: str, rank: int) -> None:
+    if served is None or served.serves(found):
+        return
+    remedy = f", or make a communicator with device='{found}'" if found.kind in ("cpu", "cuda") else ""
+    raise DeviceError(
+        f"{call}: rank {rank} got an array on {found}, this communicator serves {served}; pass an array there{remedy}"
+    )

@@ -16,16 +16,19 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ringcomm import _C
 from ringcomm.calls import milliseconds
 from ringcomm.collectives import Timeout
 from ringcomm.communicator import Communicator
+from ringcomm.devices import Device, choose
+from ringcomm.endpoint import Endpoint
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
     "script again, or pass ranks='threads'; if it is, look at the rank's output"
 )
+Place = tuple[str, Device]
+"""What a rank's bytes are moved by, and where."""
 _GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
 
 
@@ -36,7 +39,8 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     timeout: Timeout = 300.0,
-    engine: str = "cpu",
+    engine: str | None = None,
+    device: Any = None,
 ) -> list[Any]:
     """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
 
@@ -44,7 +48,9 @@ def run_ranks(
         fn: with processes it must be importable from its module, and its results picklable.
         ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (spawned afresh).
         timeout: seconds (or a timedelta): limit of every call of the communicator.
-        engine: what moves the bytes: "cpu".
+        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
+        device: "cpu", "cuda" (rank r on device r, round and round where there are fewer) or "cuda:0" (all ranks on that
+            one); None: the cpu.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
              RankFailedError: a process died without an exception.
@@ -54,8 +60,9 @@ def run_ranks(
     if not isinstance(world_size, int) or world_size < 1:
         raise InvalidArgumentError(f"run_ranks: got world_size={world_size!r}; pass a whole number above 0")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
+    places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes
-    return launch(fn, world_size, tuple(args), limit_ms, engine)
+    return launch(fn, tuple(args), limit_ms, places)
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------
@@ -76,22 +83,23 @@ class _Outcome:
             raise first[0]
 
 
-def _run_threads(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_ms: int, kind: str) -> list[Any]:
-    engines = [_C.Engine(kind, rank, world_size, limit_ms) for rank in range(world_size)]
-    handles = [engine.handle() for engine in engines]
+def _run_threads(fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> list[Any]:
+    world_size = len(places)
+    ends = [Endpoint(kind, rank, world_size, limit_ms, device) for rank, (kind, device) in enumerate(places)]
+    handles = [end.handle() for end in ends]
     outcome = _Outcome(world_size)
     comms: list[Communicator] = []
 
     def rank_main(rank: int) -> None:
-        engine = engines[rank]
+        end = ends[rank]
         try:
-            engine.connect(handles)
-            comm = Communicator(engine)
+            end.connect(handles)
+            comm = Communicator(end)
             comms.append(comm)
             outcome.results[rank] = fn(comm, *args)
         except BaseException as error:
             outcome.failures.append((rank, error))
-            engine.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+            end.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:
@@ -100,8 +108,8 @@ def _run_threads(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...],
         for thread in threads:
             thread.join()
     except BaseException as error:  # an interrupt of the caller
-        for engine in engines:
-            engine.abort(f"run_ranks was left by {type(error).__name__}")
+        for end in ends:
+            end.abort(f"run_ranks was left by {type(error).__name__}")
         raise
     for comm in comms:
         comm.close()
@@ -119,17 +127,17 @@ def _process_main(
     world_size: int,
     args: tuple[Any, ...],
     limit_ms: int,
-    kind: str,
+    place: Place,
 ) -> None:
     """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
     leaving = threading.Lock()
     try:
-        engine = _C.Engine(kind, rank, world_size, limit_ms)
-        _tell(pipe, "handle", engine.handle())
+        end = Endpoint(place[0], rank, world_size, limit_ms, place[1])
+        _tell(pipe, "handle", end.handle())
         handles = pipe.recv()
-        threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
-        engine.connect(handles)
-        with Communicator(engine) as comm:
+        threading.Thread(target=_obey, args=(pipe, end, leaving), daemon=True).start()
+        end.connect(handles)
+        with Communicator(end) as comm:
             result = fn(comm, *args)
         _tell(pipe, "result", result)
     except BaseException as error:
@@ -143,15 +151,15 @@ def _tell(pipe: Connection, kind: str, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
-def _obey(pipe: Connection, engine: _C.Engine, leaving: threading.Lock) -> None:
+def _obey(pipe: Connection, end: Endpoint, leaving: threading.Lock) -> None:
     """Aborts when the parent says so, and ends this process soon after the parent has gone."""
     try:
         reason = pipe.recv()
         with leaving:
-            engine.abort(reason)
+            end.abort(reason)
     except (EOFError, OSError):
         if leaving.acquire(timeout=_GRACE_S):
-            engine.abort("the process that called run_ranks ended")
+            end.abort("the process that called run_ranks ended")
             leaving.release()
         time.sleep(_GRACE_S)
         os._exit(1)
@@ -179,13 +187,13 @@ class _Processes:
         self.processes: list[Any] = []
         self.deadline: float | None = None
 
-    def start(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, kind: str) -> None:
+    def start(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> None:
         """Starts every rank."""
         context = multiprocessing.get_context("spawn")
         world_size = len(self.outcome.results)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, fn, rank, world_size, args, limit_ms, kind)
+            arguments = (theirs, fn, rank, world_size, args, limit_ms, places[rank])
             process = context.Process(target=_process_main, args=arguments, name=f"rank {rank}")
             with _without_interrupts():
                 process.start()
@@ -280,18 +288,16 @@ def _check_main(fn: Callable[..., Any]) -> None:
         )
 
 
-def _run_processes(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_ms: int, kind: str
-) -> list[Any]:
+def _run_processes(fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> list[Any]:
     if not _travels((fn, args)):
         raise InvalidArgumentError(
             f"run_ranks: got {fn!r}, which a new process cannot import; pass a function of a module, with arguments "
             "that can be pickled, or ranks='threads'"
         )
     _check_main(fn)
-    ranks = _Processes(world_size)
+    ranks = _Processes(len(places))
     try:
-        ranks.start(fn, args, limit_ms, kind)
+        ranks.start(fn, args, limit_ms, places)
         return ranks.run()
     finally:
         ranks.end()

@@ -10,6 +10,7 @@ from ringcomm.calls import Call, Piece, milliseconds, whole
 from ringcomm.collective_lists import ListCollectives
 from ringcomm.collectives import Timeout
 from ringcomm.communicator import Communicator
+from ringcomm.devices import CPU
 from ringcomm.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -18,6 +19,7 @@ from ringcomm.errors import (
     UnsupportedError,
 )
 from ringcomm.interop import Array, dtype_in, library_of
+from ringcomm.libraries import usual_stream
 
 Started = tuple[list[Any], Callable[[], None]]
 """The group's handles of a call, and what is left to do when they are done."""
@@ -54,6 +56,14 @@ class TorchRequest:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What other libraries than torch do with the results from now on runs after what torch has enqueued."""
+        outputs = [self._call.output, *(piece.array for piece in self._call.output_parts or ())]
+        for array in outputs:
+            if array is not None and array.device.kind == "cuda":
+                array.library.follow(usual_stream(array.device), array.data)
 
 
 def nothing() -> None:
@@ -71,8 +81,9 @@ def flat(piece: Piece) -> Any:
     import torch
 
     data = piece.array.data
-    tensor = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
-    return tensor.reshape(-1)[piece.offset : piece.offset + piece.count]
+    if not isinstance(data, torch.Tensor):
+        data = torch.from_numpy(data) if piece.array.device == CPU else torch.from_dlpack(data)
+    return data.reshape(-1)[piece.offset : piece.offset + piece.count]
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -99,6 +110,11 @@ class ProcessGroupCommunicator(Communicator):
         if self.rank < 0:
             raise InvalidArgumentError("from_process_group: this process is not in the group; call it on members only")
         self.kind = f"torch.distributed:{dist.get_backend(self.pg)}"
+
+    @property
+    def device(self) -> str:
+        """Where arrays may lie: what the group has a backend for, such as "cpu,cuda"."""
+        return ",".join(sorted({device.type for device in self.pg._device_types}))
 
     # ---- running calls -------------------------------------------------------------------------------------------
 
@@ -264,8 +280,13 @@ class ProcessGroupCommunicator(Communicator):
 
         if self._closed:
             raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
-        if (like or library_of(dtype)) == "numpy":
+        library = like or library_of(dtype)
+        if library == "numpy":
             return np.empty(shape, dtype_in("numpy", dtype))
+        if library == "cupy":
+            import cupy
+
+            return cupy.empty(shape, dtype_in("cupy", dtype))
         return torch.empty(shape, dtype=dtype_in("torch", dtype))
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:

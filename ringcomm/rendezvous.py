@@ -10,10 +10,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ringcomm import _C
 from ringcomm.calls import milliseconds
 from ringcomm.collectives import Timeout
 from ringcomm.communicator import Communicator
+from ringcomm.devices import choose, local_rank
+from ringcomm.endpoint import Endpoint
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError
 
 _WORLD = struct.Struct("<I")  # goes in front of a handle: the world size that its rank was started with
@@ -26,7 +27,8 @@ def init(
     store: Any = None,
     init_method: str | None = None,
     timeout: Timeout = 1800.0,
-    engine: str = "cpu",
+    engine: str | None = None,
+    device: Any = None,
 ) -> Communicator:
     """Makes this process one rank of a communicator; a collective.
 
@@ -38,25 +40,29 @@ def init(
         store: a torch.distributed store that all ranks reach.
         init_method: as in torch.distributed, such as "tcp://localhost:29500" or "file:///tmp/ranks"; default "env://".
         timeout: seconds (or a timedelta): limit of this call, and of every call that names none.
-        engine: what moves the bytes: "cpu".
+        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
+        device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" takes the devices in turns, by
+            torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
     Returns: Communicator.
     Raises:  InvalidArgumentError: the environment and the arguments do not name a rank and a world,
              or the ranks were started with different world sizes. CollectiveTimeoutError: a rank did not come in time.
-             EngineError: the store cannot be opened or was lost. UnsupportedError: no such engine in this build.
+             EngineError: the store cannot be opened or was lost. UnsupportedError: no such engine in this build, or no
+             driver. DeviceError: no such device.
     """
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
-    native = _C.Engine(engine, rank, world_size, milliseconds(timeout, "init", rank))
-    handle = native.handle()
+    kind, where = choose(engine, device, "init", local_rank(rank))
+    end = Endpoint(kind, rank, world_size, milliseconds(timeout, "init", rank), where)
+    handle = end.handle()
     if world_size == 1:
-        native.connect([handle])
-        return Communicator(native)
-    limit = timedelta(milliseconds=native.timeout_ms)
+        end.connect([handle])
+        return Communicator(end)
+    limit = timedelta(milliseconds=end.timeout_ms)
     if store is None:
         store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
-    native.connect(_exchange(store, rank, world_size, handle, limit))
-    native.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
-    return Communicator(native)
+    end.connect(_exchange(store, rank, world_size, handle, limit))
+    end.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
+    return Communicator(end)
 
 
 def _default_group() -> Any:

@@ -1,4 +1,4 @@
-"""The console script, and what `ringcomm info` says."""
+"""The console script, and what `ringcomm doctor` says."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import sys
 
 import pytest
 
-from ringcomm import cli, info
+from ringcomm import _C, cli, driver, info, info_cuda
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "bench" in text
-    assert "info" in text
+    assert all(command in text for command in ("bench", "doctor", "info", "tune"))
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"]])
+@pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"], ["doctor", "more"]])
 def test_what_is_not_a_command_fails(words: list[str]) -> None:
     assert cli.main(words) == 2
 
@@ -46,8 +45,10 @@ def test_info_says_what_is_usable_and_why_not() -> None:
     facts = {fact.name: fact for fact in info.facts()}
     assert facts["cpu"].usable
     assert "isa" in facts["cpu"].text
-    assert facts["cuda"].usable is False
-    assert "not built" in facts["cuda"].text
+    why = _C.why_no_cuda()
+    assert facts["cuda"].usable is (why == "")
+    assert facts["cuda"].text.startswith(why)
+    assert facts["cuda kernels"].text == _C.build_info()["cuda"]
     assert facts["shared memory"].usable
     assert facts["torch.distributed 'ringcomm'"].usable
     assert all(fact.text for fact in facts.values())
@@ -58,7 +59,41 @@ def test_info_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch is not installed" in info._backend().text
 
 
-def test_the_module_runs_as_a_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "ringcomm.cli", "info"], capture_output=True, text=True, timeout=60)
+class TwoDevices:
+    """A driver of a host with two GPUs that do not see each other."""
+
+    def version(self) -> tuple[int, int]:
+        return 13, 0
+
+    def device_count(self) -> int:
+        return 2
+
+    def device(self, index: int) -> driver.DriverDevice:
+        return driver.DriverDevice(index, "Tesla V100", 16 << 30, 80, (7 + index, 0), 6 << 20, f"0000:0{index}:00.0")
+
+    def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
+        return False, False, 0
+
+
+def test_doctor_names_devices_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.Driver, "load", staticmethod(lambda: TwoDevices()))
+    facts = {fact.name: fact for fact in info_cuda.driver()}
+    assert facts["driver"].text.startswith("runs CUDA up to 13.0")
+    assert facts["cuda:0"].usable is False
+    assert "compute capability 8.0" in facts["cuda:0"].text
+    assert facts["cuda:1"].usable
+    assert "16.0 GiB, 80 SMs, sm_80, L2 6 MiB, 0000:01:00.0" in facts["cuda:1"].text
+    assert facts["cuda:0 - cuda:1"].usable is False
+    assert "no peer access" in facts["cuda:0 - cuda:1"].text
+
+
+def test_doctor_says_why_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.Driver, "load", staticmethod(lambda: "no NVIDIA driver: none"))
+    assert [(fact.usable, fact.text) for fact in info_cuda.driver()] == [(False, "no NVIDIA driver: none")]
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_the_module_runs_as_a_command(command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "ringcomm.cli", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "cpu" in done.stdout

@@ -342,6 +342,8 @@ def every_method(rank: int, world_size: int) -> dict[str, Any]:
         "barrier": lambda c: c.barrier(),
         "coalesced": lambda c: c.all_reduce_coalesced([x(), ints()]),
         "empty": lambda c: c.all_reduce(c.empty((2, 2)).fill_(1)),
+        "pack": lambda c: c.pack([x(), x().view(2, 3).t()], torch.zeros(13, dtype=torch.bfloat16), 1 / 3),
+        "unpack": lambda c: c.unpack(x().double(), [torch.zeros(2, 2), torch.zeros(2)], 0.1),
     }
 
 

@@ -3,7 +3,8 @@
 | floor | holds | may use |
 |---|---|---|
 | 0 | csrc/core | the C++ standard library |
-| 1 | csrc/cpu | floor 0, the operating system |
+| 1 | csrc/cpu; csrc/cuda | floor 0, the operating system; and the CUDA runtime, with the driver's types |
+| 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
 | 3 | the primitives in ringcomm/ | `_C`, `_c10d`, one another |
 | 4 | training, bench, cli | floor 3 |
@@ -20,19 +21,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NATIVE = sorted(path for pattern in ("*/*.h", "*/*.cpp") for path in (ROOT / "csrc").glob(pattern))
+NATIVE = sorted(path for suffix in (".h", ".cpp", ".cu") for path in (ROOT / "csrc").rglob(f"*{suffix}"))
 PYTHON = sorted((ROOT / "ringcomm").glob("*.py"))
 
 FORBIDDEN_INCLUDES = {
     "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
     "cpu": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|bind/",
+    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
+    "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
 }
 FLOOR_3 = {
-    *("__init__", "backend", "calls", "collective_lists", "collectives", "communicator", "errors", "interop"),
-    *("launch", "process_group", "rendezvous", "schedule", "work"),
+    *("__init__", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator", "devices"),
+    *("driver", "endpoint", "errors", "interop", "launch", "libraries", "process_group", "rendezvous", "schedule"),
+    "work",
 }
 # The only primitives that import torch or NumPy at all, and then inside functions unless named in TORCH_AT_IMPORT.
-KNOWS_ARRAYS = {"backend", "collectives", "interop", "process_group", "rendezvous"}
+KNOWS_ARRAYS = {"backend", "buckets", "collectives", "interop", "libraries", "process_group", "rendezvous"}
 TORCH_AT_IMPORT = {"backend"}
 
 
@@ -65,9 +69,9 @@ def test_native_files_include_only_what_lies_below(path: Path) -> None:
     if floor in FORBIDDEN_INCLUDES:
         breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
     elif path.name.startswith("c10d_"):
-        breaches = [name for name in includes(path) if name.startswith("cpu/")]
+        breaches = [name for name in includes(path) if re.match(r"cpu/|cuda/|cuda_runtime", name)]
     else:
-        breaches = [name for name in includes(path) if re.match(r"torch|c10|ATen|cpu/", name)]
+        breaches = [name for name in includes(path) if re.match(r"torch|c10|ATen|cpu/|cuda", name)]
     assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
 
 
@@ -87,9 +91,9 @@ def test_only_the_bridges_know_torch_and_numpy(path: Path) -> None:
     at_import = {name.split(".")[0] for name in imports(module_of(path), deep=False)}
     anywhere = {name.split(".")[0] for name in imports(module_of(path), deep=True)}
     if path.stem not in TORCH_AT_IMPORT:
-        assert not at_import & {"torch", "numpy"}, f"{path.name} imports torch or numpy when it is imported"
+        assert not at_import & {"torch", "numpy", "cupy"}, f"{path.name} imports torch or numpy when it is imported"
     if path.stem not in KNOWS_ARRAYS:
-        assert not anywhere & {"torch", "numpy"}, f"{path.name} imports torch or numpy"
+        assert not anywhere & {"torch", "numpy", "cupy"}, f"{path.name} imports torch or numpy"
 
 
 def test_nobody_else_computes_a_chunk() -> None:
@@ -127,7 +131,7 @@ def run_python(program: str) -> str:
 
 
 def test_importing_ringcomm_imports_nothing_heavy() -> None:
-    heavy = "import sys, ringcomm; print(sorted({'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)))"
+    heavy = "import sys, ringcomm; print(sorted({'torch', 'numpy', 'cupy', 'rich', 'matplotlib'} & set(sys.modules)))"
     assert run_python(heavy) == "[]"
     assert run_python("import sys, ringcomm; ringcomm.init(); print('torch' in sys.modules)") == "False"
 

@@ -1,12 +1,17 @@
-"""The C++ tests: core and CPU engine, plain and under the sanitizers. CMake builds them in build/, once."""
+"""The C++ tests: core, CPU engine, and the CUDA engine on an emulated GPU, plain and under the sanitizers. CMake builds
+them in build/, once for each kind."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,10 @@ KINDS = {  # what to instrument: world sizes of engine_test
     "address,undefined": ["1", "2", "3"],
     "thread": ["2", "3"],  # threads only: it does not see across processes
 }
+EMULATES = platform.machine() == "x86_64"
+EMULATED = sorted(path.stem for pattern in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{pattern}*_test.cpp"))
+needs_x86 = pytest.mark.skipif(not EMULATES, reason="the emulated GPU switches stacks in x86-64 assembly")
+ANNOUNCED = re.compile(r"^//\s+(\d+)\s+(\S+)\s+(\w+)\s+(.*)$", re.MULTILINE)  # a line of cuda_faults.h
 
 
 def tool(name: str) -> str:
@@ -31,19 +40,75 @@ def run(*words: str, limit_s: int) -> None:
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
+@cache
+def build(kind: str) -> Path:
+    """All C++ tests, instrumented. The plain build is that of tests/emulated.py too."""
+    if sys.platform != "linux":
+        pytest.skip("the engines need Linux")
+    at = ROOT / "build" / (f"tests-{kind.replace(',', '-')}" if kind else "emulated")
+    cmake, ninja = tool("cmake"), tool("ninja")
+    run(
+        *(cmake, "-S", str(ROOT), "-B", str(at), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
+        *("-DRINGCOMM_BUILD_TESTS=ON", f"-DRINGCOMM_SANITIZE={kind}", "-DRINGCOMM_BUILD_BENCHMARKS=OFF"),
+        *("-DRINGCOMM_CUDA=OFF", f"-DRINGCOMM_EMULATE={'ON' if EMULATES else 'OFF'}"),
+        limit_s=60,
+    )
+    run(cmake, "--build", str(at), limit_s=800)
+    return at
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
 def test_core_and_engine(kind: str) -> None:
-    if sys.platform != "linux":
-        pytest.skip("the CPU engine needs Linux")
-    build = ROOT / "build" / f"tests-{kind.replace(',', '-') or 'plain'}"
-    cmake, ninja = tool("cmake"), tool("ninja")
-    run(
-        *(cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
-        *("-DRINGCOMM_BUILD_TESTS=ON", f"-DRINGCOMM_SANITIZE={kind}", "-DRINGCOMM_BUILD_BENCHMARKS=OFF"),
-        limit_s=60,
+    at = build(kind)
+    run(str(at / "core_test"), limit_s=120)
+    run(str(at / "faults_test"), limit_s=130)
+    run(str(at / "engine_test"), "quick", *KINDS[kind], limit_s=290)
+
+
+# ---- the CUDA engine on an emulated GPU ------------------------------------------------------------------------------
+
+
+@needs_x86
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
+def test_emulated_cuda_engine(kind: str) -> None:
+    at = build(kind)
+    for test in EMULATED:
+        started = time.monotonic()
+        run(str(at / test), "quick", limit_s=300)
+        print(f"{test} {kind}: {time.monotonic() - started:.1f} s")
+
+
+def faults() -> list[tuple[str, str, str, str]]:
+    """(number, the kind of build that finds it, test, what) of every fault that can be planted."""
+    return [match.groups() for match in ANNOUNCED.finditer((ROOT / "tests" / "cpp" / "cuda_faults.h").read_text())]
+
+
+@needs_x86
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", faults(), ids=lambda fault: f"{fault[0]}-{fault[3].replace(' ', '-')}")
+def test_planted_faults_are_found(fault: tuple[str, str, str, str]) -> None:
+    """A test of the tests: with a fault in the kernels they fail, and say so themselves."""
+    number, kind, test, what = fault
+    at = build({"values": "", "memory": "address,undefined", "order": "thread"}[kind])
+    done = subprocess.run(
+        [str(at / test), "quick"],
+        env={**os.environ, "RINGCOMM_FAULT": number, "TSAN_OPTIONS": "halt_on_error=1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    run(cmake, "--build", str(build), limit_s=600)
-    run(str(build / "core_test"), limit_s=120)
-    run(str(build / "faults_test"), limit_s=130)
-    run(str(build / "engine_test"), "quick", *KINDS[kind], limit_s=290)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, f"fault {number} ({what}) went unseen by {test}\n{said[-2000:]}"
+    expected = {"values": "FAILED", "memory": "ERROR: AddressSanitizer", "order": "WARNING: ThreadSanitizer: data race"}
+    assert expected[kind] in said, f"fault {number} ({what}): {test} failed in another way\n{said[-3000:]}"
+
+
+def test_the_list_of_faults_is_the_faults_that_are_planted() -> None:
+    planted = set()
+    for path in (ROOT / "csrc" / "cuda").glob("*"):
+        if path.suffix in (".h", ".cu"):
+            planted |= set(re.findall(r"RINGCOMM_FAULT [!=]= (\d+)", path.read_text()))
+    assert planted == {number for number, *_ in faults()}

@@ -70,6 +70,7 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site) {
 
 WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList outputs) {
   if (!c10d::isP2POp(type)) sequence_.fetch_add(1, std::memory_order_relaxed);
+  if (C10_UNLIKELY(task.on_device())) return devices_.launch(type, {&task, 1}, async, outputs, sequence_.load());
   if (deferred(async)) {
     auto work = begin(type, task.site());
     work->add(*engine_, std::move(task), outputs);
@@ -90,6 +91,13 @@ WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList out
 
 WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList outputs) {
   sequence_.fetch_add(1, std::memory_order_relaxed);
+  const bool on_device = tasks.front().on_device();
+  for (const Task& task : tasks) {
+    if (task.on_device() == on_device) continue;
+    task.site().refuse("DeviceError", "got tensors on the cpu and on a device, expected one device for all of them; ",
+                       "make two calls");
+  }
+  if (on_device) return devices_.launch(type, tasks, async, outputs, sequence_.load());
   if (deferred(async)) {
     auto work = begin(type, tasks.front().site());
     for (std::size_t i = 0; i < tasks.size(); ++i) {
@@ -107,13 +115,17 @@ WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::
 
 void Backend::startCoalescing() {
   coalesced_.reset();
+  devices_.start_coalescing();
   coalescing_ = true;
 }
 
 WorkPtr Backend::endCoalescing() {
   coalescing_ = false;
   if (coalesced_) coalesced_->seal();
-  return std::move(coalesced_);
+  WorkPtr on_device = devices_.end_coalescing();
+  if (!on_device) return std::move(coalesced_);
+  if (coalesced_) std::exchange(coalesced_, {})->wait();  // one Work cannot be both
+  return on_device;
 }
 
 // -- collectives -----------------------------------------------------------------------------------------------------
@@ -404,6 +416,7 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   Task task(site("ringcomm:barrier"), Op::kBarrier, deferred(opts.asyncOp), opts.timeout);
+  task.meets();
   return launch(OpType::BARRIER, std::move(task), opts.asyncOp, {});
 }
 

@@ -1,4 +1,5 @@
-// torch.distributed's backend over any engine. It knows engines by their interface alone.
+// torch.distributed's backend over any engine. It knows engines by their interface alone. Tensors on the cpu go to an
+// engine that every group has, those on a device to one that is made at the first call there (c10d_device.h).
 #pragma once
 
 #include <atomic>
@@ -8,23 +9,25 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "bind/c10d_device.h"
 #include "bind/c10d_task.h"
 #include "bind/c10d_work.h"
 
 namespace ringcomm {
 
 using c10::intrusive_ptr;
-using WorkPtr = intrusive_ptr<c10d::Work>;
 
-// A synchronous call (asyncOp = false) runs in the caller's thread and returns null, which torch.distributed takes
-// for "already done"; an asynchronous one, and every send and receive, returns an AsyncWork.
+// A synchronous call (asyncOp = false) runs in the caller's thread, or on its stream, and returns null, which
+// torch.distributed takes for "already done"; an asynchronous one, and every send and receive, returns an AsyncWork, or
+// a DeviceWork.
 class Backend final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds limit) : c10d::Backend::Options("ringcomm", limit) {}
   };
 
-  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options);
+  // `maker` makes the device's engine; with `host_memory` that serves cpu tensors in place of `engine`.
+  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker, bool host_memory);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringcomm"; }
@@ -38,7 +41,11 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                      const intrusive_ptr<c10d::Backend::Options>& opts) override;
 
-  // Memory that the peers read and write in place.
+  // Connects at init_process_group(device_id=...), instead of at the first call on the device.
+  void eagerConnectSingleDevice(at::Device device) override;
+
+  // Memory that the peers read and write in place. On a device that would be a collective call, which torch does not
+  // promise to make on every rank.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }  // only the cpu has no index
   Tensor allocateTensor(long count, at::TensorOptions options) override;
 
@@ -75,7 +82,7 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  private:
-  Site site(const char* title) const { return {title, rank_, size_}; }
+  Site site(const char* title) { return {title, rank_, size_, &devices_}; }
   bool deferred(bool async) const { return async || coalescing_; }
   // Runs or submits prepared calls; `outputs` is what the Work's result and future hold.
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList outputs);
@@ -92,11 +99,12 @@ class Backend final : public c10d::Backend {
   std::uint64_t global_rank(int rank) const;
   std::vector<int> missing_at_barrier(std::chrono::milliseconds limit, bool all);
 
-  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Engine> engine_;  // of the cpu
   intrusive_ptr<Options> options_;
+  DeviceGroup devices_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
-  intrusive_ptr<AsyncWork> coalesced_;  // the calls since startCoalescing
+  intrusive_ptr<AsyncWork> coalesced_;  // the calls on the cpu since startCoalescing
   // The last child and its key: torch splits once for each device type, and this backend serves all of them.
   std::string split_key_;
   c10::weak_intrusive_ptr<c10d::Backend> split_child_;

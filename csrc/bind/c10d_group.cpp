@@ -32,10 +32,12 @@ std::string join(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Backend::Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options)
+Backend::Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker,
+                 bool host_memory)
     : c10d::Backend(engine->rank(), engine->world_size()),
       engine_(std::move(engine)),
       options_(std::move(options)),
+      devices_(rank_, std::move(maker), host_memory),
       split_child_(intrusive_ptr<c10d::Backend>()) {}
 
 // The engine finishes what is in flight, and its thread may need the GIL to let go of tensors.
@@ -47,22 +49,30 @@ Backend::~Backend() {
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   engine_->set_timeout(engine_timeout(timeout));
+  devices_.set_timeout(engine_timeout(timeout));
   options_->timeout = timeout;
 }
 
 c10d::ErrorType Backend::getError() {
-  return engine_->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  return engine_->aborted() || devices_.aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void Backend::abort() { engine_->abort(concat("rank ", rank_, " called abort on its process group")); }
+void Backend::abort() {
+  const std::string reason = concat("rank ", rank_, " called abort on its process group");
+  devices_.abort(reason);
+  engine_->abort(reason);
+}
 
-void Backend::shutdown() { engine_->close(); }
+void Backend::shutdown() {
+  devices_.close();
+  engine_->close();
+}
 
 Tensor Backend::allocateTensor(long count, at::TensorOptions options) {
   const Site at = site("ringcomm:allocate_tensor");
   if (!options.device().is_cpu() || count < 0) {
     at.refuse("InvalidArgumentError", "got ", count, " elements on ", options.device(),
-              ", expected 0 or more on cpu; ask for a cpu tensor");
+              ", expected 0 or more on cpu; ask for a cpu tensor, or make one with torch.empty");
   }
   void* data = engine_->allocate(static_cast<std::size_t>(count) * options.dtype().itemsize());
   const auto release = [engine = engine_](void* memory) { engine->release(memory); };
@@ -90,6 +100,12 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
 std::uint64_t Backend::global_rank(int rank) const {
   const auto& ranks = options_->global_ranks_in_group;  // empty in the default group
   return ranks.empty() ? static_cast<std::uint64_t>(rank) : ranks[rank];
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  if (!devices_.serves(device)) return;
+  devices_.open(site("ringcomm:init_process_group"), device);
+  devices_.connect("init_process_group");
 }
 
 // Rank 0 hears from every rank within the limit, or says who is missing; then it lets all of them go.

@@ -29,6 +29,24 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
 }
 
+// A ringcomm.backend.DeviceMaker, to be called and dropped without the GIL.
+DeviceGroup::Maker maker(py::object made_in_python) {
+  const auto drop = [](py::object* held) {
+    if (Py_IsInitialized() == 0) return;  // nothing to go back to
+    const py::gil_scoped_acquire gil;
+    delete held;
+  };
+  auto held = std::shared_ptr<py::object>(new py::object(std::move(made_in_python)), drop);
+  return {[held](const char* call, c10::Device device) {
+            const py::gil_scoped_acquire gil;
+            return engine_of(held->attr("make")(call, int{device.index()}).cast<py::capsule>());
+          },
+          [held](const char* call) {
+            const py::gil_scoped_acquire gil;
+            held->attr("connect")(call);
+          }};
+}
+
 }  // namespace
 }  // namespace ringcomm
 
@@ -45,10 +63,14 @@ PYBIND11_MODULE(_c10d, m) {
       .def("__copy__", [](const Backend::Options& self) { return c10::make_intrusive<Backend::Options>(self); })
       .def("__deepcopy__",
            [](const Backend::Options& self, const py::dict&) { return c10::make_intrusive<Backend::Options>(self); });
-  backend.def(py::init([](const py::capsule& engine, const c10::intrusive_ptr<Backend::Options>& options) {
-                return c10::make_intrusive<Backend>(ringcomm::engine_of(engine), options);
+  backend.def(py::init([](const py::capsule& engine, const c10::intrusive_ptr<Backend::Options>& options,
+                          py::object device_maker, bool host_memory) {
+                return c10::make_intrusive<Backend>(ringcomm::engine_of(engine), options,
+                                                    ringcomm::maker(std::move(device_maker)), host_memory);
               }),
-              py::arg("engine"), py::arg("options"));
+              py::arg("engine"), py::arg("options"), py::arg("device_maker"), py::arg("host_memory") = false);
+  // torch calls it where supports_splitting is true, on ranks that a new group leaves out: NCCL needs them.
+  backend.def("perform_nocolor_split", [](Backend&, const py::object&) {}, py::arg("device"));
   backend.def_property_readonly("options", &Backend::getBackendOptions);
   backend.def("get_error", &Backend::getError);
 }

@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 
+#include "bind/c10d_device.h"
+
 namespace ringcomm {
 namespace {
 
@@ -82,21 +84,34 @@ void write_back(const WriteBack& pairs) {
   for (const auto& [tensor, stand_in] : pairs) tensor.copy_(stand_in);
 }
 
-void Task::check(const Tensor& tensor) const {
-  if (C10_LIKELY(tensor.defined() && tensor.is_cpu() && tensor.layout() == c10::kStrided)) return;
-  if (!tensor.defined()) {
-    site_.refuse("InvalidArgumentError", "got an undefined tensor, expected one on cpu; pass a tensor with data");
+// Where the call runs. The device's engine serves cpu tensors too where its memory is the host's.
+void Task::place(const Tensor& tensor) {
+  if (C10_UNLIKELY(tensor.defined() && site_.devices->serves(tensor.device()))) {
+    site_.devices->open(site_, tensor.device());
+    on_device_ = true;
+    device_ = tensor.device();
   }
-  if (tensor.layout() != c10::kStrided) {
+  check(tensor);
+}
+
+void Task::check(const Tensor& tensor) const {
+  if (C10_UNLIKELY(!tensor.defined() || tensor.device() != device_ || tensor.layout() != c10::kStrided)) refuse(tensor);
+}
+
+void Task::refuse(const Tensor& tensor) const {
+  if (!tensor.defined()) {
+    site_.refuse("InvalidArgumentError", "got an undefined tensor, expected one on ", device_,
+                 "; pass a tensor with data");
+  }
+  if (tensor.device() == device_) {
     site_.refuse("InvalidArgumentError", "got a tensor of layout ", tensor.layout(),
                  ", expected a strided one; pass tensor.to_dense()");
   }
-  if (tensor.is_cuda()) {
-    fail(ErrorCode::kUnsupported, site_.call(), ": rank ", site_.rank, " got a tensor on ", tensor.device(),
-         ", expected one on cpu, because the CUDA engine of ringcomm is not built yet; pass tensor.cpu(), or leave "
-         "CUDA tensors to NCCL with init_process_group('cpu:ringcomm,cuda:nccl')");
+  if (type_ != c10::ScalarType::Undefined && (on_device_ || tensor.is_cuda())) {
+    site_.refuse("DeviceError", "got tensors on ", device_, " and ", tensor.device(),
+                 " in one call, expected one device; move them to the same device");
   }
-  site_.refuse("DeviceError", "got a tensor on ", tensor.device(), ", expected one on cpu; pass tensor.cpu()");
+  site_.refuse("DeviceError", "got a tensor on ", tensor.device(), ", expected one on cpu or cuda; pass tensor.cpu()");
 }
 
 void Task::check_type(const Tensor& tensor) const {
@@ -106,7 +121,7 @@ void Task::check_type(const Tensor& tensor) const {
 }
 
 void Task::moves(const Tensor& tensor) {
-  check(tensor);
+  place(tensor);
   type_ = tensor.scalar_type();
   const auto dtype = engine_dtype(type_);
   call.dtype = dtype.value_or(DType::kUInt8);
@@ -114,7 +129,7 @@ void Task::moves(const Tensor& tensor) {
 }
 
 void Task::reduces(const Tensor& tensor, const c10d::ReduceOp& op) {
-  check(tensor);
+  place(tensor);
   type_ = tensor.scalar_type();
   call.reduce_op = engine_op(site_, op);
   const bool linear =
@@ -129,6 +144,8 @@ void Task::reduces(const Tensor& tensor, const c10d::ReduceOp& op) {
   scale_ = as_real ? 2 : 1;
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) premultiply(op);
 }
+
+void Task::meets() { on_device_ = site_.devices->connected(); }
 
 void Task::premultiply(const c10d::ReduceOp& op) {
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
@@ -161,7 +178,7 @@ void* Task::stand_in(const Tensor& tensor, bool read, bool write) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor copy = read ? tensor.resolve_conj().resolve_neg().contiguous()
                      : at::empty(tensor.sizes(), tensor.options().memory_format(c10::MemoryFormat::Contiguous));
-  keep.push_back(copy);
+  copies.push_back(copy);
   if (write) pairs.emplace_back(tensor, copy);
   return copy.data_ptr();
 }
@@ -198,8 +215,11 @@ void Task::writes(const Tensors& tensors) {
 
 void* Task::own_copy(const void* data, std::size_t nbytes) {
   if (nbytes == 0) return nullptr;
-  keep.push_back(at::empty({static_cast<std::int64_t>(nbytes)}, c10::kByte));
-  return std::memcpy(keep.back().data_ptr(), data, nbytes);
+  const auto length = static_cast<std::int64_t>(nbytes);
+  auto* source = const_cast<void*>(data);
+  const auto bytes = at::TensorOptions(c10::kByte).device(device_);
+  copies.push_back(at::for_blob(source, {length}).options(bytes).target_device(device_).make_tensor().clone());
+  return copies.back().data_ptr();
 }
 
 void Task::separate(std::size_t input_count, std::size_t output_count, bool in_place) {

@@ -31,12 +31,15 @@ class __attribute__((visibility("default"))) ArgumentError : public Error {
   const char* python_class_;
 };
 
+class DeviceGroup;
+
 // Which call on which rank: `title` is the profiler's name of the call, "ringcomm:all_reduce".
 struct Site {
   static constexpr std::size_t kPrefix = sizeof("ringcomm:") - 1;
   const char* title;
   int rank;
   int world_size;
+  DeviceGroup* devices;
   const char* call() const { return title + kPrefix; }
   template <typename... Parts>
   [[noreturn]] void refuse(const char* python_class, const Parts&... parts) const {
@@ -51,8 +54,9 @@ inline std::int64_t engine_timeout(std::chrono::milliseconds limit) { return lim
 using WriteBack = std::vector<std::pair<Tensor, Tensor>>;
 void write_back(const WriteBack& pairs);
 
-// One call in preparation. Tensors that are not plain memory get a contiguous stand-in; `keep` holds what must live
-// until the call ends, which for a synchronous call is only the stand-ins.
+// One call in preparation, on the cpu or on the device of its first tensor, which is opened then. Tensors that are not
+// plain memory get a contiguous stand-in. On a device all this is enqueued on the current stream; only the factor of
+// premul_sum, if it is a tensor there, makes the host wait for its value.
 class Task {
  public:
   Task(const Site& site, Op op, bool async, std::chrono::milliseconds timeout) : site_(site), async_(async) {
@@ -63,6 +67,8 @@ class Task {
   // The element type: of a call that only moves (bytes, where the engine has no such type) or of one that reduces.
   void moves(const Tensor& tensor);
   void reduces(const Tensor& tensor, const c10d::ReduceOp& op);
+  // Without a tensor: on the device as soon as the group has made a call there, as every rank has then.
+  void meets();
 
   void root(std::int64_t rank);
   std::size_t count(const Tensor& tensor) const { return static_cast<std::size_t>(tensor.numel()) * scale_; }
@@ -86,13 +92,17 @@ class Task {
              const char* side);
 
   const Site& site() const { return site_; }
+  bool on_device() const { return on_device_; }
 
   Call call;
-  Tensors keep;
-  WriteBack pairs;
+  Tensors keep;     // the caller's tensors, which must live until an asynchronous call ends
+  Tensors copies;   // stand-ins and the like, which must live until any call ends
+  WriteBack pairs;  // of the caller's tensors with stand-ins
 
  private:
+  void place(const Tensor& tensor);
   void check(const Tensor& tensor) const;
+  [[noreturn]] void refuse(const Tensor& tensor) const;
   void check_type(const Tensor& tensor) const;
   bool plain(const Tensor& tensor) const { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
   void* stand_in(const Tensor& tensor, bool read, bool write);
@@ -102,6 +112,8 @@ class Task {
 
   Site site_;
   bool async_;
+  bool on_device_ = false;
+  c10::Device device_ = c10::kCPU;
   c10::ScalarType type_ = c10::ScalarType::Undefined;
   std::size_t scale_ = 1;  // engine elements in one element of the tensors
 };

@@ -53,7 +53,8 @@ class CallbackThreads {
 
 void AsyncWork::add(Engine& engine, Task&& task, at::TensorList outputs) {
   outputs_.insert(outputs_.end(), outputs.begin(), outputs.end());
-  std::move(task.keep.begin(), task.keep.end(), std::back_inserter(keep_));
+  for (Tensors* tensors : {&task.keep, &task.copies})
+    std::move(tensors->begin(), tensors->end(), std::back_inserter(keep_));
   std::move(task.pairs.begin(), task.pairs.end(), std::back_inserter(pairs_));
   requests_.push_back(engine.submit(std::move(task.call)));
   pending_.fetch_add(1, std::memory_order_relaxed);

@@ -7,6 +7,8 @@
 #include <climits>
 #include <map>
 #include <optional>
+#include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "bind/error_class.h"
@@ -40,15 +42,27 @@ void translate(std::exception_ptr pending) {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
+#if defined(RINGCOMM_CUDA_BUILD)
+constexpr const char *kEngines = "cpu, cuda", *kCuda = RINGCOMM_CUDA_BUILD;
+#else
+constexpr const char *kEngines = "cpu", *kCuda = "not built";
+#endif
+
 std::unique_ptr<Engine> make_engine(const std::string& kind, int rank, int world_size, std::int64_t timeout_ms,
-                                    std::size_t slot_bytes) {
-  if (kind != "cpu")
-    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine '", kind,
-         "', this build has: cpu; pass engine='cpu' or install a build that has it");
+                                    std::size_t slot_bytes, int device, int channels) {
   EngineOptions options;
   if (timeout_ms > 0) options.timeout_ms = timeout_ms;
   options.slot_bytes = slot_bytes;
-  return make_cpu_engine(rank, world_size, options);
+  options.device = device;
+  options.channels = channels;
+  if (kind == "cpu") return make_cpu_engine(rank, world_size, options);
+  if (kind != "cuda")
+    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine '", kind, "', this build has: ", kEngines,
+         "; pass engine='cpu' or install a build that has it");
+  if (const std::string why = why_no_cuda(); !why.empty())
+    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine 'cuda', which cannot run here: ", why,
+         " (`ringcomm doctor` says more)");
+  return make_cuda_engine(rank, world_size, options);
 }
 
 template <typename Enum>
@@ -66,9 +80,14 @@ std::vector<Part> to_parts(const std::optional<Parts>& parts) {
   return result;
 }
 
-Call make_call(int op, int dtype, int reduce_op, int algorithm, int root, int tag, std::uintptr_t input,
-               std::uintptr_t output, std::size_t count, double factor, std::int64_t timeout_ms,
-               const std::optional<Parts>& input_parts, const std::optional<Parts>& output_parts) {
+// A call as Python gives it: the arguments of run and submit, in order.
+using OptionalParts = std::optional<Parts>;
+using Fields = std::tuple<int, int, int, int, int, int, std::uintptr_t, std::uintptr_t, std::size_t, double,
+                          std::int64_t, OptionalParts, OptionalParts, std::uintptr_t>;
+
+Call make_call(const Fields& fields) {
+  const auto& [op, dtype, reduce_op, algorithm, root, tag, input, output, count, factor, timeout_ms, input_parts,
+               output_parts, stream] = fields;
   Call call;
   call.op = checked(op, Op::kRecv, "op");
   call.dtype = checked(dtype, DType::kBool, "dtype");
@@ -83,25 +102,51 @@ Call make_call(int op, int dtype, int reduce_op, int algorithm, int root, int ta
   call.timeout_ms = timeout_ms;
   call.input_parts = to_parts(input_parts);
   call.output_parts = to_parts(output_parts);
+  call.stream = stream;
   return call;
 }
 
+bool on_cpu(const Engine& engine) { return std::string_view(engine.kind()) == "cpu"; }
+
 template <typename... Args>
 int run(Engine& engine, Args... args) {
-  const Call call = make_call(args...);
+  const Call call = make_call(Fields(std::move(args)...));
   const py::gil_scoped_release release;
   return engine.run(call);
 }
 
 template <typename... Args>
 std::shared_ptr<Request> submit(Engine& engine, Args... args) {
-  Call call = make_call(args...);
+  Call call = make_call(Fields(std::move(args)...));
   const py::gil_scoped_release release;
   return engine.submit(std::move(call));
 }
 
-// Every rank's byte string, by rank: lengths first, then all strings padded to the longest.
+void run_list(Engine& engine, const std::vector<Fields>& list) {
+  std::vector<Call> calls;
+  for (const Fields& fields : list) calls.push_back(make_call(fields));
+  const py::gil_scoped_release release;
+  engine.run_list(calls);
+}
+
+void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& pieces, int from,
+          int to, double factor, std::uintptr_t stream) {
+  Packing packing;
+  packing.from = checked(from, DType::kBool, "dtype");
+  packing.to = checked(to, DType::kBool, "dtype");
+  packing.factor = factor;
+  packing.stream = stream;
+  for (const auto& [source, target, count] : pieces)
+    packing.pieces.push_back({reinterpret_cast<const void*>(source), reinterpret_cast<void*>(target), count});
+  const py::gil_scoped_release release;
+  engine.pack(packing);
+}
+
+// Every rank's byte string, by rank: lengths first, then all strings padded to the longest. Its memory is the host's.
 std::vector<py::bytes> exchange(Engine& engine, const std::string& payload) {
+  if (!on_cpu(engine))
+    fail(ErrorCode::kUnsupported, "exchange: rank ", engine.rank(), " expected a cpu engine, got ", engine.kind(),
+         "; make a cpu engine beside it");
   const std::size_t world_size = static_cast<std::size_t>(engine.world_size());
   std::vector<std::int64_t> lengths(world_size);
   std::string gathered;
@@ -214,6 +259,7 @@ PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (num_args != 6) return PyErr_Format(PyExc_TypeError, "run_plain takes 6 arguments, got %zd", num_args);
   try {
     Engine& engine = *py::handle(self).cast<Engine*>();
+    if (!on_cpu(engine)) Py_RETURN_NONE;
     PlainArray input, output;
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
@@ -259,12 +305,12 @@ std::shared_ptr<Engine> share_beside_python(std::unique_ptr<Engine> engine) {
 void define_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine", "One rank of one communicator; see core/engine.h.");
   engine
-      .def(py::init(
-               [](const std::string& kind, int rank, int world_size, std::int64_t timeout_ms, std::size_t slot_bytes) {
-                 return share_beside_python(make_engine(kind, rank, world_size, timeout_ms, slot_bytes));
-               }),
+      .def(py::init([](const std::string& kind, int rank, int world_size, std::int64_t timeout_ms,
+                       std::size_t slot_bytes, int device, int channels) {
+             return share_beside_python(make_engine(kind, rank, world_size, timeout_ms, slot_bytes, device, channels));
+           }),
            py::arg("kind"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_ms") = 0,
-           py::arg("slot_bytes") = 0)
+           py::arg("slot_bytes") = 0, py::arg("device") = 0, py::arg("channels") = 0)
       .def_property_readonly("kind", &Engine::kind)
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world_size", &Engine::world_size)
@@ -288,19 +334,22 @@ void define_engine(py::module_& m) {
           "release", [](Engine& self, std::uintptr_t data) { self.release(reinterpret_cast<void*>(data)); },
           py::arg("data"), py::call_guard<py::gil_scoped_release>())
       .def("exchange", &exchange, py::arg("payload"))
+      .def("synchronize", &Engine::synchronize, py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("run_list", &run_list, py::arg("calls"))
+      .def("pack", &pack, py::arg("pieces"), py::arg("from_dtype"), py::arg("to_dtype"), py::arg("factor") = 1.0,
+           py::arg("stream") = 0)
       .def("capsule", &to_capsule);
   const auto define_call = [&](const char* method, auto function) {
     engine.def(method, function, py::arg("op"), py::arg("dtype"), py::arg("reduce_op"), py::arg("algorithm"),
                py::arg("root"), py::arg("tag"), py::arg("input"), py::arg("output"), py::arg("count"),
                py::arg("factor") = 1.0, py::arg("timeout_ms") = 0, py::arg("input_parts") = py::none(),
-               py::arg("output_parts") = py::none());
+               py::arg("output_parts") = py::none(), py::arg("stream") = 0);
   };
   using Address = std::uintptr_t;
-  using OptionalParts = const std::optional<Parts>&;
   define_call("run", &run<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
-                          OptionalParts, OptionalParts>);
+                          OptionalParts, OptionalParts, Address>);
   define_call("submit", &submit<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
-                                OptionalParts, OptionalParts>);
+                                OptionalParts, OptionalParts, Address>);
   engine.attr(kRunPlain.ml_name) =
       py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(engine.ptr()), &kRunPlain));
 }
@@ -309,7 +358,8 @@ void define_request(py::module_& m) {
   py::class_<Request, std::shared_ptr<Request>>(m, "Request", "A call in flight.")
       .def_property_readonly("done", &Request::done)
       .def_property_readonly("source", &Request::source)
-      .def("wait", &Request::wait, py::arg("timeout_ms") = 0, py::call_guard<py::gil_scoped_release>());
+      .def("wait", &Request::wait, py::arg("timeout_ms") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("join", &Request::join, py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 // Names of an enum's values, in order: {name: number}.
@@ -325,7 +375,8 @@ py::dict build_info() {
   info["version"] = RINGCOMM_VERSION;
   info["build_type"] = RINGCOMM_BUILD_TYPE;
   info["compiler"] = __VERSION__;
-  info["engines"] = "cpu";
+  info["engines"] = kEngines;
+  info["cuda"] = kCuda;
   info["instruction_sets"] = RINGCOMM_ISAS;
 #if defined(RINGCOMM_ONLY_DTYPE)
   info["only"] = "one pair of dtype and reduce op (RINGCOMM_ONLY)";
@@ -355,6 +406,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("OPS") = table(Op::kRecv);
   m.attr("ALGORITHMS") = table(Algorithm::kOneshot);
   m.def("build_info", &build_info, "What this build is and has.");
+  m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
+        py::call_guard<py::gil_scoped_release>());
   m.def("ring_step", &ring_step_of, py::arg("rank"), py::arg("world_size"), py::arg("step"),
         "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring walk.");
   m.def(

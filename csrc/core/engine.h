@@ -137,7 +137,14 @@ class Engine {
   // Calls of one kind and type, one after the other in effect; an engine may serve them together, so that a list of
   // tensors costs no flatten copy. Sends and receives of one list wait for nothing in it.
   virtual void run_list(const std::vector<Call>& calls) {
-    for (const Call& call : calls) run(call);
+    std::vector<std::shared_ptr<Request>> messages;
+    for (const Call& call : calls) {
+      if (call.op == Op::kSend || call.op == Op::kRecv)
+        messages.push_back(submit(call));
+      else
+        run(call);
+    }
+    for (const auto& message : messages) message->wait();
   }
   // Local, no call of the communicator.
   virtual void pack(const Packing& packing) = 0;
@@ -160,6 +167,9 @@ class Engine {
   virtual bool runs_this_thread() const = 0;
   // Facts for people: (name, value) pairs such as ("isa", "avx512").
   virtual std::vector<std::pair<std::string, std::string>> describe() const = 0;
+  // Device engines: blocks the host until all that is enqueued on `stream` is done; throws the error that ended the
+  // communicator, if one did, and then at once.
+  virtual void synchronize([[maybe_unused]] std::uintptr_t stream) {}
 };
 
 // Shared ownership that may end in any thread, also in a callback.

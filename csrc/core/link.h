@@ -78,6 +78,7 @@ struct alignas(kLineBytes) SlotHeader {
   Signature signature;     // valid on the first ticket of a call, as are the following
   double factor;           // premul_sum
   Location input, output;
+  std::uint64_t part_bytes;  // uneven all_to_all: of the part for this reader
 };
 static_assert(sizeof(SlotHeader) == kLineBytes, "a slot header is one line");
 
@@ -89,6 +90,8 @@ struct Board {
 
   RINGCOMM_HD SlotHeader* header(std::uint64_t ticket) const { return &headers[ticket % depth]; }
   RINGCOMM_HD char* payload(std::uint64_t ticket) const { return area + header(ticket)->offset; }
+  // On a device every ticket has its place: nobody looks it up, and the area is `depth` slots.
+  RINGCOMM_HD char* slot(std::uint64_t ticket) const { return area + ticket % depth * slot_bytes; }
   RINGCOMM_HD std::size_t tiny_bytes() const { return depth * (kTinyBytes + kLineBytes); }
   RINGCOMM_HD std::size_t area_bytes() const { return tiny_bytes() + (depth + 1) * slot_bytes; }
   RINGCOMM_HD std::size_t nbytes() const { return depth * sizeof(SlotHeader) + area_bytes(); }

@@ -97,7 +97,8 @@ RINGCOMM_HD A divide(A sum, int world_size) {
   if constexpr (std::is_same_v<A, bool>) {
     return sum;
   } else if constexpr (std::is_integral_v<A>) {
-    return static_cast<A>(static_cast<std::int64_t>(sum) / world_size);
+    using Wide = std::conditional_t<(sizeof(A) < sizeof(std::int64_t)), std::int32_t, std::int64_t>;
+    return static_cast<A>(static_cast<Wide>(sum) / world_size);
   } else {
     return sum / static_cast<A>(world_size);
   }

@@ -157,7 +157,7 @@ RINGCOMM_HD constexpr int tree_split(int ranks) {
 
 // `combine(left, right)` over the leaves [first, first + N) in canonical order; `leaf(i)` gives the i-th value.
 template <int N, typename Leaf, typename Combine>
-RINGCOMM_HD auto tree_reduce(int first, const Leaf& leaf, const Combine& combine) {
+RINGCOMM_HD constexpr auto tree_reduce(int first, const Leaf& leaf, const Combine& combine) {
   if constexpr (N == 1) {
     return leaf(first);
   } else {

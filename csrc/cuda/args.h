@@ -49,8 +49,11 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t p2p_board_bytes() const {
     return p2p_depth * (sizeof(SlotHeader) + p2p_slot_bytes);
   }
-  // Packets carry half payload at worst, and the signature goes before.
-  RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return 2 * packet_bytes + kLineBytes; }
+  // A box of packets: the signature in LL lines, LL lines of half payload, LL128 lines of 15 parts payload in 16. The
+  // two kinds never share a place: what is data to one could be a flag to the other.
+  RINGCOMM_HD constexpr std::uint64_t ll_at() const { return kLineBytes; }
+  RINGCOMM_HD constexpr std::uint64_t ll128_at() const { return ll_at() + 2 * packet_bytes; }
+  RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return ll128_at() + packet_bytes / 15 * 16; }
 
   // One channel: state, consumed, meets, announcements, board, staging, boxes.
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
@@ -67,10 +70,12 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t link_board_at() const { return link_consumed_at() + sizeof(FlagLine); }
   RINGCOMM_HD constexpr std::uint64_t link_bytes() const { return link_board_at() + p2p_board_bytes(); }
 
-  // The segment: abort flag, once-only flag of the status report, channels, links by (peer, p2p channel).
+  // The segment: abort flag, once-only flag of the status report, the probe lines of connect (0: of the rank itself,
+  // 1 + p: what peer p wrote), channels, links by (peer, p2p channel).
   RINGCOMM_HD constexpr std::uint64_t reported_at() const { return sizeof(FlagLine); }
+  RINGCOMM_HD constexpr std::uint64_t probe_at(int line) const { return 2 * sizeof(FlagLine) + line * kLineBytes; }
   RINGCOMM_HD constexpr std::uint64_t channel_at(int channel) const {
-    return 2 * sizeof(FlagLine) + channel * channel_bytes();
+    return probe_at(1 + kMaxRanks) + channel * channel_bytes();
   }
   RINGCOMM_HD constexpr std::uint64_t link_at(int peer, int channel) const {
     return channel_at(channels) + (static_cast<std::uint64_t>(peer) * p2p_channels + channel) * link_bytes();
@@ -114,6 +119,8 @@ struct RankArgs {
 // One message of a call. `known` launches have the pointers of all ranks, others only those of the launching rank.
 //   all_reduce, reduce, broadcast   count elements
 //   reduce_scatter, all_gather, ... count elements of one part
+// The elements are the kernel's (Arithmetic::scale of them in one of the caller's); bytes where nothing is reduced.
+// With CallArgs::parts, input[p] of message r is part r of rank p, of `count` elements, and output[r] is rank r's.
 struct Message {
   const void* input[kMaxRanks];
   void* output[kMaxRanks];
@@ -129,7 +136,7 @@ struct CallArgs {
   std::int32_t known;           // 1: this launch holds every rank of the communicator, and every input is ready
   std::int32_t wide_packets;    // oneshot: LL128 instead of LL
   std::int32_t num_messages;
-  std::int32_t unused;
+  std::int32_t parts;           // 1: reduce_scatter of world_size messages, message r being the parts for rank r
   std::uint64_t signed_count;   // the count of the signature
   std::uint64_t timeout_ns;
   Layout layout;
@@ -150,6 +157,10 @@ struct Copy {
 
 // What a rank's part of a data movement consists of where pointers of the peers are not known at launch: what it gives
 // to each peer, and where it puts what it gets from each. Element counts are bytes.
+//   give[rank], take[rank]  its own part, copied here unless it is in place (equal addresses); only take_bytes counts
+//   all_to_all              every give_bytes and take_bytes is set: the ranks compare them
+// RankArgs::input and output are `visible` only where parts are even and lie one after the other (input of scatter and
+// all_to_all, output of all_gather, gather and all_to_all), and where every peer has mapped the arena.
 struct Exchange {
   const char* give[kMaxRanks];
   char* take[kMaxRanks];
@@ -174,12 +185,14 @@ struct CopyArgs {
   RankArgs ranks[kMaxRanks];
   union {
     Copy copies[kMaxCopies];   // known
-    Exchange exchange;         // else: one rank in this launch
+    Exchange exchanges[kMaxRanks];  // else: by blockIdx.y
   };
 };
 static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
 
-// Sends and receives of one rank, blockIdx.y of them, each served by p2p_channels blocks.
+// Sends and receives of one rank: grid (p2p_channels, num_transfers). Those of one peer in one direction keep their
+// order, all others are independent: the blocks of the first serve the whole line. A message takes the oldest one on its
+// link: tag, type and count must be those of the sender.
 inline constexpr int kMaxTransfers = 16;
 struct Transfer {
   char* data;

@@ -9,11 +9,12 @@
 
 namespace ringcomm::cuda {
 
-#if !defined(RINGCOMM_FAULT)
-#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
+// Looks at a flag between two looks at the clock and the abort flags; in the emulator a fruitless look takes a pause.
+#if defined(RINGCOMM_EMULATE)
+inline constexpr int kSpinsPerCheck = 8;
+#else
+inline constexpr int kSpinsPerCheck = 256;
 #endif
-
-inline constexpr int kSpinsPerCheck = 256;  // looks at a flag between two looks at the clock and the abort flags
 
 class Block {
  public:
@@ -76,13 +77,13 @@ class Block {
 
   // All ranks' blocks of this channel meet: what any of them wrote before is seen by all of them after.
   RINGCOMM_DEVICE bool meet() const {
-    sync();  // everybody has written, and has read state().meets of the meet before
+    if (RINGCOMM_FAULT != 17) sync();  // everybody has written, and has read state().meets of the meet before
     const u64 target = load_one(&state().meets) + 1;
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
       if (peer != rank()) {
         post(meets(peer) + rank(), target);
-        ok = wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
+        ok = RINGCOMM_FAULT == 10 || wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
       }
     }
     ok = agree(ok);
@@ -93,27 +94,33 @@ class Block {
   // The signature of the next call on this channel.
   RINGCOMM_DEVICE Signature sign(Op op, DType dtype, ReduceOp reduce_op, Algorithm algorithm, int root,
                                  u64 count) const {
-    return {load_one(&state().calls), load_one(&state().history), count, static_cast<std::uint8_t>(op),
-            static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(reduce_op),
-            static_cast<std::uint8_t>(algorithm), root};
+    return {load_one(&state().calls),
+            load_one(&state().history),
+            count,
+            static_cast<std::uint8_t>(op),
+            static_cast<std::uint8_t>(dtype),
+            static_cast<std::uint8_t>(reduce_op),
+            static_cast<std::uint8_t>(algorithm),
+            root};
   }
   // By one thread: whether the peer calls the same.
   RINGCOMM_DEVICE bool same(const Signature& mine, const Signature& theirs, int peer) const {
-    if (mine == theirs) return true;
+    if (mine == theirs || RINGCOMM_FAULT == 16) return true;
     report(Failure::kMismatch, WaitKind::kNone, peer, 0, 0, mine, theirs);
     return false;
   }
   // The call is over: to be called last, and not after a wait has failed.
   RINGCOMM_DEVICE void finish(const Signature& signature) const {
-    sync();  // nobody reads the counters any more
+    if (RINGCOMM_FAULT != 18) sync();  // nobody reads the counters any more
     if (thread() != 0) return;
     store_one(&state().calls, signature.sequence + 1);
     store_one(&state().history, signature.hash());
   }
 
   // Tells every peer what this rank calls and where its buffers lie, and waits for what they say. Afterwards
-  // announced(rank())[p] holds what p said (of this rank itself: what it said). `note` travels in `offset`.
-  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0) const {
+  // announced(rank())[p] holds what p said (of this rank itself: what it said). `note` travels in `offset`,
+  // part_bytes[p] is for peer p.
+  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0, const u64* part_bytes = nullptr) const {
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
       SlotHeader* const there = &announced(peer)[rank()];
@@ -122,6 +129,7 @@ class Block {
       store_one(&there->factor, args_.factor);
       store_one(&there->input, args_.input);
       store_one(&there->output, args_.output);
+      store_one(&there->part_bytes, part_bytes ? part_bytes[peer] : 0);
       post(&there->flag, signature.sequence + 1);
       const SlotHeader* const here = &announced(rank())[peer];
       ok = wait(&here->flag, signature.sequence + 1, peer, WaitKind::kAnnouncement) &&
@@ -138,34 +146,52 @@ class Block {
   }
 
   // By one thread: writes down what went wrong, if nobody of this rank has yet, and stops all ranks.
-  RINGCOMM_DEVICE void report(Failure failure, WaitKind kind, int peer, u64 expected, u64 seen,
-                              const Signature& mine = {}, const Signature& theirs = {}) const {
-    if (claim_once(flag(args_.segments[rank()] + layout_.reported_at()))) {
-      Status& status = args_.host->status;
-      store_one(&status.wait, static_cast<u32>(kind));
-      store_one(&status.peer, peer);
-      store_one(&status.channel, channel());
-      store_one(&status.expected, expected);
-      store_one(&status.seen, seen);
-      store_one(&status.calls, load_one(&state().calls));
-      store_one(&status.mine, mine);
-      store_one(&status.theirs, theirs);
-      post(&status.code, static_cast<u64>(failure));
+  RINGCOMM_DEVICE void report(Failure failure, WaitKind kind, int peer, u64 expected, u64 seen, const Signature& mine,
+                              const Signature& theirs) const {
+    const bool first = first_to_report(layout_, args_);
+    if (first) {
+      store_one(&args_.host->status.mine, mine);
+      store_one(&args_.host->status.theirs, theirs);
     }
-    for (int p = 0; p < world_size(); ++p) post(flag(args_.segments[p]), 1);
+    write_down(layout_, args_, first, failure, kind, peer, expected, seen);
   }
 
  private:
   RINGCOMM_DEVICE static Flag* flag(char* at) { return reinterpret_cast<Flag*>(at); }
 
   RINGCOMM_DEVICE bool must_stop(const Flag*, u64 target, u64 seen, int peer, WaitKind kind) const {
-    if (load_relaxed(flag(args_.segments[rank()])) != 0 || load_relaxed(&args_.host->abort.value) != 0) {
-      report(Failure::kAborted, kind, peer, target, seen);
-      return true;
-    }
-    if (now_ns() < deadline_) return false;
-    report(Failure::kTimeout, kind, peer, target, seen);
+    return must_stop(layout_, args_, deadline_, target, seen, peer, kind);
+  }
+
+  // What hardly ever runs is compiled once per kernel, not at every wait; plain arguments, so that nothing needs a
+  // stack.
+  RINGCOMM_COLD static bool must_stop(const Layout& layout, const RankArgs& args, u64 deadline, u64 target, u64 seen,
+                                      int peer, WaitKind kind) {
+    const bool aborted =
+        load_relaxed(flag(args.segments[args.rank])) != 0 || load_relaxed(&args.host->abort.value) != 0;
+    if (!aborted && now_ns() < deadline) return false;
+    write_down(layout, args, first_to_report(layout, args), aborted ? Failure::kAborted : Failure::kTimeout, kind, peer,
+               target, seen);
     return true;
+  }
+  RINGCOMM_DEVICE static bool first_to_report(const Layout& layout, const RankArgs& args) {
+    return claim_once(flag(args.segments[args.rank] + layout.reported_at()));
+  }
+  RINGCOMM_COLD static void write_down(const Layout& layout, const RankArgs& args, bool first, Failure failure,
+                                       WaitKind kind, int peer, u64 expected, u64 seen) {
+    if (first) {
+      const int channel = static_cast<int>(blockIdx.x);
+      Status& status = args.host->status;
+      store_one(&status.wait, static_cast<u32>(kind));
+      store_one(&status.peer, peer);
+      store_one(&status.channel, channel);
+      store_one(&status.expected, expected);
+      store_one(&status.seen, seen);
+      const char* const state = args.segments[args.rank] + layout.channel_at(channel);
+      store_one(&status.calls, load_one(&reinterpret_cast<const ChannelState*>(state)->calls));
+      post(&status.code, static_cast<u64>(failure));
+    }
+    for (int p = 0; p < layout.world_size; ++p) post(flag(args.segments[p]), 1);
   }
 
   const Layout& layout_;

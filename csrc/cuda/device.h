@@ -12,14 +12,22 @@
 
 #if defined(__CUDACC__)
 #define RINGCOMM_DEVICE __device__ __forceinline__
+#define RINGCOMM_COLD __device__ __noinline__                // hardly ever runs: once per kernel, not at every call
+#define RINGCOMM_DEVICE_CALL static __device__ __noinline__  // compiled once for all kernels of a file
 #define RINGCOMM_SHARED(T, name) __shared__ T name
-#define RINGCOMM_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define RINGCOMM_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #elif defined(RINGCOMM_EMULATE)
 #include "cuda/emulator/emulator.h"
 #define RINGCOMM_DEVICE inline
+#define RINGCOMM_COLD __attribute__((noinline))
+#define RINGCOMM_DEVICE_CALL inline
 #define RINGCOMM_KERNEL(threads) void
 #else
 #error "kernels are compiled by nvcc, or by a C++ compiler with RINGCOMM_EMULATE"
+#endif
+
+#if !defined(RINGCOMM_FAULT)
+#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
 #endif
 
 namespace ringcomm::cuda {
@@ -56,8 +64,11 @@ RINGCOMM_DEVICE void pause_on([[maybe_unused]] const void* flag, [[maybe_unused]
 RINGCOMM_DEVICE void post(Flag* flag, u64 value) {
 #if defined(RINGCOMM_EMULATE)
   emulator::yield();
+  if (RINGCOMM_FAULT == 1)
+    store_relaxed(flag, value);
+  else
 #endif
-  store_release(flag, value);
+    store_release(flag, value);
 #if defined(RINGCOMM_EMULATE)
   emulator::wrote(flag);
 #endif
@@ -138,7 +149,7 @@ RINGCOMM_DEVICE bool look_ll(const Vec* line, u32 flag, u32& a, u32& b) {
   const u64 x = __atomic_load_n(half, __ATOMIC_RELAXED), y = __atomic_load_n(half + 1, __ATOMIC_RELAXED);
   a = static_cast<u32>(x);
   b = static_cast<u32>(y);
-  return static_cast<u32>(x >> 32) == flag && static_cast<u32>(y >> 32) == flag;
+  return static_cast<u32>(x >> 32) == flag && (static_cast<u32>(y >> 32) == flag || RINGCOMM_FAULT == 11);
 #endif
 }
 
@@ -157,7 +168,7 @@ RINGCOMM_DEVICE void store_ll128(char* lines, u64 a, u64 b) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(lines + 16 * lane_id()), "l"(a), "l"(b) : "memory");
 #else
   emulator::yield();
-  emulator::warp_op(a, b, lines, [](std::uint64_t (*word)[2], int lanes, void* to) {
+  emulator::warp_op(a, b, lines, [](std::uint64_t(*word)[2], int lanes, void* to) {
     for (int l = 0; l < lanes; ++l)
       for (int k = 0; k < 2; ++k) __atomic_store_n(static_cast<u64*>(to) + 2 * l + k, word[l][k], __ATOMIC_RELAXED);
     emulator::wrote(to);
@@ -170,7 +181,7 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #else
   emulator::look();
   a = b = 0;
-  emulator::warp_op(a, b, const_cast<char*>(lines), [](std::uint64_t (*word)[2], int lanes, void* from) {
+  emulator::warp_op(a, b, const_cast<char*>(lines), [](std::uint64_t(*word)[2], int lanes, void* from) {
     for (int l = 0; l < lanes; ++l)
       for (int k = 0; k < 2; ++k)
         word[l][k] = __atomic_load_n(static_cast<const u64*>(from) + 2 * l + k, __ATOMIC_RELAXED);

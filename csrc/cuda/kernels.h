@@ -30,7 +30,8 @@ Kernel<CallArgs> ring_copy_kernel();
 Kernel<CopyArgs> copy_kernel();
 // send and recv between processes.
 Kernel<TransferArgs> transfer_kernel();
-// Bucket packing; see pack_args.h.
+// Bucket packing; see pack_args.h. Any two of float32, float64, float16 and bfloat16; else from == to, not scaled.
+// Threads of a block: a multiple of a warp. Null: no such cast.
 Kernel<PackArgs> pack_kernel(DType from, DType to);
 
 }  // namespace ringcomm::cuda

@@ -38,6 +38,24 @@ inline void require(bool ok, const std::string& what) {
 
 using RankFunction = std::function<void(Engine&)>;
 
+// The engine under test.
+#if !defined(RINGCOMM_TEST_ENGINE)
+#define RINGCOMM_TEST_ENGINE make_cpu_engine
+#endif
+
+// The stream of this rank, for engines that have streams. Tests look at results as soon as a call is over.
+inline thread_local std::uintptr_t stream = 0;
+inline int run(Engine& engine, Call call) {
+  call.stream = stream;
+  const int source = engine.run(call);
+  engine.synchronize(stream);
+  return source;
+}
+inline std::shared_ptr<Request> submit(Engine& engine, Call call) {
+  call.stream = stream;
+  return engine.submit(std::move(call));
+}
+
 inline EngineOptions short_timeout() {
   EngineOptions options;
   options.timeout_ms = 60000;
@@ -48,7 +66,7 @@ inline void run_threads(int world_size, const RankFunction& function, const Engi
   std::vector<std::unique_ptr<Engine>> engines;
   std::vector<std::string> handles;
   for (int r = 0; r < world_size; ++r) {
-    engines.push_back(make_cpu_engine(r, world_size, options));
+    engines.push_back(RINGCOMM_TEST_ENGINE(r, world_size, options));
     handles.push_back(engines.back()->handle());
   }
   std::vector<std::thread> threads;
@@ -65,7 +83,7 @@ inline void run_processes(int world_size, const RankFunction& function,
                           const EngineOptions& options = short_timeout()) {
   struct Entry {
     Flag ready;
-    char handle[512];
+    char handle[8192];
   };
   auto* entries = static_cast<Entry*>(
       mmap(nullptr, sizeof(Entry) * world_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -78,7 +96,7 @@ inline void run_processes(int world_size, const RankFunction& function,
     }
     int status = 0;
     try {
-      auto engine = make_cpu_engine(r, world_size, options);
+      auto engine = RINGCOMM_TEST_ENGINE(r, world_size, options);
       std::strncpy(entries[r].handle, engine->handle().c_str(), sizeof entries[r].handle - 1);
       __atomic_store_n(&entries[r].ready, 1, __ATOMIC_RELEASE);
       std::vector<std::string> handles;

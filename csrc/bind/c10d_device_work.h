@@ -1,0 +1,86 @@
+// The Work of asynchronous calls on a device: an event on an internal stream. Nothing here blocks the host, but
+// barriers and waits with a time limit.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "bind/c10d_streams.h"
+#include "bind/c10d_task.h"
+
+namespace ringcomm {
+
+// The engine of a group on its device, and the streams there. Works share it: they may outlive their group.
+struct DeviceLink {
+  std::shared_ptr<Engine> engine;
+  c10::Device device;
+  std::unique_ptr<Streams> streams;
+
+  // Throws what ended the communicator, if it is known already.
+  void check(const char* call) const;
+};
+
+// The tensors of a call, until it is done or its Work was waited for: from then on the waiting stream comes after it,
+// and frees memory in that order. The group holds them too, for a Work that nobody keeps. (The other way, telling the
+// allocator about our stream with record_stream, would let it reuse the memory only when it happens to look: torch has
+// left that for the same reason.)
+class InFlight {
+ public:
+  InFlight(Event end, bool captured, Tensors tensors)
+      : end(std::move(end)), captured(captured), tensors_(std::move(tensors)) {}
+  bool ended() const { return !end || (!captured && end->query()); }
+  void release();
+  bool released() const { return released_; }
+
+  const Event end;
+  const bool captured;  // in a graph: the event says nothing to the host
+
+ private:
+  std::atomic<bool> released_{false};
+  Tensors tensors_;
+};
+
+class DeviceWork final : public c10d::Work {
+ public:
+  struct Facts {
+    c10d::OpType type;
+    const char* call;
+    std::uint64_t sequence;
+    int source;        // of a receive
+    bool blocks_host;  // as a barrier does
+    c10::Stream stream;
+  };
+  DeviceWork(int rank, const Facts& facts, std::shared_ptr<const DeviceLink> link, std::shared_ptr<InFlight> in_flight,
+             Tensors outputs)
+      : c10d::Work(rank, facts.type),
+        facts_(facts),
+        link_(std::move(link)),
+        in_flight_(std::move(in_flight)),
+        outputs_(std::move(outputs)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return exception() == nullptr; }
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return facts_.source; }
+  Tensors result() override { return outputs_; }
+  // Makes the current stream wait. With a limit, and after a barrier, the host waits too.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return facts_.sequence; }
+
+ private:
+  void wait_on_host(std::int64_t limit_ms);
+
+  const Facts facts_;
+  const std::shared_ptr<const DeviceLink> link_;
+  const std::shared_ptr<InFlight> in_flight_;
+  const Tensors outputs_;
+  std::atomic<bool> succeeded_{false};              // seen done while nothing had failed
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,145 @@
+#include "cuda/context.h"
+
+#include <thread>
+
+#include "cuda/team.h"
+#include "cuda/transfer.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // looks at the verdict, whoever forgot to ring
+
+std::mutex& registry_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+std::map<std::string, std::weak_ptr<Local>>& registry() {
+  static auto* const locals = new std::map<std::string, std::weak_ptr<Local>>;  // engines may outlive static objects
+  return *locals;
+}
+
+}  // namespace
+
+Local::Local(std::string identity) : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(verdict)) {}
+
+Local::~Local() {
+  const std::lock_guard<std::mutex> lock(registry_mutex());
+  if (const auto it = registry().find(identity_); it != registry().end() && it->second.expired()) registry().erase(it);
+}
+
+std::shared_ptr<Local> Local::of(const std::string& identity) {
+  const std::lock_guard<std::mutex> lock(registry_mutex());
+  std::weak_ptr<Local>& known = registry()[identity];
+  std::shared_ptr<Local> local = known.lock();
+  if (!local) known = local = std::shared_ptr<Local>(new Local(identity));
+  return local;
+}
+
+std::shared_ptr<Team> Local::team(const Group& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<Team>& team = teams_[group.device()];
+  if (!team) team = std::make_shared<Team>(verdict, group.team());
+  return team;
+}
+
+void Local::end_all() {
+  matcher_->end_all();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [device, team] : teams_) team->end_all();
+}
+
+Context::Context(int rank, int world_size, const EngineOptions& options)
+    : timeout_ms(options.timeout_ms),
+      rank_(rank),
+      world_size_(world_size),
+      device_(options.device),
+      tuning_(Tuning::from_environment()),
+      threads_(threads_from_environment()),
+      apart_(apart_from_environment()),
+      group_(std::make_unique<Group>(rank, world_size, options.device, options)),
+      marks_(std::make_shared<Marks>(options.device)),
+      alone_(Local::of(concat("rank ", rank, " at ", this))),
+      local_(alone_.get()) {}
+
+void Context::connect(const std::vector<std::string>& handles) {
+  group_->connect(handles);
+  together_ = Local::of(group_->identity());
+  local_.store(together_.get(), std::memory_order_release);
+  if (alone_->verdict.passed()) abort(alone_->verdict.reason());
+}
+
+Setting Context::setting() const {
+  Setting setting;
+  setting.layout = group_->layout();
+  setting.known = !apart_ && static_cast<int>(group_->team().size()) == world_size_;
+  setting.whole_lines = group_->one_device();
+  setting.threads = threads_;
+  return setting;
+}
+
+bool Context::ended() const {
+  return local().verdict.passed() || (group_ && load_acquire(&group_->page()->status.code) != 0);
+}
+
+// What a kernel of this rank says comes first; that it was told to stop says less than why.
+void Context::check(Op op) {
+  const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
+  const bool told = failure == Failure::kAborted && local().verdict.passed();
+  if (failure != Failure::kNone && !told) {
+    const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
+    const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
+    const Error error = explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
+    abort(error.what());
+    throw error;
+  }
+  local().verdict.check(op, rank_);
+}
+
+void Context::abort(const std::string& reason) noexcept {
+  if (!local().verdict.pass(reason)) return;
+  if (group_) group_->stop();
+  local().end_all();
+}
+
+void Context::give_up(ErrorCode code, const std::string& message) {
+  const std::string text = message + kAdvice;
+  abort(text);
+  throw Error(code, text);
+}
+
+void Context::await(Outcome& outcome, Op op, Clock::time_point end, std::int64_t limit) {
+  while (outcome.open()) {
+    const auto now = Clock::now();
+    if (now >= end) {
+      const std::string missing = outcome.missing();
+      if (outcome.cancel())
+        give_up(ErrorCode::kTimeout, concat(name(op), ": rank ", rank_, " expected ", missing, " within ",
+                                            seconds(limit), "; see whether they have stalled or call something else"));
+    } else if (ended()) {
+      outcome.cancel();
+    } else {
+      outcome.await(std::min(end, now + kHeartbeat));
+    }
+  }
+  rethrow(outcome, op);
+}
+
+void Context::rethrow(const Outcome& outcome, Op op) {
+  if (!outcome.failed()) return;
+  if (outcome.error()) std::rethrow_exception(outcome.error());
+  for (int i = 0; i < 1000 && !ended(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  check(op);  // who has given up says why, next
+  fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
+       " expected an open communicator, got a closed one; create a new one");
+}
+
+void Context::release_group(bool idle) {
+  if (idle)
+    group_.reset();
+  else
+    group_.release();  // NOLINT: kernels may still write there
+}
+
+}  // namespace ringcomm::cuda

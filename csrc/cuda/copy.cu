@@ -1,0 +1,202 @@
+// Data movement without arithmetic: all_gather, broadcast, gather, scatter, all_to_all, barrier. Three ways:
+//
+//   known    the launch has the pointers of all ranks: plain copies, no flags
+//   direct   the ranks tell each other where their buffers lie, and all that a peer must touch are visible: push into
+//   the
+//            peers' outputs or pull from the root's input, then meet
+//   staged   else: window by window through the staging areas: write, meet, pull
+//
+// No deadlock: the ranks wait for each other only in announce() and in meets, and all ranks' blocks of a channel decide
+// for the same way, and for the same number of windows, on the same announcements.
+#include "core/schedule.h"
+#include "cuda/kernels.h"
+#include "cuda/move.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+struct Addresses {
+  char* of[kMaxRanks];
+};
+
+class CopyBlock {
+ public:
+  RINGCOMM_DEVICE CopyBlock(const Block& block, const CopyArgs& args)
+      : block_(block),
+        args_(args),
+        exchange_(args.exchanges[blockIdx.y]),
+        signature_(block.sign(args.op, args.dtype, ReduceOp::kSum, args.algorithm, args.root, args.signed_count)) {}
+
+  RINGCOMM_DEVICE void run() {
+    if (!block_.announce(signature_, lines_of_longest_part(), exchange_.give_bytes)) return;
+    if (args_.op == Op::kAllToAll && !block_.agree(same_parts())) return;
+    copy_own_part();
+    const bool ok = args_.op == Op::kBarrier ? block_.meet() : sees_all_buffers() ? direct() : staged();
+    if (ok) block_.finish(signature_);
+  }
+
+ private:
+  RINGCOMM_DEVICE int rank() const { return block_.rank(); }
+  RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
+  // The peers in turn, each rank beginning with another one.
+  RINGCOMM_DEVICE int peer(int i) const {
+    const int p = rank() + i;
+    return p < world_size() ? p : p - world_size();
+  }
+  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
+
+  // What the number of windows follows from: the ranks take the longest part of any of them.
+  RINGCOMM_DEVICE u32 lines_of_longest_part() const {
+    u64 most = 0;
+    for (int i = 1; i < world_size(); ++i)
+      most = larger(most, larger(exchange_.give_bytes[peer(i)], exchange_.take_bytes[peer(i)]));
+    return static_cast<u32>(ceil_div(most, kLineBytes));
+  }
+  // Only all_to_all has parts that no signature covers. The counts of a mismatch report are then bytes.
+  RINGCOMM_DEVICE bool same_parts() const {
+    const int p = block_.thread();
+    if (p >= world_size() || p == rank()) return true;
+    Signature mine = signature_, theirs = signature_;
+    mine.count = kUneven | exchange_.take_bytes[p];
+    theirs.count = kUneven | load_one(&said(p).part_bytes);
+    return block_.same(mine, theirs, p);
+  }
+
+  RINGCOMM_DEVICE void copy_own_part() const {
+    char* const to = exchange_.take[rank()];
+    if (exchange_.take_bytes[rank()] == 0 || to == exchange_.give[rank()]) return;
+    copy_tiles(block_, 0, exchange_.give[rank()], exchange_.take_bytes[rank()], [&](const auto& f) { f(to); });
+  }
+
+  // ---- direct ---------------------------------------------------------------------------------------------
+
+  RINGCOMM_DEVICE bool pulls() const { return args_.op == Op::kBroadcast || args_.op == Op::kScatter; }
+  // Whether `peer` has a buffer that others touch.
+  RINGCOMM_DEVICE bool is_touched(int peer) const {
+    const bool rooted = pulls() || args_.op == Op::kGather;
+    return !rooted || peer == args_.root;
+  }
+  RINGCOMM_DEVICE Location touched(int peer) const {
+    return load_one(pulls() ? &said(peer).input : &said(peer).output);
+  }
+
+  // From what all ranks know alike. Parts are where the peers expect them only if they are even, and an all_to_all in
+  // place would overwrite what it has yet to read.
+  RINGCOMM_DEVICE bool sees_all_buffers() const {
+    if (args_.signed_count & kUneven) return false;
+    for (int p = 0; p < world_size(); ++p) {
+      if (!is_touched(p)) continue;
+      const Location at = touched(p), input = load_one(&said(p).input);
+      if (!at.visible) return false;
+      if (args_.op == Op::kAllToAll && input.visible && at.arena == input.arena && at.where == input.where)
+        return false;
+    }
+    return true;
+  }
+  // to.of[p]: where this rank reads or writes at p. False: the host has not mapped a buffer that is said to be visible.
+  RINGCOMM_DEVICE bool find_buffers(Addresses& to) const {
+    const int p = block_.thread();
+    bool found = true;
+    if (p < world_size() && p != rank() && is_touched(p)) {
+      char* const base = block_.resolve(p, touched(p));
+      found = base != nullptr;
+      if (!found) block_.report(Failure::kMismatch, WaitKind::kAnnouncement, p, 0, 0, signature_, signature_);
+      const u64 part = pulls() ? exchange_.take_bytes[p] : exchange_.give_bytes[p];
+      to.of[p] = base + (args_.op == Op::kBroadcast ? 0 : rank() * part);
+    }
+    return block_.agree(found);
+  }
+  RINGCOMM_DEVICE bool direct() const {
+    RINGCOMM_SHARED(Addresses, at);
+    if (!find_buffers(at)) return false;
+    const int root = args_.root;
+    if (args_.op == Op::kAllGather) {
+      copy_tiles(block_, 0, exchange_.give[peer(1)], exchange_.give_bytes[peer(1)], [&](const auto& f) {
+        for (int i = 1; i < world_size(); ++i) f(at.of[peer(i)]);
+      });
+    } else if (args_.op == Op::kAllToAll) {
+      for (int i = 1; i < world_size(); ++i) push(i, peer(i), at);
+    } else if (rank() != root && pulls()) {
+      copy_tiles(block_, 0, at.of[root], exchange_.take_bytes[root], [&](const auto& f) { f(exchange_.take[root]); });
+    } else if (rank() != root) {
+      push(0, root, at);
+    }
+    return block_.meet();
+  }
+  RINGCOMM_DEVICE void push(int turn, int p, const Addresses& at) const {
+    copy_tiles(block_, turn, exchange_.give[p], exchange_.give_bytes[p], [&](const auto& f) { f(at.of[p]); });
+  }
+
+  // ---- staged ---------------------------------------------------------------------------------------------
+
+  RINGCOMM_DEVICE bool staged() const {
+    u64 most = 0, turn = load_one(&block_.state().turns);
+    for (int p = 0; p < world_size(); ++p) most = larger(most, load_one(&said(p).offset) * u64{kLineBytes});
+    const WindowCut cut = cut_for_channels(most, 1, room(), kLineBytes, kLeastBytes, block_.num_channels());
+    u64 window = block_.channel();
+    if (window >= cut.windows() && !block_.meet()) return false;  // one meet there must be after announce()
+    for (; window < cut.windows(); window += block_.num_channels(), ++turn) {
+      give(cut.slice(0, window), turn & 1);
+      if (!block_.meet()) return false;
+      take(cut.slice(0, window), turn & 1);
+    }
+    if (block_.thread() == 0) store_one(&block_.state().turns, turn);  // all have read it: they have met since
+    return true;
+  }
+  // Of one part in a staging region.
+  RINGCOMM_DEVICE u64 room() const {
+    return args_.same_for_all ? block_.layout().stage_bytes : block_.layout().stage_bytes / world_size();
+  }
+  RINGCOMM_DEVICE char* place(int from, int to, int region) const {
+    return block_.stage(from, region) + (args_.same_for_all ? 0 : to * room());
+  }
+  RINGCOMM_DEVICE static u32 within(const Slice& s, u64 nbytes) {
+    return static_cast<u32>(s.offset < nbytes ? smaller(s.count, nbytes - s.offset) : 0);
+  }
+  RINGCOMM_DEVICE void give(const Slice& s, int region) const {
+    for (int i = 1; i < world_size(); ++i) {
+      const int p = peer(i);
+      const u32 nbytes = within(s, exchange_.give_bytes[p]);
+      if (nbytes == 0) continue;
+      copy_run(block_, exchange_.give[p] + s.offset, nbytes, place(rank(), p, region));
+      if (args_.same_for_all) return;
+    }
+  }
+  RINGCOMM_DEVICE void take(const Slice& s, int region) const {
+    for (int i = 1; i < world_size(); ++i) {
+      const int p = peer(i);
+      const u32 nbytes = within(s, exchange_.take_bytes[p]);
+      if (nbytes != 0) copy_run(block_, place(p, rank(), region), nbytes, exchange_.take[p] + s.offset);
+    }
+  }
+
+  const Block& block_;
+  const CopyArgs& args_;
+  const Exchange& exchange_;
+  const Signature signature_;
+};
+
+RINGCOMM_DEVICE void known_copies(const Block& block, const CopyArgs& args) {
+  const int end = args.first[blockIdx.y + 1];
+  for (int i = args.first[blockIdx.y]; i < end; i += static_cast<int>(args.copies[i].targets)) {
+    const int targets = static_cast<int>(args.copies[i].targets);
+    copy_tiles(block, i, args.copies[i].source, args.copies[i].nbytes, [&](const auto& f) {
+      for (int k = 0; k < targets; ++k) f(args.copies[i + k].target);
+    });
+  }
+}
+
+RINGCOMM_KERNEL(kMostThreads) copy_between_ranks(const __grid_constant__ CopyArgs args) {
+  const Block block(args.layout, args.ranks[blockIdx.y], args.timeout_ns);
+  if (args.known)
+    known_copies(block, args);
+  else
+    CopyBlock(block, args).run();
+}
+
+}  // namespace
+
+Kernel<CopyArgs> copy_kernel() { return copy_between_ranks; }
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,498 @@
+// The cuda engine: ranks are processes or threads of one host, several of them may share a GPU, and the bytes go
+// through device memory that they all see.
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/engine.h"
+#include "core/error.h"
+#include "core/parts.h"
+#include "cuda/call_checks.h"
+#include "cuda/context.h"
+#include "cuda/request.h"
+#include "cuda/team.h"
+#include "cuda/transfer.h"
+
+namespace ringcomm {
+
+namespace cuda {
+namespace {
+
+constexpr auto kGrace = std::chrono::seconds(10);
+constexpr auto kLastGrace = std::chrono::seconds(60);  // for kernels to notice an abort
+
+// Counts the forks between the first engine's process and this one.
+std::atomic<int> generation{0};
+
+int current_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
+  (void)registered;
+  return generation.load(std::memory_order_relaxed);
+}
+
+cudaStream_t stream_of(const Call& call) { return reinterpret_cast<cudaStream_t>(call.stream); }
+
+class CudaEngine final : public Engine {
+ public:
+  CudaEngine(int rank, int world_size, const EngineOptions& options)
+      : generation_(current_generation()),
+        context_(std::make_shared<Context>(rank, world_size, options)),
+        watcher_(std::make_shared<Watcher>(options.device, rank)),
+        links_(std::make_unique<Links>(*context_)) {}
+
+  ~CudaEngine() override {
+    if (forked() || process_is_ending()) {
+      leave_behind();
+      return;
+    }
+    if (!context_->closed.load() && in_flight())
+      context_->abort(concat("rank ", rank(), " went away with calls in flight"));
+    close();
+    try {
+      const DeviceGuard guard(context_->device(), rank());
+      const RelaxedCapture relaxed(rank());
+      links_.reset();
+      if (scratch_) tolerate(cudaFree(scratch_), "cudaFree of the scratch");
+      if (stream_) tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");
+    } catch (const Error&) {
+      // the device is lost, and they with it
+    }
+    context_->release_group(idle_);
+  }
+
+  const char* kind() const override { return "cuda"; }
+  int rank() const override { return context_->rank(); }
+  int world_size() const override { return context_->world_size(); }
+  std::string handle() const override { return context_->group().handle(); }
+  void connect(const std::vector<std::string>& handles) override {
+    context_->connect(handles);
+    team_ = context_->local().team(context_->group());
+    team_->join(*context_);
+  }
+
+  int run(const Call& call) override;
+  std::shared_ptr<Request> submit(Call call) override;
+  void run_list(const std::vector<Call>& calls) override;
+  void pack(const Packing& packing) override;
+  void synchronize(std::uintptr_t stream) override;
+
+  void* allocate(std::size_t nbytes) override;
+  void release(void* data) override {
+    if (!forked() && data) context_->group().release(data);
+  }
+  void abort(const std::string& reason) override {
+    if (!forked()) context_->abort(reason);
+  }
+  bool aborted() const override { return context_->ended(); }
+  void set_timeout(std::int64_t timeout_ms) override {
+    if (timeout_ms <= 0)
+      fail(ErrorCode::kInvalid, "timeout: rank ", rank(), " expected more than 0 ms, got ", timeout_ms);
+    context_->timeout_ms = timeout_ms;
+  }
+  std::int64_t timeout() const override { return context_->timeout_ms; }
+  void close() override;
+  bool runs_this_thread() const override { return watcher_->runs_this_thread(); }
+  std::vector<std::pair<std::string, std::string>> describe() const override;
+
+ private:
+  bool forked() const { return generation_ != generation.load(std::memory_order_relaxed); }
+  // CUDA cannot be called any more: everything stays as it is.
+  void leave_behind() {
+    links_.release();
+    new std::shared_ptr<Context>(context_);
+    new std::shared_ptr<Watcher>(watcher_);
+  }
+
+  void check_open(const char* call) const;
+  void check(const Call& call) const;
+
+  // What a batch of collectives becomes.
+  Batch batch_of(const Call* calls, int num_calls) const;
+  std::shared_ptr<Outcome> post(Batch batch);
+  void run_batch(const Call* calls, int num_calls);
+  std::shared_ptr<Outcome> post_message(const Call& call, bool own_stream);
+  void settle_message(const Call& call, Outcome& outcome);
+  void run_messages(const std::vector<const Call*>& calls);
+  std::shared_ptr<Request> request(std::shared_ptr<Outcome> outcome, const Call& call) const {
+    return std::make_shared<DeviceRequest>(context_, watcher_, std::move(outcome), call.op, context_->limit(call));
+  }
+
+  std::vector<std::string> gather(const std::string& mine);
+  bool in_flight();
+  std::vector<MarkPtr> last_marks() const;
+  bool await_all(Clock::time_point end);
+
+  const int generation_;
+  const std::shared_ptr<Context> context_;
+  const std::shared_ptr<Watcher> watcher_;
+  std::unique_ptr<Links> links_;
+  std::shared_ptr<Team> team_;
+  std::mutex mutex_;                 // of what follows
+  std::shared_ptr<Outcome> newest_;  // collective
+  std::mutex allocation_;            // one collective allocation at a time
+  char* scratch_ = nullptr;          // of gather(): a handle, and those of all ranks
+  cudaStream_t stream_ = nullptr;    // the same
+  bool idle_ = true;                 // no kernel uses the group
+};
+
+// ---- checks
+
+void CudaEngine::check_open(const char* call) const {
+  if (forked())
+    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
+         " was called in a process forked after the communicator was made; make a communicator in the child, and start "
+         "it with spawn: CUDA does not survive a fork");
+  if (context_->closed.load(std::memory_order_relaxed))
+    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
+         " expected an open communicator, got a closed one; create a new one");
+  if (!team_)
+    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
+         " expected a connected engine; exchange handles and call connect first");
+}
+
+void CudaEngine::check(const Call& call) const {
+  check_call(call, rank(), world_size());
+  check_parts(call, rank(), world_size());
+  check_stream(name(call.op), call.stream, rank());
+  check_memory(call, context_->device(), rank());
+  if (!context_->ended()) return;
+  if (!point_to_point(call.op)) team_->check_mismatch(rank());
+  context_->check(call.op);
+}
+
+// ---- collectives
+
+Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
+  Batch batch;
+  batch.calls = calls;
+  batch.num_calls = num_calls;
+  batch.stream = stream_of(calls[0]);
+  batch.capture = capture_of(batch.stream, rank());
+  batch.limit_ms = context_->limit(calls[0]);
+  return batch;
+}
+
+// Once ranks differ or a launch has failed, they cannot go on together.
+std::shared_ptr<Outcome> CudaEngine::post(Batch batch) {
+  try {
+    auto outcome = team_->post(*context_, std::move(batch));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return newest_ = std::move(outcome);
+  } catch (const Error& error) {
+    context_->abort(error.what());
+    throw;
+  }
+}
+
+void CudaEngine::run_batch(const Call* calls, int num_calls) {
+  const Batch batch = batch_of(calls, num_calls);
+  const cudaStream_t stream = batch.stream;
+  const unsigned long long capture = batch.capture;
+  const auto limit = batch.limit_ms;
+  const std::shared_ptr<Outcome> outcome = post(batch);
+  if (outcome->open())
+    context_->await(*outcome, calls[0].op, Clock::now() + std::chrono::milliseconds(limit), limit);
+  else
+    context_->rethrow(*outcome, calls[0].op);
+  Marks::follow(stream, capture, outcome->mark(), rank());
+}
+
+int CudaEngine::run(const Call& call) {
+  check_open(name(call.op));
+  const DeviceGuard guard(context_->device(), rank());
+  check(call);
+  if (!point_to_point(call.op)) {
+    run_batch(&call, 1);
+    return -1;
+  }
+  const std::shared_ptr<Outcome> outcome = post_message(call, false);
+  settle_message(call, *outcome);
+  return outcome->source();
+}
+
+std::shared_ptr<Request> CudaEngine::submit(Call call) {
+  check_open(name(call.op));
+  const DeviceGuard guard(context_->device(), rank());
+  check(call);
+  if (point_to_point(call.op)) return request(post_message(call, true), call);
+  Batch batch = batch_of(&call, 1);
+  if (context_->group().team().size() > 1) batch.ready = context_->marks().record(batch.stream, batch.capture, rank());
+  batch.kept.push_back(call);
+  return request(post(std::move(batch)), call);
+}
+
+// ---- sends and receives
+
+std::shared_ptr<Outcome> CudaEngine::post_message(const Call& call, bool own_stream) {
+  const cudaStream_t stream = stream_of(call);
+  const unsigned long long capture = capture_of(stream, rank());
+  if (!links_->leads_to(call.root)) return context_->local().matcher().post(*context_, call, stream, capture);
+  if (!own_stream || call.root == kAnySource) return links_->post({&call}, stream, capture);
+  const cudaStream_t link = links_->stream_of(call);
+  const MarkPtr ready = context_->marks().record(stream, capture, rank());
+  Marks::follow(link, capture, ready, rank());
+  return links_->post({&call}, link, capture);
+}
+
+void CudaEngine::settle_message(const Call& call, Outcome& outcome) {
+  const std::int64_t limit = context_->limit(call);
+  context_->await(outcome, call.op, Clock::now() + std::chrono::milliseconds(limit), limit);
+  Marks::follow(stream_of(call), capture_of(stream_of(call), rank()), outcome.mark(), rank());
+}
+
+// All of them are under way before the host or a stream waits for the first.
+void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
+  std::vector<std::pair<const Call*, std::shared_ptr<Outcome>>> posted;
+  std::vector<const Call*> through_links;
+  for (const Call* call : calls) {
+    if (links_->leads_to(call->root))
+      through_links.push_back(call);
+    else
+      posted.emplace_back(call, post_message(*call, false));
+  }
+  for (std::size_t at = 0; at < through_links.size(); at += kMaxTransfers) {
+    const std::size_t end = std::min(through_links.size(), at + kMaxTransfers);
+    const std::vector<const Call*> some(through_links.begin() + at, through_links.begin() + end);
+    const cudaStream_t stream = stream_of(*some[0]);
+    const unsigned long long capture = capture_of(stream, rank());
+    for (const Call* call : some)
+      if (stream_of(*call) != stream)
+        Marks::follow(stream, capture, context_->marks().record(stream_of(*call), capture, rank()), rank());
+    const std::shared_ptr<Outcome> outcome = links_->post(some, stream, capture);
+    for (const Call* call : some) posted.emplace_back(call, outcome);
+  }
+  for (const auto& [call, outcome] : posted) settle_message(*call, *outcome);
+}
+
+// ---- lists
+
+// Whether one launch may serve both.
+bool go_together(const Call& a, const Call& b) {
+  const auto plain = [](const Call& c) { return c.input_parts.empty() && c.output_parts.empty(); };
+  return reduces(a.op) && a.op == b.op && a.dtype == b.dtype && a.reduce_op == b.reduce_op &&
+         a.algorithm == b.algorithm && a.algorithm != Algorithm::kOneshot && a.root == b.root && a.factor == b.factor &&
+         a.timeout_ms == b.timeout_ms && a.stream == b.stream && plain(a) && plain(b);
+}
+
+void CudaEngine::run_list(const std::vector<Call>& calls) {
+  if (calls.empty()) return;
+  check_open(name(calls[0].op));
+  const DeviceGuard guard(context_->device(), rank());
+  for (const Call& call : calls) check(call);
+  std::vector<const Call*> messages;
+  for (std::size_t at = 0, end; at < calls.size(); at = end) {
+    end = at + 1;
+    if (point_to_point(calls[at].op)) {
+      messages.push_back(&calls[at]);
+      continue;
+    }
+    while (end < calls.size() && end - at < kMaxMessages && go_together(calls[at], calls[end])) ++end;
+    run_batch(&calls[at], static_cast<int>(end - at));
+  }
+  if (!messages.empty()) run_messages(messages);
+}
+
+// ---- the rest
+
+void CudaEngine::pack(const Packing& packing) {
+  check_open("pack");
+  check_packing(packing, rank());
+  check_stream("pack", packing.stream, rank());
+  const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
+  if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
+  const DeviceGuard guard(context_->device(), rank());
+  const Setting setting = context_->setting();
+  const int threads = setting.threads ? setting.threads : kUsualBlockThreads;
+  const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
+  PackArgs args;
+  args.factor = packing.factor;
+  args.scaled = packing.factor != 1.0;
+  args.num_pieces = 0;
+  std::uint64_t total = 0;
+  const auto flush = [&] {
+    if (total == 0) return;
+    const std::uint64_t useful = ceil_div(total, static_cast<std::uint64_t>(threads) * 8);
+    launch(kernel, "pack", dim3(static_cast<unsigned>(smaller(useful, room))), threads, args,
+           reinterpret_cast<cudaStream_t>(packing.stream), false, rank());
+    args.num_pieces = 0;
+    total = 0;
+  };
+  for (const Packing::Piece& piece : packing.pieces) {
+    if (piece.count == 0) continue;
+    const int p = args.num_pieces++;
+    args.source[p] = static_cast<const char*>(piece.source);
+    args.target[p] = static_cast<char*>(piece.target);
+    args.end[p] = total += piece.count;
+    if (args.num_pieces == kMaxPieces) flush();
+  }
+  flush();
+}
+
+void CudaEngine::synchronize(std::uintptr_t stream) {
+  check_open("synchronize");
+  const DeviceGuard guard(context_->device(), rank());
+  for (int idle = 0;; ++idle) {
+    context_->check(Op::kBarrier);
+    const RelaxedCapture relaxed(rank());
+    const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+    if (status != cudaErrorNotReady) {
+      cuda::check(status, "cudaStreamQuery", rank());
+      return context_->check(Op::kBarrier);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(std::min(500, 5 * idle)));
+  }
+}
+
+// What every rank says, kArenaHandleBytes of it: a collective of the communicator, in the order of its calls.
+std::vector<std::string> CudaEngine::gather(const std::string& mine) {
+  const std::size_t all = kArenaHandleBytes * world_size();
+  {
+    const RelaxedCapture relaxed(rank());
+    if (!stream_) cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank());
+    if (!scratch_) cuda::check(cudaMalloc(&scratch_, kArenaHandleBytes + all), "cudaMalloc of the scratch", rank());
+  }
+  cuda::check(cudaMemcpyAsync(scratch_, mine.data(), kArenaHandleBytes, cudaMemcpyHostToDevice, stream_),
+              "cudaMemcpyAsync of an arena's handle", rank());
+  Call call;
+  call.op = Op::kAllGather;
+  call.input = scratch_;
+  call.output = scratch_ + kArenaHandleBytes;
+  call.count = kArenaHandleBytes;
+  call.stream = reinterpret_cast<std::uintptr_t>(stream_);
+  submit(call)->wait();
+  std::string text(all, '\0');
+  cuda::check(cudaMemcpyAsync(text.data(), call.output, all, cudaMemcpyDeviceToHost, stream_),
+              "cudaMemcpyAsync of the arenas' handles", rank());
+  cuda::check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize", rank());
+  std::vector<std::string> handles;
+  for (int p = 0; p < world_size(); ++p) handles.push_back(text.substr(p * kArenaHandleBytes, kArenaHandleBytes));
+  return handles;
+}
+
+// Ranks release in orders of their own: one may have room where another has none, and they grow together.
+void* CudaEngine::allocate(std::size_t nbytes) {
+  check_open("empty");
+  const std::lock_guard<std::mutex> lock(allocation_);
+  const DeviceGuard guard(context_->device(), rank());
+  Group& group = context_->group();
+  nbytes = larger(nbytes, 1);
+  void* data = group.allocate(nbytes);
+  if (group.one_process()) {
+    if (!data) group.grow(nbytes);
+    return data ? data : group.allocate(nbytes);
+  }
+  try {
+    std::string need(kArenaHandleBytes, '\0');
+    need[0] = data ? 0 : 1;
+    const std::vector<std::string> needs = gather(need);
+    if (std::any_of(needs.begin(), needs.end(), [](const std::string& n) { return n[0] != 0; }))
+      group.add_arenas(gather(group.create_arena(nbytes)));
+  } catch (...) {
+    if (data) group.release(data);
+    throw;
+  }
+  return data ? data : group.allocate(nbytes);
+}
+
+std::vector<MarkPtr> CudaEngine::last_marks() const {
+  std::vector<MarkPtr> marks = links_->last();
+  if (team_) marks.push_back(team_->last());
+  marks.erase(std::remove(marks.begin(), marks.end(), nullptr), marks.end());
+  return marks;
+}
+
+bool CudaEngine::in_flight() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if ((newest_ && newest_->open()) || context_->local().matcher().has_open(rank())) return true;
+  try {
+    for (const MarkPtr& mark : last_marks())
+      if (!reached(*mark, rank())) return true;
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+bool CudaEngine::await_all(Clock::time_point end) {
+  for (const MarkPtr& mark : last_marks())
+    if (!await_mark(*mark, rank(), end)) return false;
+  return true;
+}
+
+void CudaEngine::close() {
+  if (forked() || process_is_ending() || context_->closed.exchange(true)) return;
+  const auto limit = std::chrono::milliseconds(context_->timeout_ms.load());
+  try {
+    const DeviceGuard guard(context_->device(), rank());
+    auto open = context_->local().matcher().close(rank());
+    if (newest_) open.push_back(newest_);
+    for (const auto& outcome : open) try {
+        context_->await(*outcome, Op::kBarrier, Clock::now() + limit, limit.count());
+      } catch (const Error&) {
+        // the call's owner hears of it through its request
+      }
+    if (!await_all(Clock::now() + 2 * limit + kGrace)) {
+      context_->abort(concat("rank ", rank(), " closed the communicator and its last calls did not end"));
+      idle_ = await_all(Clock::now() + kLastGrace);
+    }
+    if (context_->captured.load()) {  // replays of graphs leave no mark
+      const RelaxedCapture relaxed(rank());
+      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize after graphs", rank());
+    }
+    context_->check(Op::kBarrier);  // while the host page is there
+  } catch (const Error&) {
+    // the communicator has ended: later calls say why
+  }
+  watcher_->stop();
+  if (team_) team_->leave(rank());
+}
+
+std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
+  const Group& group = context_->group();
+  const Layout& layout = group.layout();
+  const bool connected = team_ != nullptr;
+  std::string order, reach;
+  for (int i = 0; connected && i < world_size(); ++i) {
+    order += concat(i ? " " : "", static_cast<int>(group.ring_order()[i]));
+    reach += concat(i ? " " : "", group.reach(i));
+  }
+  const std::size_t here = connected ? group.team().size() : 1;
+  return {{"engine", "cuda"},
+          {"device", concat(context_->device(), ": ", group.facts().text())},
+          {"ranks", !connected || group.one_process() ? "threads" : "processes"},
+          {"sharing", here == 1 ? std::string("one rank on this device") : concat(here, " ranks on one device")},
+          {"channels", std::to_string(layout.channels)},
+          {"slot_bytes", std::to_string(layout.slot_bytes)},
+          {"segment_bytes", std::to_string(layout.segment_bytes())},
+          {"links", reach},
+          {"ring_order", order},
+          {"order", "canonical"},
+          {"tuning", context_->tuning().source()}};
+}
+
+}  // namespace
+}  // namespace cuda
+
+std::unique_ptr<Engine> make_cuda_engine(int rank, int world_size, const EngineOptions& options) {
+  if (world_size < 1) fail(ErrorCode::kInvalid, "cuda engine: expected a world_size of 1 or more, got ", world_size);
+  if (world_size > cuda::kMaxRanks)
+    fail(ErrorCode::kUnsupported, "cuda engine: expected at most ", cuda::kMaxRanks, " ranks of one host, got ",
+         world_size, "; use smaller groups, or NCCL between them");
+  if (rank < 0 || rank >= world_size)
+    fail(ErrorCode::kInvalid, "cuda engine: expected a rank below ", world_size, ", got ", rank);
+  if (options.timeout_ms <= 0)
+    fail(ErrorCode::kInvalid, "cuda engine: expected a positive timeout, got ", options.timeout_ms, " ms");
+  if (const std::string why = why_no_cuda(); !why.empty())
+    fail(ErrorCode::kUnsupported, "cuda engine: rank ", rank, " expected a usable GPU, got ", why);
+  int devices = 0;
+  cuda::check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount", rank);
+  if (options.device < 0 || options.device >= devices)
+    fail(ErrorCode::kInvalid, "cuda engine: rank ", rank, " expected a device below ", devices, ", got ",
+         options.device, "; see CUDA_VISIBLE_DEVICES");
+  return std::make_unique<cuda::CudaEngine>(rank, world_size, options);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,301 @@
+// direct: all_reduce, reduce_scatter and reduce by reading the values of all ranks at once. Every element is reduced by
+// one thread of one rank, in canonical order, and stored wherever it is wanted: rank r reduces shard r of an all_reduce
+// or reduce, and its own part of a reduce_scatter.
+//
+//   known     one launch holds all ranks, every input is ready: nothing to wait for
+//   visible   the ranks tell each other where their buffers lie, work in place, and meet
+//   staged    through the staging areas, in windows: stage, meet, reduce; then meet, and take the others' shards home
+//
+// In place is safe: an element is written by the thread that has read it from every rank.
+#pragma once
+
+#include "cuda/arithmetic.h"
+#include "cuda/columns.h"
+#include "cuda/combine.h"
+
+namespace ringcomm::cuda {
+
+// What a block does next, and how far it is; in shared memory, so that what finds it out is compiled once for all
+// types.
+struct Reduction {
+  const char* source[kMaxRanks];  // by rank
+  char* target[kMaxRanks];
+  double factor[kMaxRanks];
+  std::int32_t num_targets;
+  std::int32_t in_place;
+  u64 count;        // of the kernel's elements
+  u64 first, step;  // tiles of this block: first, first + step, ...
+  u64 round;        // of messages in place, of windows else
+  u64 tiles;        // of the messages before: the channels take them in turn
+  u64 turn;         // of the staging areas
+  u64 deadline;
+};
+
+// Vectors of one rank that a block takes at once: a thread has eight under way, whatever the number of ranks.
+template <int kRanks>
+inline constexpr int kDeep = kMaxRanks / kRanks;
+RINGCOMM_DEVICE u64 tile_vectors(const Block& block) {
+  const int world_size = block.world_size();
+  return static_cast<u64>(block.threads()) * (world_size > 4 ? kDeep<8> : world_size > 2 ? kDeep<4> : kDeep<2>);
+}
+
+// Everything about a call but its arithmetic.
+class Direct {
+ public:
+  RINGCOMM_DEVICE Direct(const CallArgs& args, const Block& block, Reduction& what, u64 element)
+      : args_(args), block_(block), what_(what), element_(element), columns_(args, block.rank(), element) {}
+
+  // The factors, and in what way the call goes. False: gave up.
+  RINGCOMM_DEVICE bool begin() {
+    bool in_place = args_.known;
+    const int t = block_.thread();
+    if (args_.known) {
+      if (t < world_size()) what_.factor[args_.ranks[t].rank] = factor(args_.ranks[t].factor);
+    } else {
+      if (!block_.announce(signature())) return false;
+      if (t < world_size()) what_.factor[t] = factor(said(t).factor);
+      in_place = block_.agree(t >= world_size() || reachable(t));
+    }
+    if (t == 0) {
+      what_.in_place = in_place;
+      what_.round = what_.tiles = 0;
+      what_.turn = args_.known ? 0 : load_one(&block_.state().turns);  // a known launch may have more channels
+      what_.deadline = now_ns() + args_.timeout_ns;
+      what_.num_targets = in_place && args_.op == Op::kAllReduce ? world_size() : 1;
+    }
+    block_.sync();
+    return true;
+  }
+  // After a reduction: what comes of its result. False: gave up.
+  RINGCOMM_DEVICE bool deliver() {
+    block_.sync();
+    const bool ok = what_.in_place || take_home(windows().slice(block_.channel(), what_.round));
+    block_.sync();
+    if (block_.thread() == 0) ++what_.round;
+    block_.sync();
+    return ok;
+  }
+  // Prepares the next reduction. False: gave up, or there is none.
+  RINGCOMM_DEVICE bool prepare() {
+    if (what_.in_place) {
+      if (what_.round == static_cast<u64>(args_.num_messages)) return false;
+      aim(static_cast<int>(what_.round));
+    } else {
+      const WindowCut cut = windows();
+      const Slice run = cut.slice(block_.channel(), what_.round);
+      if (what_.round == cut.windows() || run.count == 0) return false;  // so it is on all ranks
+      if (!stage(run)) return false;
+    }
+    block_.sync();
+    return true;
+  }
+  RINGCOMM_DEVICE void end() {
+    if (args_.known || ((what_.in_place || what_.round == 0) && !block_.meet())) return;
+    if (block_.thread() == 0) store_one(&block_.state().turns, what_.turn);
+    block_.finish(signature());
+  }
+
+ private:
+  RINGCOMM_DEVICE int rank() const { return block_.rank(); }
+  RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
+  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
+  RINGCOMM_DEVICE double factor(double given) const { return args_.reduce_op == ReduceOp::kPremulSum ? given : 1.0; }
+  RINGCOMM_DEVICE Signature signature() const {
+    return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
+  }
+
+  // ---- in place
+
+  // Whether all ranks can touch what they need of this one's; all come to the same opinion.
+  RINGCOMM_DEVICE bool reachable(int peer) const {
+    const bool writes = args_.op == Op::kAllReduce || (args_.op == Op::kReduce && peer == args_.root);
+    return args_.num_messages == 1 && !args_.parts && said(peer).input.visible &&
+           (!writes || said(peer).output.visible);
+  }
+  RINGCOMM_DEVICE const char* input(int m, int p) const {
+    if (args_.known || p == rank()) return static_cast<const char*>(args_.messages[m].input[p]);
+    return block_.resolve(p, said(p).input);
+  }
+  RINGCOMM_DEVICE char* output(int m, int p) const {
+    if (args_.known || p == rank()) return static_cast<char*>(args_.messages[m].output[p]);
+    return block_.resolve(p, said(p).output);
+  }
+  // What this rank reduces of message m, and where it goes.
+  RINGCOMM_DEVICE void aim(int m) {
+    const u64 count = args_.messages[m].count;
+    const bool scatters = columns_.scatters();
+    Slice own = shard_of(count, world_size(), rank(), columns_.align());
+    if (scatters) own = {args_.parts ? 0 : rank() * count, args_.parts && m != rank() ? 0 : count};
+    const u64 tiles = what_.tiles, channels = block_.num_channels();
+    block_.sync();
+    if (const int p = block_.thread(); p < world_size() && own.count) {
+      const u64 offset = own.offset * element_;
+      what_.source[p] = input(m, p) + offset;
+      if (args_.op == Op::kAllReduce) what_.target[p] = output(m, p) + offset;
+      if (scatters && p == rank()) what_.target[0] = output(m, p);
+      if (args_.op == Op::kReduce && p == args_.root) what_.target[0] = output(m, p) + offset;
+    }
+    if (block_.thread() != 0) return;
+    what_.tiles = tiles + ceil_div(own.count * element_, tile_vectors(block_) * sizeof(Vec));
+    what_.count = own.count;
+    what_.first = (block_.channel() + channels - tiles % channels) % channels;
+    what_.step = channels;
+  }
+
+  // ---- through the staging areas
+
+  RINGCOMM_DEVICE u64 column_bytes() const {
+    return block_.layout().stage_bytes / (columns_.scatters() ? world_size() : 1);
+  }
+  RINGCOMM_DEVICE WindowCut windows() const {
+    return cut_windows(columns_.length(), block_.num_channels(), column_bytes() / element_, columns_.align());
+  }
+  // The shard of rank p in a window, of those that are cut into shards.
+  RINGCOMM_DEVICE Slice shard(const Slice& run, int p) const {
+    return shard_of(run.count, world_size(), p, columns_.align());
+  }
+  // Stages this rank's values and meets the others. False: gave up.
+  RINGCOMM_DEVICE bool stage(const Slice& run) {
+    const u64 turn = what_.turn;
+    const int region = RINGCOMM_FAULT == 15 ? 0 : static_cast<int>(turn & 1),
+              num_columns = columns_.scatters() ? world_size() : 1;
+    for (int p = 0; p < num_columns; ++p)
+      columns_.stage(block_, p, run, block_.stage(rank(), region) + p * column_bytes());
+    if (!block_.meet()) return false;
+    const Slice own = columns_.scatters() ? Slice{0, run.count} : shard(run, rank());
+    const u64 offset = columns_.scatters() ? rank() * column_bytes() : own.offset * element_;
+    if (const int p = block_.thread(); p < world_size()) what_.source[p] = block_.stage(p, region) + offset;
+    if (block_.thread() == 0) {
+      what_.target[0] = block_.stage(rank(), 2);
+      what_.turn = turn + 1;
+      what_.count = own.count;
+      what_.first = 0;
+      what_.step = 1;
+    }
+    return true;
+  }
+  // Region 2 of every rank holds what it has reduced of the window. False: gave up.
+  RINGCOMM_DEVICE bool take_home(const Slice& run) const {
+    if (columns_.scatters()) {
+      columns_.take_home(block_, run, block_.stage(rank(), 2));
+      return true;
+    }
+    if (RINGCOMM_FAULT != 19 && !block_.meet()) return false;
+    if (args_.op == Op::kReduce && rank() != args_.root) return true;
+    for (int hops = 0, p = rank(); hops < world_size(); ++hops, p = ring_next(p, world_size())) {
+      const Slice s = shard(run, p);
+      columns_.take_home(block_, {run.offset + s.offset, s.count}, block_.stage(p, 2));
+    }
+    return true;
+  }
+
+  const CallArgs& args_;
+  const Block& block_;
+  Reduction& what_;
+  const u64 element_;
+  const Columns columns_;
+};
+
+// Finds out what this block reduces next. False: the call is over.
+RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Reduction& what, u64 element, bool first) {
+  const u64 now = now_ns();
+  const u64 left = first ? args.timeout_ns : now < what.deadline ? what.deadline - now : 0;
+  const Block block(args.layout, args.ranks[blockIdx.y], left);
+  Direct direct(args, block, what, element);
+  if (!(first ? direct.begin() : direct.deliver())) return false;
+  if (direct.prepare()) return true;
+  direct.end();
+  return false;
+}
+
+// Sources to targets.
+template <typename T, typename Combine>
+class Reducer {
+  // Worth the code of a loop for two ranks alone.
+  static constexpr bool kUsual = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>> && sizeof(T) > 1;
+
+ public:
+  RINGCOMM_DEVICE Reducer(const Reduction& what, int world_size, ReduceOp op)
+      : what_(what), world_size_(world_size), op_(op), thread_(threadIdx.x), threads_(blockDim.x) {}
+
+  RINGCOMM_DEVICE void run() const {
+    const u64 vectors = aligned_buffers() ? what_.count / kPerVec<T> : 0;
+    if (world_size_ > 4)
+      reduce_vectors<8>(vectors);
+    else if (!kUsual || world_size_ > 2)
+      reduce_vectors<4>(vectors);
+    else
+      reduce_vectors<2>(vectors);
+    reduce_elements(vectors * kPerVec<T>);
+  }
+
+ private:
+  RINGCOMM_DEVICE bool aligned_buffers() const {
+    u64 bits = 0;
+    for (int p = 0; p < world_size_; ++p) bits |= reinterpret_cast<u64>(what_.source[p]);
+    for (int t = 0; t < what_.num_targets; ++t) bits |= reinterpret_cast<u64>(what_.target[t]);
+    return bits % sizeof(Vec) == 0;
+  }
+
+  template <int kRanks>
+  RINGCOMM_DEVICE void reduce_vectors(u64 vectors) const {
+    constexpr int kBatch = kDeep<kRanks>;
+    const Combiner<T, Combine, kRanks> combiner(world_size_, op_, what_.factor);
+    const u64 tile = threads_ * kBatch;
+    for (u64 v = what_.first * tile + thread_; v < vectors; v += what_.step * tile) {
+      Vec value[kBatch][kRanks] = {};
+      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
+        RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) {
+          if (p < world_size_ && v + k * threads_ < vectors)
+            value[k][p] = load(vector(what_.source[p]) + v + k * threads_);
+        }
+      }
+      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
+        if (v + k * threads_ >= vectors) break;
+        Vec result;
+        combiner.template combine_words<4>(result.word, [&](int p) { return value[k][p].word; });
+        for (int t = 0; t < what_.num_targets; ++t) store(vector(what_.target[t]) + v + k * threads_, result);
+      }
+    }
+  }
+  // What is no whole vector, or all of misaligned buffers.
+  RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
+    if (begin == what_.count) return;
+    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, op_, what_.factor);
+    for (u64 i = begin + what_.first * threads_ + thread_; i < what_.count; i += what_.step * threads_) {
+      T value[kMaxRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+        if (p < world_size_) value[p] = load_one(reinterpret_cast<const T*>(what_.source[p]) + i);
+      }
+      const T result = combiner.combine([&](int p) { return value[p]; });
+      for (int t = 0; t < what_.num_targets; ++t) store_one(reinterpret_cast<T*>(what_.target[t]) + i, result);
+    }
+  }
+  RINGCOMM_DEVICE static const Vec* vector(const char* at) { return reinterpret_cast<const Vec*>(at); }
+  RINGCOMM_DEVICE static Vec* vector(char* at) { return reinterpret_cast<Vec*>(at); }
+
+  const Reduction& what_;
+  const int world_size_;
+  const ReduceOp op_;
+  const u64 thread_, threads_;
+};
+
+template <typename T, typename Combine>
+RINGCOMM_KERNEL(kMostThreads)
+direct(const __grid_constant__ CallArgs args) {
+  RINGCOMM_SHARED(Reduction, what);
+  for (bool first = true; next_reduction(args, what, sizeof(T), first); first = false)
+    Reducer<T, Combine>(what, args.layout.world_size, args.reduce_op).run();
+}
+
+template <TypeGroup kGroup>
+Kernel<CallArgs> direct_of_group(DType dtype, ReduceOp op) {
+  return kernel_of_group<CallArgs, kGroup>(dtype, op, [](auto tag, auto combine) -> Kernel<CallArgs> {
+    return direct<typename decltype(tag)::type, decltype(combine)>;
+  });
+}
+Kernel<CallArgs> direct_wide_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> direct_narrow_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> direct_integer_kernel(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,168 @@
+// One rank's segment and those of its peers: who is where, which memory all of them reach, and how to end every wait.
+//
+//   Group(...)        allocates the segment, zeroed, and the host page, and puts a pattern into the segment's probe
+//   lines handle()          what the peers need; at most a few KiB of printable text connect(handles)  opens every
+//   peer's segment, copies the patterns over the mapped pointers both ways and compares;
+//                     returns once every rank has found them right, throws on every rank if one has not
+//
+// Memory of a peer in this process is its plain pointer. Whatever peers have opened stays valid until they have let go
+// of it, so that ranks may be destroyed in any order.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/engine.h"
+#include "core/error.h"
+#include "core/link.h"
+#include "cuda/args.h"
+#include "cuda/handle.h"
+#include "cuda/mailbox.h"
+#include "cuda/memory.h"
+#include "cuda/runtime.h"
+
+namespace ringcomm::cuda {
+
+// Bytes of a handle of an arena. All zeros: this rank has none to offer (it could not allocate one).
+inline constexpr std::size_t kArenaHandleBytes = sizeof(MemoryHandle);
+
+class Group {
+ public:
+  Group(int rank, int world_size, int device, const EngineOptions& options);
+  Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms);
+  ~Group();  // after the last kernel of this rank has ended; local
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  std::string handle() const;
+  // Collective: waits for all ranks (at most the timeout of the options), so that each calls it in a thread of its own.
+  void connect(const std::vector<std::string>& handles);
+  bool connected() const { return connected_; }
+
+  int rank() const { return rank_; }
+  int world_size() const { return layout_.world_size; }
+  int device() const { return device_; }
+  const DeviceFacts& facts() const { return facts_; }
+  const Layout& layout() const { return layout_; }
+
+  // Peers: once connected.
+  char* segment(int peer) const { return segments_[peer]; }
+  char* const* device_arenas() const { return reinterpret_cast<char* const*>(tables_); }  // for RankArgs::arenas
+  HostPage* page() const;                                                                 // host address
+  HostPage* device_page() const;  // the same page, for RankArgs::host
+  bool one_process() const { return one_process_; }
+  bool one_device() const { return one_device_; }  // and in this process
+  // Ranks of this process on this device, ascending, with this one.
+  const std::vector<int>& team() const { return team_; }
+  const std::int8_t* ring_order() const { return ring_order_; }  // kMaxRanks entries; [position] = rank
+  // The same on all ranks, different in every communicator.
+  const std::string& identity() const { return identity_; }
+  // How this rank reaches a peer, for people: "itself", "pointer", "ipc", "vmm".
+  std::string reach(int peer) const;
+
+  // Where [data, data + nbytes) lies for the peers: an address if one_device(), or if it lies in an own arena and
+  // one_process(); arena and offset if it lies in an own arena otherwise; else not visible.
+  Location locate(const void* data, std::size_t nbytes) const;
+
+  // Own memory that the peers see, in pieces out of arenas. Null: no room, it takes one arena more. Ranks release in
+  // orders of their own, so one may have room where another has none: they must agree before they grow.
+  void* allocate(std::size_t nbytes);
+  void release(void* data);
+  // One arena more, of at least `nbytes`. Either local, if one_process():
+  void grow(std::size_t nbytes);
+  // or collective: every rank creates, all handles go to every rank, every rank adds (world_size handles in rank
+  // order). If a rank has handed in zeros, add_arenas throws on all ranks, and the arenas of the others are dropped.
+  std::string create_arena(std::size_t nbytes);
+  void add_arenas(const std::vector<std::string>& handles);
+  std::size_t num_arenas() const;
+
+  // Ends the waits of all ranks: through the host pages of the ranks of this process, and through the abort flags in
+  // the segments of all; a connect of this rank too. Callable from any thread; does not wait for the device.
+  void stop() noexcept;
+
+ private:
+  // What the ranks of one process share with each other. It lives as long as any of them.
+  struct Own {
+    std::shared_ptr<DeviceMemory> segment;
+    HostPage* page = nullptr;
+    HostPage* device_page = nullptr;
+    std::mutex mutex;
+    std::vector<std::shared_ptr<DeviceMemory>> arenas;
+    int device = 0, pid = 0;
+    ~Own();
+    std::shared_ptr<DeviceMemory> find(const Identity& arena);
+    void forget(const std::shared_ptr<DeviceMemory>& arena);
+  };
+  class Registry;  // of the Owns of this process
+  static std::shared_ptr<Own> find_here(const Identity& identity);
+  struct Arena {
+    std::shared_ptr<DeviceMemory> memory;
+    std::map<std::size_t, std::size_t> free, used;  // offset -> bytes
+  };
+  struct Peer {
+    GroupHandle handle;
+    std::shared_ptr<Own> own;                           // in this process
+    std::vector<std::shared_ptr<DeviceMemory>> opened;  // in another one: the segment, then arenas
+    bool here() const { return own != nullptr; }
+  };
+  using Mapped = std::vector<std::shared_ptr<DeviceMemory>>;  // by rank
+
+  // group.cpp
+  void allocate_own();
+  void write_own_probe();
+  char* scratch() const;  // a line of this device's memory
+  void add_arena(const Mapped& memories);
+  void* take(Arena& arena, std::size_t nbytes);
+  void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
+  void free_own() noexcept;
+  void let_go() noexcept;
+
+  // group_connect.cpp
+  void adopt(const std::vector<std::string>& handles);
+  void check_handle(int peer, const GroupHandle& mine, const GroupHandle& theirs) const;
+  void enable_peer_access(int peer) const;
+  std::shared_ptr<DeviceMemory> map(int peer, const MemoryHandle& handle, std::int64_t deadline);
+  void offer(const DeviceMemory& memory, std::int64_t deadline);
+  void read_probe(int peer);
+  void write_probe(int peer);
+  void check_written(int peer);
+  [[noreturn]] void broken_path(int peer, const char* expected) const;
+  void order_ring();
+  void read_mail();
+  void check_hope(int peer, bool gone, std::int64_t deadline) const;
+  void post(int peer, const Mail& mail, std::int64_t deadline);
+  Mail await(Mail::Kind kind, int peer, std::int64_t deadline, const Identity& subject);
+  void meet(Mail::Kind kind, std::int64_t deadline);
+  void tell_failure(const Error& error) noexcept;
+  std::int64_t deadline() const;
+
+  const int rank_, device_;
+  const Layout layout_;
+  const std::int64_t timeout_ms_;
+  DeviceFacts facts_;
+  std::shared_ptr<Own> own_;
+  std::unique_ptr<Mailbox> mailbox_;
+  Identity own_identity_{}, phase_{};  // phase: what the ranks are agreeing on, by mail
+  std::vector<Peer> peers_;
+  std::atomic<char*> segments_[kMaxRanks] = {};
+  std::atomic<bool> stopped_{false}, started_{false};
+  char* tables_ = nullptr;                 // device memory: the arenas' table, then scratch lines
+  mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
+  std::vector<int> team_;
+  std::int8_t ring_order_[kMaxRanks] = {};
+  std::string identity_;
+  const char* call_ = "connect";  // for errors
+  bool told_ = false;             // of a failure, by mail
+  bool connected_ = false, one_process_ = false, one_device_ = false;
+  mutable std::mutex arenas_mutex_, peers_mutex_, exchange_mutex_;
+  std::vector<Arena> arenas_;
+  std::shared_ptr<DeviceMemory> pending_arena_;
+};
+
+}  // namespace ringcomm::cuda

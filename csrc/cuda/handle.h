@@ -1,0 +1,49 @@
+// What a rank tells the others before they can reach its memory: where it runs, what it expects of them, where its
+// segment and its mailbox are. Text of one line, since stores of all kinds carry it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/args.h"
+#include "cuda/mailbox.h"
+#include "cuda/memory.h"
+#include "cuda/topology.h"
+
+namespace ringcomm::cuda {
+
+struct GroupHandle {
+  std::string machine;  // kernel and namespaces: the same where processes reach each other
+  Identity instance{};  // of the process; another one after a fork
+  Process process;
+  int rank = -1;
+  Layout layout;
+  Identity identity{};  // of the rank in this communicator
+  Mailbox::Address mailbox;
+  int device = 0;  // index in its own process
+  std::string uuid, bus_id;
+  MemoryHandle segment;
+  std::vector<std::pair<std::string, Path>> paths;  // from its device to those that it sees, by uuid
+  std::string why_private;                          // kPrivate: why the segment has no handle
+
+  std::string pack() const;
+  // `rank`: who reads it, for the error.
+  static GroupHandle unpack(const std::string& text, int rank);
+  std::string device_text() const;  // "GPU 0 (0000:3b:00.0)"
+  Path path_to(const GroupHandle& other) const;
+};
+
+std::string machine_identity();
+Identity process_instance();
+
+std::string text_of(const Layout& layout);  // "channels=16,depth=4,..."
+// What a group has unless told otherwise; the same on every rank that has the same options and environment.
+// RINGCOMM_CUDA_LAYOUT changes single numbers, in the form of text_of.
+Layout default_layout(int world_size, const EngineOptions& options);
+
+std::string pack(const MemoryHandle& handle);  // printable
+bool unpack(const std::string& text, MemoryHandle& handle);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,79 @@
+#include "cuda/launch.h"
+
+#include <map>
+#include <tuple>
+
+namespace ringcomm::cuda {
+
+int room_for(const void* kernel, int threads, int device, int rank) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, int>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = known[{kernel, threads, device}];
+  if (blocks != 0) return blocks;
+  const RelaxedCapture relaxed(rank);
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes of a kernel", rank);
+  int each = 0, multiprocessors = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, 0),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor of a kernel", rank);
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute of the multiprocessors", rank);
+  return blocks = each * multiprocessors;
+}
+
+unsigned long long capture_of(cudaStream_t stream, int rank) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo of the call's stream", rank);
+  return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+bool reached(const Mark& mark, int rank) {
+  if (mark.capture) return true;
+  const RelaxedCapture relaxed(rank);
+  const cudaError_t status = cudaEventQuery(mark.event);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaEventQuery of a call's end", rank);
+  return true;
+}
+
+Marks::~Marks() {
+  if (process_is_ending()) return;
+  for (cudaEvent_t event : idle_) tolerate(cudaEventDestroy(event), "cudaEventDestroy");
+}
+
+cudaEvent_t Marks::take(int rank) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!idle_.empty()) {
+      const cudaEvent_t event = idle_.back();
+      idle_.pop_back();
+      return event;
+    }
+  }
+  const RelaxedCapture relaxed(rank);
+  cudaEvent_t event;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate", rank);
+  return event;
+}
+
+MarkPtr Marks::record(cudaStream_t stream, unsigned long long capture, int rank) {
+  const cudaEvent_t event = take(rank);
+  MarkPtr mark(new Mark{event, stream, capture}, [marks = shared_from_this()](const Mark* mark) {
+    {
+      const std::lock_guard<std::mutex> lock(marks->mutex_);
+      marks->idle_.push_back(mark->event);
+    }
+    delete mark;
+  });
+  check(cudaEventRecord(event, stream), "cudaEventRecord on the call's stream", rank);
+  return mark;
+}
+
+void Marks::follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank) {
+  if (!mark || mark->stream == stream || mark->capture != capture) return;
+  check(cudaStreamWaitEvent(stream, mark->event, 0), "cudaStreamWaitEvent on the call's stream", rank);
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,65 @@
+// Launches, and marks: points in streams that others wait for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/kernels.h"
+#include "cuda/runtime.h"
+
+namespace ringcomm::cuda {
+
+// Blocks of `threads` threads that `device`, the current one, has room for at once. The first use loads the kernel:
+// later that might wait for kernels that wait for us.
+int room_for(const void* kernel, int threads, int device, int rank);
+
+// The capture that `stream` takes part in; 0: none.
+unsigned long long capture_of(cudaStream_t stream, int rank);
+
+template <typename Args>
+void launch(Kernel<Args> kernel, const char* name, dim3 grid, int threads, const Args& args, cudaStream_t stream,
+            bool together, int rank) {
+#if defined(RINGCOMM_EMULATE)
+  check(emulator::launch(kernel, name, grid, dim3(threads), args, stream, together), name, rank);
+#else
+  void* params[] = {const_cast<Args*>(&args)};
+  const void* const code = reinterpret_cast<const void*>(kernel);
+  check(together ? cudaLaunchCooperativeKernel(code, grid, dim3(threads), params, 0, stream)
+                 : cudaLaunchKernel(code, grid, dim3(threads), params, 0, stream),
+        name, rank);
+#endif
+}
+
+// A point in a stream. What was captured into a graph has no place among what runs now: between the two nobody waits.
+struct Mark {
+  cudaEvent_t event = nullptr;
+  cudaStream_t stream = nullptr;
+  unsigned long long capture = 0;
+};
+using MarkPtr = std::shared_ptr<const Mark>;
+
+// Whether what the mark stands for is over. What was captured counts as over: it runs when the graph is launched.
+bool reached(const Mark& mark, int rank);
+
+// Events of one device, used again and again.
+class Marks : public std::enable_shared_from_this<Marks> {
+ public:
+  explicit Marks(int device) : device_(device) {}
+  ~Marks();
+  // The point where `stream` is now. The device is the current one.
+  MarkPtr record(cudaStream_t stream, unsigned long long capture, int rank);
+  // What is enqueued on `stream` from now on comes after the mark.
+  static void follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank);
+
+ private:
+  cudaEvent_t take(int rank);
+
+  const int device_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> idle_;
+};
+
+}  // namespace ringcomm::cuda

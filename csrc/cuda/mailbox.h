@@ -1,0 +1,69 @@
+// Short messages between the processes of one host, and the file descriptors that go with them: a datagram socket with
+// a random abstract name per rank, which vanishes with its process. A message waits at its receiver until it is asked
+// for, so that ranks may come at different times. Only who has a rank's handle can write to it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <string>
+
+namespace ringcomm::cuda {
+
+using Identity = std::array<std::uint64_t, 2>;  // random
+Identity random_identity();
+std::string text_of(const Identity& identity);  // 32 hexadecimal digits
+Identity identity_of(const std::string& text);
+
+// A process of this host, also after its number has been given to another one.
+struct Process {
+  int pid = 0;
+  std::uint64_t start = 0;  // in clock ticks since the boot
+
+  static Process self();
+  bool has_exited() const;
+};
+
+struct Mail {
+  enum Kind : std::uint32_t {
+    kMemory,    // carries a file descriptor: memory `subject`
+    kAttached,  // has opened and checked everything that goes by `subject`
+    kChecked,   // has found right what others wrote
+    kFailed,    // has given up; `code`, `text` say why
+    kClosed,    // has let go of everything
+  };
+  Kind kind = kClosed;
+  std::int32_t from = -1;  // rank
+  std::int32_t code = 0;
+  Identity subject{};
+  std::string text;
+  int fd = -1;
+};
+
+class Mailbox {
+ public:
+  struct Address {
+    Identity name{}, secret{};
+  };
+  enum class Sent { kYes, kFull, kNobody };
+
+  Mailbox();
+  ~Mailbox();
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  const Address& address() const { return address_; }
+  // kFull: the receiver has too many unread messages, try again later. kNobody: it has closed, or is out of reach.
+  Sent send(const Address& to, const Mail& mail) const noexcept;
+  // Takes in what comes within `timeout_ms`; false: nothing did.
+  bool receive(int timeout_ms);
+  // The oldest message of that kind and sender (any, if negative) that has come in. The file descriptor goes with it.
+  bool take(Mail::Kind kind, int from, const Identity* subject, Mail& mail);
+
+ private:
+  int socket_ = -1;
+  Address address_;
+  std::list<Mail> unread_;
+};
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,345 @@
+// oneshot: a small all_reduce without announcing or meeting. Every rank pushes its values into a box at every peer, as
+// packets that carry their own flag, and reduces what it finds in its own boxes in canonical order. The signature and
+// the factor go first, as packets of the same box. A channel serves one piece of the message.
+//
+// There are two sets of boxes, by the parity of ChannelState::packets. A box is written again two messages later: the
+// writer has then had all packets of the message between, which the reader sent after its block had read the box to the
+// end. In place is safe: the thread that writes an element of the output is the one that has read it from the input.
+//
+// A flag is never one that the line still has from before. LL has 31 bits for it; before they come round again, all
+// lines of the boxes are cleared.
+#pragma once
+
+#include "cuda/arithmetic.h"
+#include "cuda/combine.h"
+
+namespace ringcomm::cuda {
+
+inline constexpr u64 kFlagPeriod = 1ull << 31;
+RINGCOMM_HD constexpr u32 ll_flag(u64 packets) { return static_cast<u32>(packets % kFlagPeriod) + 1; }
+
+// What goes first in a box, in LL lines of 8 bytes each.
+struct PacketHeader {
+  Signature signature;
+  double factor;
+};
+struct Factors {
+  double of[kMaxRanks];
+};
+inline constexpr int kHeaderLines = sizeof(PacketHeader) / 8;
+static_assert(kHeaderLines * sizeof(Vec) <= kLineBytes, "the header does not fit before the packets");
+
+RINGCOMM_DEVICE Block block_until(const CallArgs& args, u64 deadline) {
+  const u64 now = now_ns();
+  return {args.layout, args.ranks[blockIdx.y], now < deadline ? deadline - now : 0};
+}
+RINGCOMM_DEVICE Signature signature_of(const CallArgs& args, const Block& block) {
+  return block.sign(args.op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
+}
+// The thread that serves the header of peer p: the last ones, which have the fewest packets.
+RINGCOMM_DEVICE int header_peer(const Block& block) { return block.threads() - 1 - block.thread(); }
+
+RINGCOMM_DEVICE_CALL void push_header(const CallArgs& args, u64 packets) {
+  const Block block(args.layout, args.ranks[blockIdx.y], 0);
+  const int peer = header_peer(block);
+  if (peer >= block.world_size() || peer == block.rank()) return;
+  const PacketHeader header{signature_of(args, block), block.args().factor};
+  u32 words[2 * kHeaderLines];
+  __builtin_memcpy(words, &header, sizeof header);
+  Vec* const line = reinterpret_cast<Vec*>(block.box(peer, block.rank(), packets & 1));
+  RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i)
+      store_ll(line + i, words[2 * i], words[2 * i + 1], ll_flag(packets));
+}
+
+// The looks are under way together; the line that was stored last is looked at last.
+RINGCOMM_DEVICE bool look_header(const Vec* line, u32 flag, u32* words) {
+  bool there[kHeaderLines], all = true;
+  RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i) there[i] =
+      look_ll(line + i, flag, words[2 * i], words[2 * i + 1]);
+  RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i) all = all && there[i];
+  return all;
+}
+// By the threads that serve headers: whether the peer calls the same. Its factor goes into factors[peer].
+RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 packets, double* factors) {
+  const Block block = block_until(args, deadline);
+  const int peer = header_peer(block);
+  if (peer >= block.world_size()) return true;
+  PacketHeader header{signature_of(args, block), block.args().factor};
+  if (peer != block.rank()) {
+    const Vec* const line = reinterpret_cast<const Vec*>(block.box(block.rank(), peer, packets & 1));
+    u32 words[2 * kHeaderLines];
+    int spins = 0;
+    while (!look_header(line, ll_flag(packets), words))
+      if (!block.keep_looking(line + kHeaderLines - 1, packets + 1, spins, peer)) return false;
+    const Signature mine = header.signature;
+    __builtin_memcpy(&header, words, sizeof header);
+    if (!block.same(mine, header.signature, peer)) return false;
+  }
+  factors[peer] = header.factor;
+  return true;
+}
+
+// After a fruitless look at `line`: the new number of looks, or -1: gave up.
+RINGCOMM_DEVICE_CALL int look_again(const CallArgs& args, u64 deadline, const void* line, u64 packets, int peer,
+                                    int spins) {
+  return block_until(args, deadline).keep_looking(line, packets + 1, spins, peer) ? spins : -1;
+}
+
+// The block has read its boxes to the end.
+RINGCOMM_DEVICE_CALL void end_packets(const CallArgs& args, u64 packets) {
+  const Block block(args.layout, args.ranks[blockIdx.y], 0);
+  if (packets % kFlagPeriod >= kFlagPeriod - 2)  // both sets, one after the other
+    for (int p = 0; p < block.world_size(); ++p)
+      for (u64 i = block.thread(); i < block.layout().ll128_at() / sizeof(Vec); i += block.threads())
+        store_ll(reinterpret_cast<Vec*>(block.box(block.rank(), p, packets & 1)) + i, 0, 0, 0);
+  if (block.thread() == 0) store_one(&block.state().packets, packets + 1);
+  block.finish(signature_of(args, block));
+}
+
+// The piece of the message that a channel serves, as words of 8 bytes.
+template <typename T>
+class Words {
+  static constexpr int kEach = 8 / sizeof(T);
+
+ public:
+  RINGCOMM_DEVICE Words(const T* input, T* output, u64 count)
+      : input_(input),
+        output_(output),
+        count_(count),
+        reads_whole_(reinterpret_cast<u64>(input) % 8 == 0),
+        writes_whole_(reinterpret_cast<u64>(output) % 8 == 0) {}
+
+  // What lies past the end reads as zeros.
+  RINGCOMM_DEVICE void read(u64 word, u32* to) const {
+    const u64 first = word * kEach;
+    if (reads_whole_ && first + kEach <= count_) {
+      const u64 both = load_one(reinterpret_cast<const u64*>(input_) + word);
+      to[0] = static_cast<u32>(both);
+      to[1] = static_cast<u32>(both >> 32);
+      return;
+    }
+    to[0] = to[1] = 0;
+    RINGCOMM_UNROLL for (int i = 0; i < kEach; ++i) {
+      if (first + i < count_) put_element<T>(to, i, load_one(input_ + first + i));
+    }
+  }
+  RINGCOMM_DEVICE void write(u64 word, const u32* from) const {
+    const u64 first = word * kEach;
+    if (writes_whole_ && first + kEach <= count_) {
+      store_one(reinterpret_cast<u64*>(output_) + word, from[0] | static_cast<u64>(from[1]) << 32);
+      return;
+    }
+    RINGCOMM_UNROLL for (int i = 0; i < kEach; ++i) {
+      if (first + i < count_) store_one(output_ + first + i, element<T>(from, i));
+    }
+  }
+  RINGCOMM_DEVICE u64 count() const { return ceil_div(count_, kEach); }
+
+ private:
+  const T* const input_;
+  T* const output_;
+  const u64 count_;
+  const bool reads_whole_, writes_whole_;
+};
+
+// A thread has a line of 8 bytes.
+class LL {
+ public:
+  static constexpr int kWords = 1;
+  RINGCOMM_DEVICE explicit LL(u64 packets) : flag_(ll_flag(packets)) {}
+  RINGCOMM_DEVICE static u64 lines_at(const Layout& layout) { return layout.ll_at(); }
+  RINGCOMM_DEVICE static u64 first() { return threadIdx.x; }
+  RINGCOMM_DEVICE static u64 step() { return blockDim.x; }
+  RINGCOMM_DEVICE static u64 steps_of(u64 words) { return words; }
+  RINGCOMM_DEVICE static u64 word(u64 step) { return step; }
+  RINGCOMM_DEVICE static bool has([[maybe_unused]] int word) { return true; }
+  RINGCOMM_DEVICE static u64 offset(u64 step) { return step * sizeof(Vec); }
+
+  RINGCOMM_DEVICE void push(char* lines, const u32* words) const {
+    store_ll(reinterpret_cast<Vec*>(lines), words[0], words[1], flag_);
+  }
+  struct Look {
+    bool there;
+  };
+  RINGCOMM_DEVICE void look(const char* lines, u32* words, Look& look) const {
+    look.there = look_ll(reinterpret_cast<const Vec*>(lines), flag_, words[0], words[1]);
+  }
+  RINGCOMM_DEVICE bool there(const Look& look) const { return look.there; }
+  // One who looks again for all that wait with this thread.
+  RINGCOMM_DEVICE static bool speaks() { return true; }
+  RINGCOMM_DEVICE static bool any(bool value) { return value; }
+
+ private:
+  const u32 flag_;
+};
+
+// A warp has kWarp / 8 lines of 120 bytes at once: a lane has 16 of them, the last of a line 8, and the flag.
+class LL128 {
+ public:
+  static constexpr int kWords = 2;
+  static constexpr int kLines = kWarp / 8;
+  RINGCOMM_DEVICE explicit LL128(u64 packets) : flag_(packets + 1) {}
+  RINGCOMM_DEVICE static u64 lines_at(const Layout& layout) { return layout.ll128_at(); }
+  RINGCOMM_DEVICE static u64 first() { return threadIdx.x / kWarp; }
+  RINGCOMM_DEVICE static u64 step() { return blockDim.x / kWarp; }
+  RINGCOMM_DEVICE static u64 steps_of(u64 words) { return ceil_div(words, 15 * kLines); }
+  RINGCOMM_DEVICE static u64 word(u64 step) { return (step * kLines + lane_id() / 8) * 15 + lane_id() % 8 * 2; }
+  RINGCOMM_DEVICE static bool has(int word) { return word == 0 || lane_id() % 8 != 7; }
+  RINGCOMM_DEVICE static u64 offset(u64 step) { return step * kLines * 128; }
+
+  RINGCOMM_DEVICE void push(char* lines, const u32* words) const {
+    store_ll128(lines, words[0] | static_cast<u64>(words[1]) << 32,
+                has(1) ? words[2] | static_cast<u64>(words[3]) << 32 : flag_);
+  }
+  struct Look {
+    u64 last;
+  };
+  RINGCOMM_DEVICE void look(const char* lines, u32* words, Look& look) const {
+    u64 a;
+    load_ll128(lines, a, look.last);
+    words[0] = static_cast<u32>(a);
+    words[1] = static_cast<u32>(a >> 32);
+    words[2] = static_cast<u32>(look.last);
+    words[3] = static_cast<u32>(look.last >> 32);
+  }
+  RINGCOMM_DEVICE bool there(const Look& look) const {
+    return !any_in_warp(!has(1) && look.last != flag_ && RINGCOMM_FAULT != 13);
+  }
+  RINGCOMM_DEVICE static bool speaks() { return lane_id() == 0; }
+  RINGCOMM_DEVICE static bool any(bool value) { return any_in_warp(value); }
+
+ private:
+  const u64 flag_;
+};
+
+template <typename T, typename Combine>
+class OneShot {
+ public:
+  RINGCOMM_DEVICE OneShot(const CallArgs& args, const Words<T>& words, u64 packets, u64 deadline)
+      : args_(args),
+        words_(words),
+        rank_(args.ranks[blockIdx.y].rank),
+        world_size_(args.layout.world_size),
+        packets_(packets),
+        deadline_(deadline) {}
+
+  template <typename Lines>
+  RINGCOMM_DEVICE void push(const Lines& lines) const {
+    const u64 steps = lines.steps_of(words_.count());
+    for (u64 i = lines.first(); i < steps; i += lines.step()) {
+      u32 own[2 * Lines::kWords];
+      read<Lines>(i, own);
+      for (int p = ring_next(rank_, world_size_); p != rank_; p = ring_next(p, world_size_))
+        lines.push(box<Lines>(p, rank_) + lines.offset(i), own);
+    }
+  }
+  // False: gave up, or had already (`ok`). `factors`: null where nothing is scaled.
+  template <typename Lines>
+  RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok, const double* factors) const {
+    constexpr int kWords = 2 * Lines::kWords;
+    if (lines.any(!ok)) return false;
+    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.reduce_op, factors);
+    const u64 steps = lines.steps_of(words_.count());
+    for (u64 i = lines.first(); i < steps; i += lines.step()) {
+      u32 own[kWords], value[kMaxRanks][kWords] = {}, result[2];
+      read<Lines>(i, own);
+      if (!await(lines, i, value)) return false;
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+        RINGCOMM_UNROLL for (int k = 0; k < kWords; ++k) value[p][k] = p == rank_ ? own[k] : value[p][k];
+      }
+      RINGCOMM_UNROLL for (int k = 0; k < Lines::kWords; ++k) {
+        if (!lines.has(k)) continue;
+        combiner.template combine_words<2>(result, [&](int p) { return value[p] + 2 * k; });
+        words_.write(lines.word(i) + k, result);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Where `rank` has the lines from `source`.
+  template <typename Lines>
+  RINGCOMM_DEVICE char* box(int rank, int source) const {
+    const Layout& layout = args_.layout;
+    return args_.ranks[blockIdx.y].segments[rank] + layout.channel_at(static_cast<int>(blockIdx.x)) +
+           layout.boxes_at() + ((RINGCOMM_FAULT == 20 ? 0 : packets_ & 1) * world_size_ + source) * layout.box_bytes() +
+           Lines::lines_at(layout);
+  }
+  template <typename Lines>
+  RINGCOMM_DEVICE void read(u64 i, u32* own) const {
+    RINGCOMM_UNROLL for (int k = 0; k < Lines::kWords; ++k) {
+      own[2 * k] = own[2 * k + 1] = 0;
+      if (Lines::has(k)) words_.read(Lines::word(i) + k, own + 2 * k);
+    }
+  }
+  // All peers' packets of step i; the looks at them are under way together.
+  template <typename Lines, int kWords>
+  RINGCOMM_DEVICE bool await(const Lines& lines, u64 i, u32 (&value)[kMaxRanks][kWords]) const {
+    u32 missing = ((1u << world_size_) - 1) & ~(1u << rank_);
+    for (int spins = 0; missing != 0;) {
+      const u32 wanted = missing;
+      typename Lines::Look look[kMaxRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+        if (wanted >> p & 1) lines.look(box<Lines>(rank_, p) + lines.offset(i), value[p], look[p]);
+      }
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+        if ((wanted >> p & 1) && lines.there(look[p])) missing &= ~(1u << p);
+      }
+      // Only who has just looked in vain may pause, or it might miss being woken: the last one looked at.
+      const int last = highest(wanted);
+      if (!(missing >> last & 1)) continue;
+      if (lines.speaks())
+        spins = look_again(args_, deadline_, box<Lines>(rank_, last) + lines.offset(i), packets_, last, spins);
+      if (lines.any(spins < 0)) return false;
+    }
+    return true;
+  }
+  RINGCOMM_DEVICE static int highest(u32 bits) {
+    int at = 0;
+    RINGCOMM_UNROLL for (int p = 1; p < kMaxRanks; ++p) at = bits >> p & 1 ? p : at;
+    return at;
+  }
+
+  const CallArgs& args_;
+  const Words<T>& words_;
+  const int rank_, world_size_;
+  const u64 packets_, deadline_;
+};
+
+template <typename T, typename Combine>
+RINGCOMM_KERNEL(kMostThreads)
+oneshot(const __grid_constant__ CallArgs args) {
+  RINGCOMM_SHARED(Factors, factors);
+  const RankArgs& rank = args.ranks[blockIdx.y];
+  const auto& state =
+      *reinterpret_cast<const ChannelState*>(rank.segments[rank.rank] + args.layout.channel_at(blockIdx.x));
+  const u64 packets = load_one(&state.packets), deadline = now_ns() + args.timeout_ns;
+  const Slice piece = shard_of(args.messages[0].count, gridDim.x, blockIdx.x, kPerVec<T>);
+  const Words<T> words(static_cast<const T*>(args.messages[0].input[rank.rank]) + piece.offset,
+                       static_cast<T*>(args.messages[0].output[rank.rank]) + piece.offset, piece.count);
+  const OneShot<T, Combine> oneshot(args, words, packets, deadline);
+  push_header(args, packets);
+  if (args.wide_packets)
+    oneshot.push(LL128(packets));
+  else
+    oneshot.push(LL(packets));
+  bool ok = check_header(args, deadline, packets, factors.of);
+  const bool scaled = args.reduce_op == ReduceOp::kPremulSum;
+  if (scaled && !__syncthreads_and(ok)) return;
+  const double* const scales = scaled ? factors.of : nullptr;
+  ok = args.wide_packets ? oneshot.pull(LL128(packets), ok, scales) : oneshot.pull(LL(packets), ok, scales);
+  if (!__syncthreads_and(ok)) return;
+  end_packets(args, packets);
+}
+
+template <TypeGroup kGroup>
+Kernel<CallArgs> oneshot_of_group(DType dtype, ReduceOp op) {
+  return kernel_of_group<CallArgs, kGroup>(dtype, op, [](auto tag, auto combine) -> Kernel<CallArgs> {
+    return oneshot<typename decltype(tag)::type, decltype(combine)>;
+  });
+}
+Kernel<CallArgs> oneshot_wide_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> oneshot_narrow_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> oneshot_integer_kernel(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,61 @@
+// How a call comes out on the host: it is open until all ranks that must meet on the host have come, then it has been
+// enqueued (its end is a mark in a stream), or has failed. Shared by the ranks that it serves.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "cuda/launch.h"
+
+namespace ringcomm::cuda {
+
+using Clock = std::chrono::steady_clock;
+
+class Outcome {
+ public:
+  virtual ~Outcome() = default;
+  Outcome() = default;
+  Outcome(const Outcome&) = delete;
+
+  bool open() const { return state_.load(std::memory_order_acquire) == kOpen; }
+  bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
+  // Once enqueued.
+  const MarkPtr& mark() const { return mark_; }
+  // Whether its kernels wait for other ranks: the host page says how that ended.
+  bool may_give_up() const { return may_give_up_; }
+  int source() const { return source_; }
+  // Why it has failed; null: the communicator has ended, and its verdict says why.
+  const std::exception_ptr& error() const { return error_; }
+
+  // False: still open at `end`.
+  bool await(Clock::time_point end) const;
+
+  void enqueued(MarkPtr mark, bool may_give_up);
+  void fail(std::exception_ptr error);
+
+  // Makes an open call fail, so that nobody looks at its arguments any more. False: it was not open.
+  virtual bool cancel() = 0;
+  // Who has not come, and what they do instead: "ranks 1 and 2 to come to call #5, got ...".
+  virtual std::string missing() const = 0;
+
+ protected:
+  int source_ = -1;
+
+ private:
+  enum State { kOpen, kEnqueued, kFailed };
+  void settle(State state);
+
+  std::atomic<int> state_{kOpen};
+  MarkPtr mark_;
+  bool may_give_up_ = false;
+  std::exception_ptr error_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable settled_;
+};
+
+}  // namespace ringcomm::cuda

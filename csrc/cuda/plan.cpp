@@ -1,0 +1,93 @@
+#include "cuda/plan.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "core/error.h"
+#include "core/parts.h"
+#include "core/schedule.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+// Where launches are apart, packets save two meets, and cost every rank the whole message of every peer.
+constexpr std::uint64_t oneshot_bytes(int world_size) {
+  return world_size <= 2 ? 256u << 10 : world_size <= 4 ? 128u << 10 : 64u << 10;
+}
+constexpr std::uint64_t kWideBytes = 32u << 10;      // LL128 above, where lines arrive whole
+constexpr std::uint64_t kOneshotChannel = 4u << 10;  // bytes that are worth a further channel
+constexpr std::uint64_t kChannel = 16u << 10;
+// Of an uneven all_to_all, whose parts no rank knows all of: enough for every channel.
+constexpr std::uint64_t kUnknownBytes = 1u << 20;
+
+Algorithm choose(Op op, std::uint64_t nbytes, const Setting& setting) {
+  const bool packets = op == Op::kAllReduce && !setting.known && nbytes <= oneshot_bytes(setting.layout.world_size);
+  return packets ? Algorithm::kOneshot : Algorithm::kDirect;
+}
+
+int most_channels(const Plan& plan, std::uint64_t nbytes, const Setting& setting) {
+  if (!plan.waits)  // every block a few vectors of its rank's share
+    return static_cast<int>(larger(1, smaller(ceil_div(nbytes / setting.layout.world_size, plan.threads * 16), 65535)));
+  const bool ring = plan.algorithm == Algorithm::kRing, oneshot = plan.algorithm == Algorithm::kOneshot;
+  const std::uint64_t share = ring ? nbytes / setting.layout.world_size : nbytes;
+  return static_cast<int>(
+      larger(1, smaller(ceil_div(share, oneshot ? kOneshotChannel : kChannel), setting.layout.channels)));
+}
+
+}  // namespace
+
+int threads_from_environment() {
+  const char* const text = std::getenv("RINGCOMM_CUDA_THREADS");
+  if (!text || !*text) return 0;
+  const long threads = std::strtol(text, nullptr, 10);
+  if (threads < 8 || threads > kMostBlockThreads || threads % kBlockThreadsStep != 0)
+    fail(ErrorCode::kInvalid, "cuda engine: RINGCOMM_CUDA_THREADS expected a multiple of ", kBlockThreadsStep,
+         " up to ", kMostBlockThreads, ", got ", text, "; unset it for the engine's choice");
+  return static_cast<int>(threads);
+}
+
+bool apart_from_environment() {
+  const char* const text = std::getenv("RINGCOMM_CUDA_APART");
+  return text && *text == '1';
+}
+
+std::uint64_t message_bytes(const Call& call, int world_size) {
+  if (call.op == Op::kAllToAll && uneven_all_to_all(call)) return kUnknownBytes;
+  const std::uint64_t element = element_bytes(call.dtype);
+  if (!call.input_parts.empty()) return input_parts(call).total(world_size) * element;
+  if (!call.output_parts.empty()) return output_parts(call).total(world_size) * element;
+  const bool parts = call.op == Op::kReduceScatter || call.op == Op::kAllGather || call.op == Op::kGather ||
+                     call.op == Op::kScatter || call.op == Op::kAllToAll;
+  return call.count * element * (parts ? world_size : 1);
+}
+
+Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apart, const Setting& setting,
+               const Tuning& tuning) {
+  const Tuning::Entry* const entry =
+      requested == Algorithm::kAuto ? tuning.find(op, setting.layout.world_size, nbytes) : nullptr;
+  Plan plan;
+  plan.algorithm = requested != Algorithm::kAuto ? requested : entry ? entry->algorithm : choose(op, nbytes, setting);
+  if (op == Op::kBarrier) plan.algorithm = Algorithm::kDirect;
+  plan.known = setting.known && !copies_apart;
+  plan.waits = !(plan.known && plan.algorithm == Algorithm::kDirect);
+  plan.wide_packets = plan.algorithm == Algorithm::kOneshot && setting.whole_lines && nbytes > kWideBytes;
+  if (entry && entry->threads) plan.threads = entry->threads;
+  if (setting.threads) plan.threads = setting.threads;
+  plan.channels = most_channels(plan, nbytes, setting);
+  if (entry && entry->channels)
+    plan.channels = plan.waits ? static_cast<int>(smaller(entry->channels, setting.layout.channels)) : entry->channels;
+  return plan;
+}
+
+int channels_that_fit(const Plan& plan, int blocks, int world_size) {
+  const int each = blocks / world_size;
+  if (!plan.waits) return static_cast<int>(larger(1, smaller(plan.channels, each)));
+  return static_cast<int>(smaller(plan.channels, each));
+}
+
+std::uint64_t oneshot_elements(const Layout& layout, int channels, std::uint64_t element) {
+  return channels * layout.packet_bytes / element;
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,70 @@
+// How a call is served: algorithm, channels, threads. A pure function of what all ranks have in common, so that all of
+// them come to the same plan; auto never changes the bits.
+//
+//   all_reduce                       oneshot while it is small and launches are apart, else direct; ring on request
+//   reduce_scatter, reduce           direct; ring on request
+//   all_gather, broadcast            copies; ring on request
+//   gather, scatter, all_to_all      copies
+//
+// A launch that holds every rank of the communicator knows all pointers and begins when every input is ready: direct
+// and copies are then plain kernels that wait for nobody, and may fill the GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "core/engine.h"
+#include "cuda/args.h"
+#include "cuda/tuning.h"
+
+#if defined(RINGCOMM_EMULATE)
+#include "cuda/emulator/emulator.h"
+#endif
+
+namespace ringcomm::cuda {
+
+// Of a block. Every thread of the emulator is a fiber, hence few of them there.
+inline constexpr int kMostBlockThreads = 512;
+#if defined(RINGCOMM_EMULATE)
+inline constexpr int kBlockThreadsStep = emulator::kWarp;
+inline constexpr int kUsualBlockThreads = emulator::kWarp > 16 ? emulator::kWarp : 16;
+#else
+inline constexpr int kBlockThreadsStep = 32;
+inline constexpr int kUsualBlockThreads = kMostBlockThreads;
+#endif
+
+// What all ranks of a communicator have in common.
+struct Setting {
+  Layout layout;
+  bool known = false;        // a launch holds all ranks
+  bool whole_lines = false;  // 128 bytes written by a warp arrive whole at every peer: LL128 may be used
+  int threads = 0;           // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
+};
+// RINGCOMM_CUDA_THREADS, checked; 0 without it.
+int threads_from_environment();
+// RINGCOMM_CUDA_APART=1, for tests: a launch that holds all ranks goes about it as if it held one.
+bool apart_from_environment();
+
+struct Plan {
+  Algorithm algorithm = Algorithm::kDirect;
+  bool wide_packets = false;
+  bool waits = true;   // blocks wait for each other: all must be on the device at once
+  bool known = false;  // what the kernel is told
+  int channels = 1;    // at most; of a plan that waits for nobody: blocks of one rank
+  int threads = kUsualBlockThreads;
+};
+
+// Bytes of the whole message: of reduce_scatter, all_gather and all_to_all that of all parts.
+std::uint64_t message_bytes(const Call& call, int world_size);
+
+// The plan of a call of `nbytes`, `copies_apart`: a known launch may not copy freely, for an all_to_all is in place.
+Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apart, const Setting& setting,
+               const Tuning& tuning);
+
+// Most channels of a plan that waits, where one device has room for `blocks` of its kernel and may hold all ranks; 0:
+// not even one of each.
+int channels_that_fit(const Plan& plan, int blocks, int world_size);
+
+// Elements that one oneshot launch serves.
+std::uint64_t oneshot_elements(const Layout& layout, int channels, std::uint64_t element);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,341 @@
+#include "cuda/prepare.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/parts.h"
+#include "core/schedule.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+bool overlap(const Part& a, const Part& b, std::size_t element) {
+  const auto *x = static_cast<const char*>(a.data), *y = static_cast<const char*>(b.data);
+  return a.count && b.count && x < y + b.count * element && y < x + a.count * element;
+}
+bool in_place(const Call& call, int world_size) {
+  const Parts input = input_parts(call), output = output_parts(call);
+  for (int p = 0; p < world_size; ++p)
+    for (int q = 0; q < world_size; ++q)
+      if (overlap({input.data(p), input.count(p)}, {output.data(q), output.count(q)}, element_bytes(call.dtype)))
+        return true;
+  return false;
+}
+
+// The copies of a launch that knows all pointers.
+class CopyList {
+ public:
+  CopyList(CopyArgs& args, const std::vector<Row>& rows) : args_(args), rows_(rows), world_size_(rows.size()) {
+    for (int y = 0; y < world_size_; ++y) {
+      args_.first[y] = next_;
+      add_row(y);
+    }
+    args_.first[world_size_] = next_;
+  }
+
+ private:
+  const Call& call(int y) const { return rows_[y].batch->first(); }
+  Parts input(int y) const { return input_parts(call(y)); }
+  Parts output(int y) const { return output_parts(call(y)); }
+  static std::size_t element(const Call& call) { return element_bytes(call.dtype); }
+
+  void add(const char* source, char* target, std::size_t nbytes) {
+    if (nbytes == 0 || source == target) return;
+    args_.copies[next_++] = {source, target, nbytes, 1};
+  }
+  // The same to all ranks: target(p).
+  template <typename Target>
+  void add_for_all(const char* source, std::size_t nbytes, const Target& target) {
+    const int first = next_;
+    for (int p = 0; p < world_size_; ++p) add(source, target(p), nbytes);
+    if (next_ > first) args_.copies[first].targets = next_ - first;
+  }
+
+  // The team is the communicator: row y is rank y.
+  void add_row(int y) {
+    const Call& mine = call(y);
+    const std::size_t each = element(mine);
+    switch (mine.op) {
+      case Op::kAllGather:
+        return add_for_all(static_cast<const char*>(mine.input), mine.count * each,
+                           [&](int p) { return output(p).data(y); });
+      case Op::kBroadcast: {  // every rank's blocks move a share of it
+        const Slice share = shard_of(mine.count * each, world_size_, y, kLineBytes);
+        return add_for_all(static_cast<const char*>(call(mine.root).input) + share.offset, share.count,
+                           [&](int p) { return static_cast<char*>(call(p).output) + share.offset; });
+      }
+      case Op::kGather:
+        return add(static_cast<const char*>(mine.input), output(mine.root).data(y), mine.count * each);
+      case Op::kScatter:
+        return add(input(mine.root).data(y), static_cast<char*>(mine.output), mine.count * each);
+      default:
+        for (int i = 0, p = y; i < world_size_; ++i, p = ring_next(p, world_size_))
+          add(input(y).data(p), output(p).data(y), input(y).count(p) * each);
+    }
+  }
+
+  CopyArgs& args_;
+  const std::vector<Row>& rows_;
+  const int world_size_;
+  int next_ = 0;
+};
+
+// What a rank gives and takes where its peers launch for themselves.
+Exchange exchange_of(const Call& call, int rank, int world_size) {
+  Exchange x{};
+  const Parts input = input_parts(call), output = output_parts(call);
+  const std::size_t each = element_bytes(call.dtype);
+  const auto give = [&](int p, const void* data, std::size_t count) {
+    x.give[p] = static_cast<const char*>(data);
+    x.give_bytes[p] = count * each;
+  };
+  const auto take = [&](int p, void* data, std::size_t count) {
+    x.take[p] = static_cast<char*>(data);
+    x.take_bytes[p] = count * each;
+  };
+  const bool at_root = rank == call.root;
+  for (int p = 0; p < world_size; ++p) {
+    switch (call.op) {
+      case Op::kAllGather:
+        give(p, call.input, call.count);
+        take(p, output.data(p), output.count(p));
+        break;
+      case Op::kBroadcast:
+        if (at_root) give(p, call.input, call.count);
+        if (p == call.root) take(p, call.output, call.count);
+        break;
+      case Op::kGather:
+        if (p == call.root) give(p, call.input, call.count);
+        if (at_root) take(p, output.data(p), call.count);
+        break;
+      case Op::kScatter:
+        if (at_root) give(p, input.data(p), call.count);
+        if (p == call.root) take(p, call.output, call.count);
+        break;
+      case Op::kAllToAll:
+        give(p, input.data(p), input.count(p));
+        take(p, output.data(p), output.count(p));
+        break;
+      default:
+        break;
+    }
+  }
+  return x;
+}
+
+}  // namespace
+
+bool in_one_piece(const Parts& parts, int world_size, std::size_t element) {
+  if (parts.contiguous()) return true;
+  for (int p = 0; p < world_size; ++p)
+    if (parts.count(p) != parts.count(0) || parts.data(p) != parts.data(0) + p * parts.count(0) * element) return false;
+  return true;
+}
+
+Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead)
+    : rows_(rows), lead_(lead), setting_(rows[lead].context->setting()) {
+  if (call().op == Op::kAllToAll && setting_.known) check_all_to_all();
+  const Algorithm requested = world_size() == 1 || (num_calls() > 1 && call().algorithm == Algorithm::kAuto)
+                                  ? Algorithm::kDirect
+                                  : call().algorithm;
+  plan_ = make_plan(call().op, requested, nbytes(), in_place_anywhere(), setting_, context().tuning());
+}
+
+// Who sends whom how much is in no signature.
+void Preparation::check_all_to_all() const {
+  for (int from = 0; from < world_size(); ++from)
+    for (int to = 0; to < world_size(); ++to) {
+      const std::size_t sent = input_parts(call(from)).count(to), expected = output_parts(call(to)).count(from);
+      if (sent != expected)
+        fail(ErrorCode::kMismatch, "all_to_all: rank ", to, " expected ", expected, " elements from rank ", from,
+             ", which sends ", sent, "; recv_counts must mirror the senders' counts", kAdvice);
+    }
+}
+
+std::uint64_t Preparation::nbytes() const {
+  std::uint64_t all = 0;
+  for (int i = 0; i < num_calls(); ++i) all += message_bytes(call(lead_, i), world_size());
+  return all;
+}
+
+// Between ranks that copy freely, an all_to_all in place would overwrite what has yet to be read.
+bool Preparation::in_place_anywhere() const {
+  if (call().op != Op::kAllToAll || world_size() == 1) return false;
+  for (std::size_t y = 0; y < rows_.size(); ++y)
+    if (in_place(call(y), world_size())) return true;
+  return false;
+}
+
+bool Preparation::enqueue() const {
+  if (plan_.known && !plan_.waits && (nbytes() == 0 || call().op == Op::kBarrier)) return false;
+  if (reduces(call().op))
+    reduce();
+  else if (plan_.algorithm == Algorithm::kRing)
+    ring_copy();
+  else if (plan_.known)
+    copy();
+  else
+    exchange();
+  return plan_.waits;
+}
+
+template <typename Args>
+int Preparation::channels(Kernel<Args> kernel) const {
+  const int room = room_for(reinterpret_cast<const void*>(kernel), plan_.threads, context().device(), context().rank());
+  const int channels = channels_that_fit(plan_, room, world_size());
+  if (channels == 0)
+    fail(ErrorCode::kUnsupported, name(call().op), ": rank ", context().rank(), " expected room on the GPU for ",
+         world_size(), " ranks with a block of ", plan_.threads, " threads each, got room for ", room,
+         " of them; use fewer ranks per GPU, or smaller blocks (RINGCOMM_CUDA_THREADS)");
+  return channels;
+}
+
+template <typename Args>
+void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
+  launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(rows_.size())), plan_.threads, args, stream(),
+         plan_.waits, context().rank());
+}
+
+RankArgs Preparation::rank_args(const Row& row) const {
+  const Group& group = row.context->group();
+  RankArgs args{};
+  args.rank = row.rank;
+  args.factor = row.batch->first().factor;
+  args.host = group.device_page();
+  args.arenas = group.device_arenas();
+  for (int p = 0; p < world_size(); ++p) args.segments[p] = group.segment(p);
+  return args;
+}
+
+// Where the call's buffers lie for the peers.
+void Preparation::locate(RankArgs& rank, const Row& row) const {
+  const Call& call = row.batch->first();
+  const Group& group = row.context->group();
+  const std::size_t element = element_bytes(call.dtype);
+  const auto place = [&](const Parts& parts, bool whole) {
+    const bool one_piece = whole || in_one_piece(parts, world_size(), element);
+    const std::size_t count = parts.count(0) * (whole ? 1 : world_size());
+    return one_piece && parts.data(0) ? group.locate(parts.data(0), count * element) : Location{};
+  };
+  const bool rows_in = call.op == Op::kReduceScatter || call.op == Op::kAllToAll || call.op == Op::kScatter;
+  const bool rows_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || call.op == Op::kGather;
+  if (row.batch->num_calls > 1 || call.count == 0) return;
+  rank.input = place(input_parts(call), !rows_in);
+  rank.output = place(output_parts(call), !rows_out);
+}
+
+template <typename Args>
+void Preparation::fill_common(Args& args) const {
+  const Call& call = this->call(lead_);
+  args.op = call.op;
+  args.dtype = call.dtype;
+  args.algorithm = call.algorithm;
+  args.root = rooted(call.op) ? call.root : 0;
+  args.known = plan_.known;
+  args.layout = setting_.layout;
+  std::int64_t limit_ms = 0;
+  for (std::size_t y = 0; y < rows_.size(); ++y) {
+    args.ranks[y] = rank_args(rows_[y]);
+    if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args.ranks[y], rows_[y]);
+    limit_ms = std::max(limit_ms, rows_[y].batch->limit_ms);
+  }
+  args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
+  for (int i = 0; i < num_calls(); ++i) args.signed_count += agreed_count(this->call(lead_, i), world_size());
+}
+
+// ---- reductions
+
+void Preparation::reduce() const {
+  const Arithmetic arithmetic = arithmetic_of(call().dtype, call().reduce_op);
+  const auto kernel_of = plan_.algorithm == Algorithm::kRing      ? ring_kernel
+                         : plan_.algorithm == Algorithm::kOneshot ? oneshot_kernel
+                                                                  : direct_kernel;
+  const Kernel<CallArgs> kernel = kernel_of(arithmetic.dtype, arithmetic.op);
+  if (!kernel) not_in_this_build(call().dtype, call().reduce_op);
+  CallArgs args{};
+  fill_common(args);
+  args.reduce_op = call().reduce_op;
+  args.wide_packets = plan_.wide_packets;
+  std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
+  args.num_messages = add_messages(args, arithmetic.scale);
+  if (plan_.algorithm == Algorithm::kOneshot) return reduce_packets(kernel, args, element_bytes(arithmetic.dtype));
+  launch_kernel(kernel, channels(kernel), args);
+}
+
+// A launch for as much as the boxes hold.
+void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const {
+  const int channels = this->channels(kernel);
+  const std::size_t count = args.messages[0].count;
+  const std::size_t most = oneshot_elements(setting_.layout, channels, element);
+  for (std::size_t at = 0; at == 0 || at < count; at += most) {
+    for (const Row& row : rows_) {
+      args.messages[0].input[row.rank] = static_cast<const char*>(row.batch->first().input) + at * element;
+      args.messages[0].output[row.rank] = static_cast<char*>(row.batch->first().output) + at * element;
+    }
+    args.messages[0].count = smaller(most, count - at);
+    launch_kernel(kernel, channels, args);
+  }
+}
+
+// Counts are the kernel's elements: `scale` in one of the call's. How many messages there are.
+int Preparation::add_messages(CallArgs& args, int scale) const {
+  if (call().op == Op::kReduceScatter && !call().input_parts.empty()) {
+    args.parts = 1;
+    for (std::size_t y = 0; y < rows_.size(); ++y) {
+      const Parts input = input_parts(call(y));
+      for (int p = 0; p < world_size(); ++p) {
+        args.messages[p].input[rows_[y].rank] = input.data(p);
+        args.messages[p].count = input.count(p) * scale;
+      }
+      args.messages[rows_[y].rank].output[rows_[y].rank] = call(y).output;
+    }
+    return world_size();
+  }
+  for (int i = 0; i < num_calls(); ++i) {
+    args.messages[i].count = call(lead_, i).count * scale;
+    for (std::size_t y = 0; y < rows_.size(); ++y) {
+      args.messages[i].input[rows_[y].rank] = call(y, i).input;
+      args.messages[i].output[rows_[y].rank] = call(y, i).output;
+    }
+  }
+  return num_calls();
+}
+
+// ---- data movement
+
+// all_gather or broadcast of bytes.
+void Preparation::ring_copy() const {
+  CallArgs args{};
+  fill_common(args);
+  std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
+  args.num_messages = 1;
+  args.messages[0].count = call(lead_).count * element_bytes(call().dtype);
+  for (std::size_t y = 0; y < rows_.size(); ++y) {
+    args.messages[0].input[rows_[y].rank] = call(y).input;
+    args.messages[0].output[rows_[y].rank] = output_parts(call(y)).data(0);
+  }
+  const Kernel<CallArgs> kernel = ring_copy_kernel();
+  launch_kernel(kernel, channels(kernel), args);
+}
+
+void Preparation::copy() const {
+  CopyArgs args{};
+  fill_common(args);
+  CopyList(args, rows_);
+  if (args.first[world_size()] == 0) return;
+  const Kernel<CopyArgs> kernel = copy_kernel();
+  launch_kernel(kernel, channels(kernel), args);
+}
+
+void Preparation::exchange() const {
+  CopyArgs args{};
+  fill_common(args);
+  args.same_for_all = call().op == Op::kAllGather || call().op == Op::kBroadcast;
+  for (std::size_t y = 0; y < rows_.size(); ++y) args.exchanges[y] = exchange_of(call(y), rows_[y].rank, world_size());
+  const Kernel<CopyArgs> kernel = copy_kernel();
+  launch_kernel(kernel, channels(kernel), args);
+}
+
+}  // namespace ringcomm::cuda

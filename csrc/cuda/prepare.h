@@ -1,0 +1,54 @@
+// From the calls of the ranks in one launch to what the kernels are told: plans, arguments, launches.
+#pragma once
+
+#include <vector>
+
+#include "core/parts.h"
+#include "cuda/context.h"
+#include "cuda/team.h"
+
+namespace ringcomm::cuda {
+
+class Preparation {
+ public:
+  // `rows[lead]` launches, on its stream. Checks what can be checked before anything is enqueued.
+  Preparation(const std::vector<Row>& rows, std::size_t lead);
+  // Enqueues the calls. Whether their kernels wait for other ranks.
+  bool enqueue() const;
+
+ private:
+  const Call& call(std::size_t row = 0, int i = 0) const { return rows_[row].batch->calls[i]; }
+  int num_calls() const { return rows_[lead_].batch->num_calls; }
+  int world_size() const { return setting_.layout.world_size; }
+  Context& context() const { return *rows_[lead_].context; }
+  cudaStream_t stream() const { return rows_[lead_].batch->stream; }
+
+  void check_all_to_all() const;
+  std::uint64_t nbytes() const;
+  bool in_place_anywhere() const;
+  template <typename Args>
+  int channels(Kernel<Args> kernel) const;
+  template <typename Args>
+  void launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const;
+
+  template <typename Args>
+  void fill_common(Args& args) const;
+  RankArgs rank_args(const Row& row) const;
+  void locate(RankArgs& rank, const Row& row) const;
+  void reduce() const;
+  void reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const;
+  int add_messages(CallArgs& args, int scale) const;
+  void ring_copy() const;
+  void copy() const;
+  void exchange() const;
+
+  const std::vector<Row>& rows_;
+  const std::size_t lead_;
+  const Setting setting_;
+  Plan plan_;
+};
+
+// Whether the parts lie one behind the other and are of equal size: then the first address stands for all.
+bool in_one_piece(const Parts& parts, int world_size, std::size_t element);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,203 @@
+#include "cuda/runtime.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <iomanip>
+
+#include "core/engine.h"
+#include "core/error.h"
+
+namespace ringcomm {
+
+namespace {
+
+std::string version(int number) { return concat(number / 1000, '.', number % 1000 / 10); }
+
+}  // namespace
+
+std::string why_no_cuda() {
+  int devices = 0, driver = 0, runtime = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  cudaGetLastError();  // a missing driver is no failure of a later call
+  if (status == cudaSuccess && devices > 0) return "";
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) runtime = 0;
+  if (status == cudaSuccess || status == cudaErrorNoDevice)
+    return "no device: the CUDA driver sees no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES";
+  if (driver == 0)
+    return concat("no driver: libcuda.so.1 was not found; install an NVIDIA driver for CUDA ", version(runtime),
+                  " or newer, or start the container with GPUs");
+  if (status == cudaErrorInsufficientDriver)
+    return concat("old driver: it serves CUDA ", version(driver), " and this build needs ", version(runtime),
+                  "; update the NVIDIA driver");
+  if (status == cudaErrorInitializationError)
+    return "no context: CUDA could not start, most often since this process was forked after its parent had used CUDA; "
+           "start ranks with spawn";
+  return concat("no usable driver: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ", driver for CUDA ",
+                version(driver), "); see nvidia-smi and the kernel log");
+}
+
+namespace cuda {
+
+namespace {
+
+constexpr auto kUnloading = static_cast<cudaError_t>(4);  // cudaErrorCudartUnloading
+std::atomic<bool> ending{false};
+
+// Handlers of exit run in reverse order: registered after the runtime has started, ours comes before its own.
+void watch_for_exit() {
+  [[maybe_unused]] static const int registered = std::atexit([] { ending.store(true, std::memory_order_relaxed); });
+}
+
+// After these nothing works in this process any more, and every later call gives the same error. By number: headers of
+// different toolkits know different names.
+bool is_sticky(cudaError_t status) {
+  switch (static_cast<int>(status)) {
+    case 214:  // uncorrectable ECC error
+    case 220:  // uncorrectable NVLink error
+    case 226:  // contained memory error
+    case 700:  // illegal address
+    case 702:  // launch timeout
+    case 710:  // device-side assert
+    case 714:  // hardware stack error
+    case 715:  // illegal instruction
+    case 716:  // misaligned address
+    case 717:  // invalid address space
+    case 718:  // invalid program counter
+    case 719:  // launch failure
+    case 721:  // tensor leak
+      return true;
+    default:
+      return false;
+  }
+}
+
+const char* advice(cudaError_t status) {
+  if (is_sticky(status))
+    return "; the CUDA context of this process is lost (the fault may lie in an earlier kernel of anyone: see "
+           "compute-sanitizer), restart the process";
+  switch (status) {
+    case cudaErrorMemoryAllocation:
+      return "; free memory (torch.cuda.empty_cache()), or use fewer channels and smaller slots";
+    case cudaErrorInsufficientDriver:
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+      return "; see nvidia-smi, CUDA_VISIBLE_DEVICES and the device index";
+    case cudaErrorNoKernelImageForDevice:
+      return "; this build has no code for the device, build it for its architecture";
+    case cudaErrorCooperativeLaunchTooLarge:
+      return "; the ranks on this device need more blocks than fit at once, use fewer channels";
+    case cudaErrorPeerAccessUnsupported:
+    case cudaErrorNotSupported:
+      return "; this machine or driver does not offer it, use another backend here";
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+      return "; do this before or after the capture of a graph, not within it";
+    default:
+      return "; see the kernel log (dmesg, Xid) if it persists";
+  }
+}
+
+ErrorCode code_of(cudaError_t status) {
+  switch (status) {
+    case cudaErrorInsufficientDriver:
+    case cudaErrorNoDevice:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorCooperativeLaunchTooLarge:
+    case cudaErrorPeerAccessUnsupported:
+    case cudaErrorNotSupported:
+      return ErrorCode::kUnsupported;
+    default:
+      return ErrorCode::kSystem;
+  }
+}
+
+int attribute(cudaDeviceAttr which, int device, int rank) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute", rank);
+  return value;
+}
+
+std::string hexadecimal(const char* bytes, std::size_t count) {
+  std::ostringstream out;
+  for (std::size_t i = 0; i < count; ++i)
+    out << std::hex << std::setw(2) << std::setfill('0') << static_cast<int>(static_cast<unsigned char>(bytes[i]));
+  return out.str();
+}
+
+}  // namespace
+
+void check(cudaError_t status, const char* what, int rank) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  fail(code_of(status), what, ": rank ", rank, " expected success, got ", cudaGetErrorString(status), " (",
+       cudaGetErrorName(status), ")", advice(status));
+}
+
+bool tolerate(cudaError_t status, const char* what) noexcept {
+  if (status == cudaSuccess || status == kUnloading) return true;
+  cudaGetLastError();
+  static std::atomic<bool> said{false};
+  if (!said.exchange(true))
+    std::fprintf(stderr, "ringcomm: %s, while closing, gave %s (%s)%s\n", what, cudaGetErrorString(status),
+                 cudaGetErrorName(status), advice(status));
+  return false;
+}
+
+bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
+
+DeviceGuard::DeviceGuard(int device, int rank) {
+  int now = 0;
+  check(cudaGetDevice(&now), "cudaGetDevice", rank);
+  if (now == device) return;
+  check(cudaSetDevice(device), "cudaSetDevice", rank);
+  before_ = now;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (before_ >= 0) tolerate(cudaSetDevice(before_), "cudaSetDevice");
+}
+
+RelaxedCapture::RelaxedCapture(int rank) {
+  check(cudaThreadExchangeStreamCaptureMode(&before_), "cudaThreadExchangeStreamCaptureMode", rank);
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  tolerate(cudaThreadExchangeStreamCaptureMode(&before_), "cudaThreadExchangeStreamCaptureMode");
+}
+
+std::string DeviceFacts::text() const {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(1) << name << ", " << multiprocessors << " SMs, sm_" << major << minor << ", "
+      << static_cast<double>(memory_bytes) / (1 << 30) << " GiB, L2 " << static_cast<double>(l2_bytes) / (1 << 20)
+      << " MiB, " << bus_id;
+  return out.str();
+}
+
+DeviceFacts facts_of(int device, int rank) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess)
+    fail(ErrorCode::kUnsupported, "communicator: rank ", rank, " expected a CUDA device, got ", why_no_cuda());
+  if (device < 0 || device >= devices)
+    fail(ErrorCode::kInvalid, "communicator: rank ", rank, " expected a device index below ", devices,
+         " (the visible GPUs), got ", device, "; see CUDA_VISIBLE_DEVICES");
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties", rank);
+  watch_for_exit();
+  DeviceFacts facts;
+  char bus_id[32] = {};
+  check(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device), "cudaDeviceGetPCIBusId", rank);
+  facts.bus_id = bus_id;
+  facts.name = properties.name;
+  facts.uuid = hexadecimal(properties.uuid.bytes, sizeof properties.uuid.bytes);
+  facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device, rank);
+  facts.major = attribute(cudaDevAttrComputeCapabilityMajor, device, rank);
+  facts.minor = attribute(cudaDevAttrComputeCapabilityMinor, device, rank);
+  facts.l2_bytes = attribute(cudaDevAttrL2CacheSize, device, rank);
+  facts.memory_bytes = properties.totalGlobalMem;
+  return facts;
+}
+
+}  // namespace cuda
+}  // namespace ringcomm

@@ -1,0 +1,60 @@
+// The CUDA runtime, as far as the rest of the engine wants to know about it: errors become Error, the current device is
+// put back, and a device says what it is.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <string>
+
+namespace ringcomm::cuda {
+
+// Throws unless `status` is success. `what` is the call, as people should read it: "cudaMalloc of the segment".
+// The runtime's last error is taken, so that no later call is blamed for this one.
+void check(cudaError_t status, const char* what, int rank);
+
+// For destructors: true if `status` is success or says that the process is ending. Anything else is printed once, since
+// nobody can catch it.
+bool tolerate(cudaError_t status, const char* what) noexcept;
+
+// Whether static objects are being destroyed already: CUDA must not be called any more.
+bool process_is_ending();
+
+// The calling thread works on `device` within a scope.
+class DeviceGuard {
+ public:
+  DeviceGuard(int device, int rank);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = -1;  // -1: nothing to put back
+};
+
+// Lets the calling thread allocate and query within a scope, whatever other threads may be capturing into a graph.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(int rank);
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode before_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct DeviceFacts {
+  std::string name;
+  std::string bus_id;  // 0000:3b:00.0
+  std::string uuid;    // 32 hexadecimal digits; tells MIG instances apart, which share a bus id
+  int multiprocessors = 0;
+  int major = 0, minor = 0;  // compute capability
+  std::size_t memory_bytes = 0;
+  std::size_t l2_bytes = 0;
+
+  std::string text() const;  // "NVIDIA H200, 132 SMs, sm_90, 139.8 GiB, L2 50.0 MiB, 0000:3b:00.0"
+};
+DeviceFacts facts_of(int device, int rank);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,45 @@
+// What went wrong, as a sentence: the record that a kernel leaves in the host page, and the first reason for which a
+// communicator has ended.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "core/engine.h"
+#include "core/error.h"
+#include "cuda/args.h"
+
+namespace ringcomm::cuda {
+
+inline constexpr const char* kAdvice = "; the communicator is aborted, create a new one";
+
+// "all_reduce(100 x float32, sum, auto)"
+std::string describe(const Signature& signature);
+std::string describe(const Call& call, int world_size);
+// "2 s", "0.25 s"
+std::string seconds(std::int64_t timeout_ms);
+
+// The error that `status` stands for. `calls` names what this rank was in: "all_reduce", or several.
+Error explain(const Status& status, int rank, const std::string& calls, std::int64_t timeout_ms);
+
+// The end of a communicator, as far as this process knows: the first reason stays.
+class Verdict {
+ public:
+  bool passed() const { return passed_.load(std::memory_order_acquire); }
+  // False: there was one already.
+  bool pass(const std::string& reason);
+  std::string reason() const;
+  // Throws if it has been passed.
+  void check(Op op, int rank) const {
+    if (passed()) raise(op, rank);
+  }
+  [[noreturn]] void raise(Op op, int rank) const;
+
+ private:
+  std::atomic<bool> passed_{false};
+  mutable std::mutex mutex_;
+  std::string reason_;
+};
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,30 @@
+// Which devices are near which, and the order of the ring that follows from it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ringcomm::cuda {
+
+// The way from one device to another, from worst to best.
+struct Path {
+  enum Kind : std::uint8_t { kUnknown, kNone, kPcie, kNvlink, kSame };
+  Kind kind = kUnknown;
+  int performance_rank = 0;  // as CUDA tells it: 0 is the fastest kind of link of the machine
+
+  // Higher is better; any path of a better kind beats any of a worse one.
+  int quality() const { return kind * 1000 - (performance_rank < 999 ? performance_rank : 999); }
+};
+const char* name(Path::Kind kind);
+
+// What CUDA says about two devices that this process sees.
+Path path_between(int from, int to, int rank);
+
+// A ring through all ranks, as a list of ranks that begins with 0: its worst link is as good as can be, then the sum of
+// its links, then it is the first in lexical order. paths[a][b] is the way from rank a to rank b; a link counts as its
+// worse direction. World sizes up to 8 (every order is tried). Identity if a path is unknown.
+std::vector<int> ring_order(const std::vector<std::vector<Path>>& paths);
+
+}  // namespace ringcomm::cuda

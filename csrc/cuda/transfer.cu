@@ -1,0 +1,107 @@
+// send and recv between processes. Each ordered pair of ranks has its own links, one for every p2p channel: the board
+// lies with the receiver. Window w of a message goes over channel w % channels.
+//
+// Transfers between the same two ranks in the same direction share a link, and keep the order of the launch: the blocks
+// of the first of them serve them all, those of the others return at once. Different peers and directions never wait
+// for each other, so that any set of transfers that match can be in one launch.
+#include "cuda/kernels.h"
+#include "cuda/link_ends.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+RINGCOMM_DEVICE bool share_a_link(const Transfer& a, const Transfer& b) {
+  return a.peer == b.peer && (a.sends != 0) == (b.sends != 0);
+}
+
+class TransferBlock {
+ public:
+  RINGCOMM_DEVICE TransferBlock(const Block& block, const Transfer& first)
+      : block_(block),
+        peer_(first.peer),
+        sends_(first.sends != 0),
+        mine_(link(block.rank(), peer_)),
+        theirs_(link(peer_, block.rank())),
+        board_(Board::at((sends_ ? theirs_ : mine_) + block.layout().link_board_at(), block.layout().p2p_depth,
+                         block.layout().p2p_slot_bytes)),
+        consumed_(reinterpret_cast<Flag*>((sends_ ? mine_ : theirs_) + block.layout().link_consumed_at())),
+        ends_(block),
+        ticket_(load_one(count())) {}
+
+  // False: a wait gave up.
+  RINGCOMM_DEVICE bool run(const Transfer& transfer) {
+    const int channels = block_.num_channels();
+    const WindowCut cut = cut_for_channels(transfer.nbytes, 1, board_.slot_bytes, kLineBytes, kLeastBytes, channels);
+    const Signature signature = sign(transfer);
+    bool first = true;
+    u64 window = block_.channel();
+    do {  // an empty message too: the peer must hear of it
+      if (window > 0 && window >= cut.windows()) break;
+      const Slice s = cut.slice(0, window);
+      step(transfer.data + s.offset, static_cast<u32>(s.count), signature, first);
+      first = false;
+      window += channels;
+    } while (ends_.going());
+    return ends_.going();
+  }
+  RINGCOMM_DEVICE void close() const {
+    block_.sync();
+    if (block_.thread() == 0) store_one(count(), ticket_);
+  }
+
+ private:
+  RINGCOMM_DEVICE char* link(int at, int peer) const {
+    return block_.args().segments[at] + block_.layout().link_at(peer, block_.channel());
+  }
+  // The tickets of this direction, in this rank's own memory.
+  RINGCOMM_DEVICE u64* count() const {
+    ChannelState* const state = reinterpret_cast<ChannelState*>(mine_);
+    return sends_ ? &state->sent : &state->received;
+  }
+  // What both ends must agree on; the number of the first ticket stands for the number of the call.
+  RINGCOMM_DEVICE Signature sign(const Transfer& transfer) const {
+    return {ticket_, 0, transfer.count, static_cast<std::uint8_t>(Op::kSend), static_cast<std::uint8_t>(transfer.dtype),
+            0,       0, transfer.tag};
+  }
+  RINGCOMM_DEVICE void step(char* data, u32 nbytes, const Signature& signature, bool first) {
+    if (sends_) {
+      ends_.await_credit(consumed_, ticket_, board_.depth, peer_);
+      if (ends_.ready()) copy_run(block_, data, nbytes, board_.slot(ticket_));
+      ends_.publish(board_, ticket_, signature, first);
+    } else {
+      ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, first);
+      if (ends_.ready()) copy_run(block_, board_.slot(ticket_), nbytes, data);
+      ends_.release(consumed_, ticket_);
+    }
+    ++ticket_;
+  }
+
+  const Block& block_;
+  const int peer_;
+  const bool sends_;
+  char* const mine_;
+  char* const theirs_;
+  const Board board_;
+  Flag* const consumed_;
+  LinkEnds ends_;
+  u64 ticket_;
+};
+
+RINGCOMM_KERNEL(kMostThreads) send_and_receive(const __grid_constant__ TransferArgs args) {
+  const Block block(args.layout, args.rank, args.timeout_ns);
+  const int first = static_cast<int>(blockIdx.y);
+  if (first >= args.num_transfers) return;
+  for (int i = 0; i < first; ++i)  // an earlier one serves its link
+    if (share_a_link(args.transfers[i], args.transfers[first])) return;
+  TransferBlock transfers(block, args.transfers[first]);
+  for (int i = first; i < args.num_transfers; ++i)
+    if (share_a_link(args.transfers[i], args.transfers[first]) && !transfers.run(args.transfers[i])) return;
+  transfers.close();
+}
+
+}  // namespace
+
+Kernel<TransferArgs> transfer_kernel() { return send_and_receive; }
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,73 @@
+// Sends and receives. Ranks of one process meet on the host: a receive takes the oldest message of its source that has
+// its tag, and the one who comes later enqueues the copy. Between processes kernels pass the bytes over the links of
+// the segments; there messages of two ranks must pair up in order.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "core/engine.h"
+#include "cuda/outcome.h"
+#include "cuda/status.h"
+
+namespace ringcomm::cuda {
+
+class Context;
+
+class Matcher {
+ public:
+  explicit Matcher(Verdict& verdict) : verdict_(verdict) {}
+
+  // A send or receive whose other side is in this process. Enqueues the copy if the other side has come.
+  std::shared_ptr<Outcome> post(Context& context, Call call, cudaStream_t stream, unsigned long long capture);
+
+  // The rank posts nothing more: its receives fail. Its sends that are still open.
+  std::vector<std::shared_ptr<Outcome>> close(int rank);
+  bool has_open(int rank);
+  // The verdict is passed: what is open fails.
+  void end_all();
+
+ private:
+  class Message;
+  using MessagePtr = std::shared_ptr<Message>;
+
+  MessagePtr claim(std::deque<MessagePtr>& queue, const Message& message);
+  bool cancel(const Message& message);
+  void copy(Message& message, Message& other);
+
+  Verdict& verdict_;
+  std::mutex mutex_;
+  std::deque<MessagePtr> sends_, receives_;  // open ones, in the order of their calls
+};
+
+// The links of one rank to ranks in other processes.
+class Links {
+ public:
+  explicit Links(Context& context) : context_(context) {}
+
+  bool leads_to(int peer) const;
+  // Sends and receives that may wait for each other's peers at once, in one launch or several. Each link keeps the
+  // order of its calls.
+  std::shared_ptr<Outcome> post(const std::vector<const Call*>& calls, cudaStream_t stream, unsigned long long capture);
+  // A stream of this engine for a call that its caller does not wait for: sends and receives of one stream would wait
+  // for each other.
+  cudaStream_t stream_of(const Call& call);
+  // The ends of what was launched last, of every link.
+  std::vector<MarkPtr> last() const;
+  ~Links();
+
+ private:
+  using Way = std::pair<int, bool>;  // peer, whether this rank sends
+  static Way way(const Call& call) { return {call.root, call.op == Op::kSend}; }
+
+  Context& context_;
+  mutable std::mutex mutex_;
+  std::map<Way, MarkPtr> last_;
+  std::map<Way, cudaStream_t> streams_;
+};
+
+}  // namespace ringcomm::cuda

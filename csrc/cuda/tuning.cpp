@@ -1,0 +1,117 @@
+#include "cuda/tuning.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <sstream>
+#include <tuple>
+
+#include "core/error.h"
+#include "core/parts.h"
+#include "cuda/plan.h"
+
+namespace ringcomm::cuda {
+
+namespace {
+
+class Line {
+ public:
+  Line(const std::string& text, const std::string& source, int number)
+      : text_(text), source_(source), number_(number) {}
+
+  Tuning::Entry parse() const {
+    std::istringstream in(text_.substr(0, text_.find('#')));
+    std::string op, world_size, bytes, algorithm, channels, threads, more;
+    if (!(in >> op >> world_size >> bytes >> algorithm >> channels >> threads) || in >> more)
+      refuse("expected six columns (op, world_size, up_to_bytes, algorithm, channels, threads)");
+    Tuning::Entry entry{};
+    entry.op = op_of(op);
+    entry.world_size = static_cast<int>(number(world_size, "a world_size", 1, kMaxRanks));
+    constexpr auto kMost = std::numeric_limits<std::uint64_t>::max();
+    entry.up_to_bytes = bytes == "max" ? kMost : number(bytes, "up_to_bytes", 0, kMost);
+    entry.algorithm = algorithm_of(algorithm, entry.op);
+    entry.channels = static_cast<int>(number(channels, "channels", 0, 65535));
+    entry.threads = static_cast<int>(number(threads, "threads", 0, kMostBlockThreads));
+    if (entry.threads % kBlockThreadsStep != 0)
+      refuse("expected a multiple of " + std::to_string(kBlockThreadsStep) + " threads, got " + threads);
+    return entry;
+  }
+
+ private:
+  Op op_of(const std::string& text) const {
+    for (int i = 0; i < static_cast<int>(Op::kBarrier); ++i)
+      if (text == name(static_cast<Op>(i))) return static_cast<Op>(i);
+    refuse("expected an op such as all_reduce, got " + text);
+  }
+  Algorithm algorithm_of(const std::string& text, Op op) const {
+    for (int i = 1; i <= static_cast<int>(Algorithm::kOneshot); ++i) {
+      const auto algorithm = static_cast<Algorithm>(i);
+      if (text != name(algorithm)) continue;
+      const bool ring = algorithm == Algorithm::kRing;
+      if (ring && reduces(op)) refuse("expected an algorithm that keeps the bits of a reduction, got ring");
+      if (ring && op != Op::kAllGather && op != Op::kBroadcast) refuse(std::string(name(op)) + " has no ring");
+      if (algorithm == Algorithm::kOneshot && op != Op::kAllReduce) refuse("only all_reduce has oneshot");
+      return algorithm;
+    }
+    refuse("expected direct, oneshot or ring, got " + text);
+  }
+  std::uint64_t number(const std::string& text, const char* what, std::uint64_t least, std::uint64_t most) const {
+    std::size_t used = 0;
+    std::uint64_t value = 0;
+    try {
+      value = std::stoull(text, &used);
+    } catch (const std::exception&) {
+      used = 0;
+    }
+    if (used != text.size() || text[0] == '-' || value < least || value > most)
+      refuse(concat("expected ", what, " from ", least, " to ", most, ", got ", text));
+    return value;
+  }
+  [[noreturn]] void refuse(const std::string& why) const {
+    fail(ErrorCode::kInvalid, "tuning: ", source_, " line ", number_, ": ", why,
+         "; write the file with `ringcomm tune`, or unset RINGCOMM_TUNING");
+  }
+
+  const std::string& text_;
+  const std::string& source_;
+  const int number_;
+};
+
+auto key(const Tuning::Entry& e) { return std::make_tuple(e.op, e.world_size, e.up_to_bytes); }
+
+}  // namespace
+
+Tuning Tuning::parse(const std::string& text, const std::string& source) {
+  Tuning tuning;
+  tuning.source_ = source;
+  std::istringstream in(text);
+  std::string line;
+  for (int number = 1; std::getline(in, line); ++number)
+    if (const auto first = line.find_first_not_of(" \t\r"); first != std::string::npos && line[first] != '#')
+      tuning.entries_.push_back(Line(line, source, number).parse());
+  std::stable_sort(tuning.entries_.begin(), tuning.entries_.end(),
+                   [](const Entry& a, const Entry& b) { return key(a) < key(b); });
+  return tuning;
+}
+
+Tuning Tuning::from_environment() {
+  const char* const path = std::getenv("RINGCOMM_TUNING");
+  if (!path || !*path) return {};
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file)
+    fail(ErrorCode::kInvalid, "tuning: RINGCOMM_TUNING expected a readable file with entries, got ", path,
+         "; write it with `ringcomm tune`, or unset the variable");
+  return parse(text, path);
+}
+
+const Tuning::Entry* Tuning::find(Op op, int world_size, std::uint64_t nbytes) const {
+  const auto wanted = std::make_tuple(op, world_size, nbytes);
+  const auto it = std::lower_bound(entries_.begin(), entries_.end(), wanted,
+                                   [](const Entry& e, const auto& k) { return key(e) < k; });
+  return it != entries_.end() && it->op == op && it->world_size == world_size ? &*it : nullptr;
+}
+
+}  // namespace ringcomm::cuda

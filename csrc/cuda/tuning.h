@@ -1,0 +1,48 @@
+// Which algorithm serves a call of which size: a small built-in table, or a file that RINGCOMM_TUNING names, as
+// `ringcomm tune` writes it. Plain text, one line per entry, # begins a comment:
+//
+//   # op          world_size  up_to_bytes  algorithm  channels  threads     (0: the engine's choice)
+//   all_reduce    4           65536        oneshot    8         256
+//   all_reduce    4           max          direct     0         0
+//
+// A message of n bytes takes the entry of its op and world size with the smallest up_to_bytes >= n; the bytes are those
+// of the whole message (reduce_scatter, all_gather: of all parts). An algorithm that would change the bits of a
+// reduction (ring) is refused: auto never takes it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/engine.h"
+
+namespace ringcomm::cuda {
+
+class Tuning {
+ public:
+  struct Entry {
+    Op op;
+    int world_size;
+    std::uint64_t up_to_bytes;
+    Algorithm algorithm;
+    int channels, threads;
+  };
+
+  // Only what the engine knows by itself.
+  Tuning() = default;
+  // `source` is for errors: the name of the file.
+  static Tuning parse(const std::string& text, const std::string& source);
+  // The file that RINGCOMM_TUNING names, if any.
+  static Tuning from_environment();
+
+  // Null: the engine's choice.
+  const Entry* find(Op op, int world_size, std::uint64_t nbytes) const;
+  const std::string& source() const { return source_; }
+  const std::vector<Entry>& entries() const { return entries_; }
+
+ private:
+  std::string source_ = "built in";
+  std::vector<Entry> entries_;  // by op, world size, bytes
+};
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,100 @@
+"""What the NVIDIA driver says about itself and its devices: the few functions of libcuda that need no context."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_MULTIPROCESSORS, _L2_BYTES, _MAJOR, _MINOR = 16, 38, 75, 76  # CUdevice_attribute
+_P2P_RANK, _P2P_ACCESS, _P2P_ATOMICS = 1, 2, 3  # CUdevice_P2PAttribute
+
+
+@dataclass(frozen=True)
+class DriverDevice:
+    """One device."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    multiprocessors: int
+    capability: tuple[int, int]
+    l2_bytes: int
+    bus_id: str
+
+
+class Driver:
+    """A loaded libcuda."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    @staticmethod
+    @cache
+    def load() -> Driver | str:
+        """The driver, or one sentence that says why there is none."""
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            return f"no NVIDIA driver: libcuda.so.1 does not load ({error}); install the driver"
+        driver = Driver(library)
+        status = library.cuInit(0)
+        if status != 0:
+            return f"the NVIDIA driver does not start: {driver.explain(status)}; nvidia-smi may say more"
+        return driver
+
+    def explain(self, status: int) -> str:
+        """Name and description of an error."""
+        texts = []
+        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
+            text = ctypes.c_char_p()
+            function(status, ctypes.byref(text))
+            texts.append((text.value or b"?").decode())
+        return f"{texts[0]} ({status}), {texts[1]}"
+
+    def version(self) -> tuple[int, int]:
+        """Newest CUDA version that the driver runs."""
+        number = self._number(self._library.cuDriverGetVersion)
+        return number // 1000, number % 1000 // 10
+
+    def device_count(self) -> int:
+        """Devices that this process may see (CUDA_VISIBLE_DEVICES)."""
+        return self._number(self._library.cuDeviceGetCount)
+
+    def device(self, index: int) -> DriverDevice:
+        """What one device is."""
+        handle = ctypes.c_int()
+        self._library.cuDeviceGet(ctypes.byref(handle), index)
+        name = ctypes.create_string_buffer(256)
+        self._library.cuDeviceGetName(name, len(name), handle)
+        bus_id = ctypes.create_string_buffer(32)
+        self._library.cuDeviceGetPCIBusId(bus_id, len(bus_id), handle)
+        memory = ctypes.c_size_t()
+        self._library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+
+        def attribute(which: int) -> int:
+            return self._number(self._library.cuDeviceGetAttribute, which, handle)
+
+        return DriverDevice(
+            index,
+            name.value.decode(errors="replace"),
+            memory.value,
+            attribute(_MULTIPROCESSORS),
+            (attribute(_MAJOR), attribute(_MINOR)),
+            attribute(_L2_BYTES),
+            bus_id.value.decode(),
+        )
+
+    def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
+        """(access, native atomics, rank) of the path from one device to another; rank 0 is the fastest."""
+        access, atomics, rank = (
+            self._number(self._library.cuDeviceGetP2PAttribute, which, device, peer)
+            for which in (_P2P_ACCESS, _P2P_ATOMICS, _P2P_RANK)
+        )
+        return bool(access), bool(atomics), rank
+
+    @staticmethod
+    def _number(function: Any, *arguments: Any) -> int:
+        value = ctypes.c_int()
+        return value.value if function(ctypes.byref(value), *arguments) == 0 else 0

@@ -1,0 +1,148 @@
+// The bucket kernels on the emulator: random lists of tensors into one bucket and back, in all casts, aligned or not,
+// against the rule (widened, multiplied, rounded once) element by element.
+//
+//   cuda_pack_test [quick | number of cases [first seed]]
+#include <cmath>
+
+#include "core/dispatch.h"
+#include "cuda_world.h"
+
+namespace ringcomm::test {
+namespace {
+
+template <typename From, typename To>
+To packed(From value, double factor, bool scaled) {
+  if constexpr (std::is_same_v<From, To>) {
+    if (!scaled) return value;
+  }
+  constexpr bool kDouble = std::is_same_v<From, double> || std::is_same_v<To, double>;
+  using Wide = std::conditional_t<kDouble, double, float>;
+  const Wide wide = static_cast<Wide>(Element<From>::load(value)) * static_cast<Wide>(factor);
+  return Element<To>::store(static_cast<typename Element<To>::Acc>(wide));
+}
+
+// Calls body(TypeTag) for the types that are cast.
+template <typename F>
+void dispatch_castable(DType dtype, F&& body) {
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_floating_point_v<typename Element<T>::Acc> && sizeof(T) > 1) body(tag);
+  });
+}
+
+class PackCall {
+ public:
+  explicit PackCall(Random& random) {
+    const bool casts = random.one_in(2);
+    from_ = casts ? castable(random) : static_cast<DType>(random.below(static_cast<int>(DType::kBool) + 1));
+    to_ = casts ? castable(random) : from_;
+    scaled_ = casts && random.one_in(2);
+    factor_ = scaled_ ? random.pick({0.25, 1.0 / 3, -7.0}) : 1.0;
+    args_.factor = factor_;
+    args_.scaled = scaled_;
+    args_.num_pieces = random.one_in(8) ? 0 : random.one_in(4) ? random.between(1, 160) : random.between(1, 9);
+    const bool shifted = random.one_in(3);
+    std::uint64_t total = 0;
+    for (int p = 0; p < args_.num_pieces; ++p) {
+      const std::size_t count = random.count(args_.num_pieces > 20 ? 100 : 3000);
+      sources_.push_back(memory(random, from_, count, shifted));
+      targets_.push_back(memory(random, to_, count, shifted));
+      fill_bits(random, sources_.back());
+      args_.source[p] = sources_.back().data();
+      args_.target[p] = targets_.back().data();
+      args_.end[p] = total += count;
+    }
+  }
+
+  bool run(Random& random, std::string& error) {
+    emulator::Options options;
+    options.seed = random.next();
+    emulator::Simulation simulation(options);
+    const unsigned threads = cuda::kWarp * random.between(1, 3);
+    simulation.launch("pack", cuda::pack_kernel(from_, to_), dim3(random.between(1, 3)), dim3(threads), args_);
+    const bool ok = simulation.run();
+    error = simulation.error;
+    return ok;
+  }
+  std::string wrong() const {
+    for (int p = 0; p < args_.num_pieces; ++p) {
+      const std::size_t count = sources_[p].nbytes() / element_bytes(from_);
+      if (from_ == to_ && !scaled_) {
+        if (count && std::memcmp(sources_[p].data(), targets_[p].data(), sources_[p].nbytes()) != 0)
+          return "piece " + std::to_string(p) + " is no copy";
+        continue;
+      }
+      for (std::size_t i = 0; i < count; ++i)
+        if (!right(p, i)) return "element " + std::to_string(i) + " of piece " + std::to_string(p);
+    }
+    return "";
+  }
+  std::string what() const {
+    return std::string(name(from_)) + " to " + name(to_) + " times " + std::to_string(factor_) + ", " +
+           std::to_string(args_.num_pieces) + " pieces: ";
+  }
+
+ private:
+  static DType castable(Random& random) {
+    return random.pick({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
+  }
+  static Memory memory(Random& random, DType dtype, std::size_t count, bool shifted) {
+    const std::size_t element = element_bytes(dtype);
+    return Memory(count * element, shifted ? element * random.below(16 / element) : 0);
+  }
+  static void fill_bits(Random& random, const Memory& to) {
+    for (std::size_t i = 0; i < to.nbytes(); ++i) to.data()[i] = static_cast<char>(random.next());
+  }
+  bool right(int p, std::size_t i) const {
+    bool same = false;
+    dispatch_castable(from_, [&](auto from) {
+      dispatch_castable(to_, [&](auto to) {
+        using From = typename decltype(from)::type;
+        using To = typename decltype(to)::type;
+        From value;
+        To got;
+        std::memcpy(&value, sources_[p].data() + i * sizeof(From), sizeof(From));
+        std::memcpy(&got, targets_[p].data() + i * sizeof(To), sizeof(To));
+        const To want = packed<From, To>(value, factor_, scaled_);
+        const auto wide = Element<To>::load(want);
+        same = std::isnan(wide) ? std::isnan(Element<To>::load(got)) : std::memcmp(&got, &want, sizeof(To)) == 0;
+      });
+    });
+    return same;
+  }
+
+  DType from_, to_;
+  bool scaled_;
+  double factor_;
+  std::vector<Memory> sources_, targets_;
+  cuda::PackArgs args_{};
+};
+
+std::string one_call(std::uint64_t seed) {
+  Random random(seed);
+  PackCall call(random);
+  std::string error;
+  if (!call.run(random, error)) return call.what() + error;
+  const std::string wrong = call.wrong();
+  return wrong.empty() ? "" : call.what() + wrong;
+}
+
+std::string casts_that_are_not(std::uint64_t) {
+  const bool none = !cuda::pack_kernel(DType::kInt32, DType::kInt64) &&
+                    !cuda::pack_kernel(DType::kFloat32, DType::kFloat8E4M3) &&
+                    !cuda::pack_kernel(DType::kInt32, DType::kFloat32);
+  return none ? "" : "a cast that there should not be";
+}
+
+}  // namespace
+}  // namespace ringcomm::test
+
+int main(int argc, char** argv) {
+  using namespace ringcomm::test;
+  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
+  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
+  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  int bad = run_cases("pack", cases, first, one_call);
+  bad += run_cases("pack, casts that are not", 1, first, casts_that_are_not);
+  return bad != 0;
+}

@@ -1,0 +1,135 @@
+// Plans and tuning tables: pure functions, no device.
+#include <cstdlib>
+
+#include "core/error.h"
+#include "cuda/plan.h"
+#include "ranks.h"
+
+namespace ringcomm::test {
+namespace {
+
+using cuda::Plan;
+using cuda::Setting;
+using cuda::Tuning;
+
+Setting setting(int world_size, bool known) {
+  Setting s;
+  s.layout.world_size = world_size;
+  s.layout.channels = 16;
+  s.layout.packet_bytes = 19200;
+  s.known = known;
+  s.whole_lines = known;
+  return s;
+}
+Plan plan(Op op, Algorithm requested, std::uint64_t nbytes, const Setting& s, const Tuning& tuning = {}) {
+  return make_plan(op, requested, nbytes, false, s, tuning);
+}
+
+// auto keeps the bits: it takes the ring for nothing that is added up.
+void choices() {
+  for (int w = 1; w <= cuda::kMaxRanks; ++w)
+    for (const bool known : {false, true})
+      for (std::uint64_t nbytes = 1; nbytes < 1ull << 34; nbytes *= 4)
+        for (int o = 0; o <= static_cast<int>(Op::kBarrier); ++o) {
+          const Op op = static_cast<Op>(o);
+          const Plan p = plan(op, Algorithm::kAuto, nbytes, setting(w, known));
+          const bool small = op == Op::kAllReduce && !known && nbytes <= 64u << 10;
+          require(p.algorithm != Algorithm::kRing && (!small || p.algorithm == Algorithm::kOneshot) &&
+                      (p.algorithm == Algorithm::kOneshot ? op == Op::kAllReduce && !known : true),
+                  concat("auto: ", name(op), " of ", nbytes, " bytes takes ", name(p.algorithm)));
+          require(p.known == known && p.waits == !known, "a launch that knows everything waits for nobody");
+          require(p.channels >= 1 && (!p.waits || p.channels <= 16), "channels");
+          require(!p.waits || channels_that_fit(p, 16 * w, w) == p.channels, "room for all channels");
+        }
+  const Plan ring = plan(Op::kReduce, Algorithm::kRing, 1 << 20, setting(4, true));
+  require(ring.algorithm == Algorithm::kRing && ring.waits && ring.known, "ring on request");
+  require(!make_plan(Op::kAllToAll, Algorithm::kAuto, 4096, true, setting(4, true), {}).known, "all_to_all in place");
+  require(!plan(Op::kAllReduce, Algorithm::kOneshot, 4096, setting(4, true)).wide_packets, "short packets");
+  require(plan(Op::kAllReduce, Algorithm::kOneshot, 1 << 20, setting(4, true)).wide_packets, "long packets");
+}
+
+void room() {
+  Plan p = plan(Op::kAllReduce, Algorithm::kDirect, 1 << 24, setting(4, false));
+  require(p.channels == 16 && channels_that_fit(p, 132, 4) == 16, "everything fits");
+  require(channels_that_fit(p, 32, 4) == 8 && channels_that_fit(p, 4, 4) == 1, "less fits");
+  require(channels_that_fit(p, 3, 4) == 0, "too many ranks");
+  p = plan(Op::kAllReduce, Algorithm::kDirect, 1ull << 30, setting(4, true));
+  require(channels_that_fit(p, 132, 4) == 33 && channels_that_fit(p, 3, 4) == 1, "who does not wait needs no room");
+  require(cuda::oneshot_elements(setting(4, false).layout, 2, 4) == 9600, "what the boxes hold");
+}
+
+void bytes() {
+  Call call;
+  call.dtype = DType::kFloat32;
+  call.count = 10;
+  call.op = Op::kAllReduce;
+  require(cuda::message_bytes(call, 4) == 40, "all_reduce");
+  call.op = Op::kReduceScatter;
+  require(cuda::message_bytes(call, 4) == 160, "reduce_scatter");
+  call.input_parts = {{nullptr, 1}, {nullptr, 2}, {nullptr, 0}, {nullptr, 5}};
+  require(cuda::message_bytes(call, 4) == 32, "uneven reduce_scatter");
+}
+
+void refuses(const std::string& text, const std::string& word) {
+  try {
+    Tuning::parse(text, "table");
+  } catch (const Error& error) {
+    require(error.code() == ErrorCode::kInvalid && std::string(error.what()).find(word) != std::string::npos &&
+                std::string(error.what()).find("table line 2") != std::string::npos,
+            concat("tuning: ", error.what()));
+    return;
+  }
+  require(false, "tuning accepts " + text);
+}
+
+void tables() {
+  const Tuning t = Tuning::parse(
+      "# a table\n"
+      "all_reduce 4 1048576 direct 8 0   # larger ones first\n"
+      "\n"
+      "all_reduce 4 65536 oneshot 4 256\n"
+      "all_reduce 4 max direct 0 0\n"
+      "all_gather 2 max ring 16 0\n",
+      "table");
+  require(t.entries().size() == 4 && t.source() == "table", "entries");
+  require(t.find(Op::kAllReduce, 4, 65536)->algorithm == Algorithm::kOneshot, "up to and including");
+  require(t.find(Op::kAllReduce, 4, 65537)->channels == 8, "the next one");
+  require(t.find(Op::kAllReduce, 4, 1ull << 40)->channels == 0, "the largest");
+  require(!t.find(Op::kAllReduce, 3, 1) && !t.find(Op::kReduce, 4, 1), "nothing for others");
+  const Plan p = plan(Op::kAllReduce, Algorithm::kAuto, 1000, setting(4, false), t);
+  require(p.algorithm == Algorithm::kOneshot && p.channels == 4 && p.threads == 256, "a plan by the table");
+  require(plan(Op::kAllReduce, Algorithm::kDirect, 1000, setting(4, false), t).algorithm == Algorithm::kDirect,
+          "a request comes before the table");
+  require(plan(Op::kAllGather, Algorithm::kAuto, 1000, setting(2, false), t).algorithm == Algorithm::kRing,
+          "copies may go round the ring");
+  refuses("\nall_reduce 4 65536 oneshot 4\n", "six columns");
+  refuses("\nall_reduce 4 65536 oneshot 4 256 7\n", "six columns");
+  refuses("\nall_reduse 4 65536 oneshot 4 256\n", "all_reduse");
+  refuses("\nall_reduce 9 65536 oneshot 4 256\n", "world_size");
+  refuses("\nall_reduce 4 -1 oneshot 4 256\n", "up_to_bytes");
+  refuses("\nall_reduce 4 65536 ring 4 256\n", "bits");
+  refuses("\nreduce 4 65536 oneshot 4 256\n", "oneshot");
+  refuses("\nall_to_all 4 65536 ring 4 256\n", "ring");
+  refuses("\nall_reduce 4 65536 tree 4 256\n", "tree");
+  refuses("\nall_reduce 4 65536 direct 4 1024\n", "threads");
+  refuses("\nall_reduce 4 65536 direct 4 12\n", "multiple");
+  setenv("RINGCOMM_TUNING", "/nowhere/at/all", 1);
+  try {
+    Tuning::from_environment();
+    require(false, "a table that is not there");
+  } catch (const Error& error) {
+    require(std::string(error.what()).find("/nowhere/at/all") != std::string::npos, error.what());
+  }
+}
+
+}  // namespace
+}  // namespace ringcomm::test
+
+int main() {
+  using namespace ringcomm::test;
+  choices();
+  room();
+  bytes();
+  tables();
+  std::printf("cuda_plan_test passed\n");
+}

@@ -1,0 +1,252 @@
+// Ranks for tests of the CUDA kernels alone: segments, host pages, buffers and arguments in host memory, and launches
+// on the emulator, with no engine around. Everything random comes from a seed, which a failing case prints.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "core/dispatch.h"
+#include "core/engine.h"
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+
+namespace ringcomm::test {
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
+  std::uint64_t next() {
+    std::uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  std::uint64_t below(std::uint64_t n) { return next() % n; }
+  int between(int least, int most) { return least + static_cast<int>(below(most - least + 1)); }
+  bool one_in(int n) { return below(n) == 0; }
+  template <typename T>
+  T pick(std::initializer_list<T> choices) {
+    return choices.begin()[below(choices.size())];
+  }
+  // Nothing, one, odd ones, those around a power of two, anything.
+  std::uint64_t count(std::uint64_t most) {
+    const std::uint64_t near = (1ull << between(3, 13)) + below(3) - 1;
+    const std::uint64_t n = pick<std::uint64_t>({0, 1, 7, 64, near, near, below(most + 1), below(most + 1)});
+    return n < most ? n : most;
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+// Exactly `nbytes` of the heap, `shift` bytes past a line: AddressSanitizer sees the first byte past the end.
+class Memory {
+ public:
+  explicit Memory(std::size_t nbytes, std::size_t shift = 0, int noise = 0xee) : nbytes_(nbytes), shift_(shift) {
+    if (posix_memalign(&block_, kLineBytes, shift + nbytes + (shift + nbytes == 0)) != 0) std::abort();
+    std::memset(block_, noise, shift + nbytes);
+  }
+  ~Memory() { std::free(block_); }
+  Memory(const Memory&) = delete;
+  Memory(Memory&& other) noexcept : block_(other.block_), nbytes_(other.nbytes_), shift_(other.shift_) {
+    other.block_ = nullptr;
+  }
+  char* data() const { return static_cast<char*>(block_) + shift_; }
+  std::size_t nbytes() const { return nbytes_; }
+
+ private:
+  void* block_ = nullptr;
+  std::size_t nbytes_, shift_;
+};
+
+// Finite values that make every sum round, of all the bits an integer has.
+inline void fill(DType dtype, void* data, std::size_t count, Random& random) {
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Acc = typename Element<T>::Acc;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t bits = random.next();
+      T value;
+      if constexpr (std::is_floating_point_v<Acc>) {
+        value = Element<T>::store(static_cast<Acc>(static_cast<double>(static_cast<std::int64_t>(bits)) * 0x1p-61));
+      } else if constexpr (std::is_same_v<T, Bool>) {
+        value = {static_cast<std::uint8_t>(bits & 1)};
+      } else {
+        value = static_cast<T>(bits);
+      }
+      std::memcpy(static_cast<char*>(data) + i * sizeof(T), &value, sizeof(T));
+    }
+  });
+}
+
+inline cuda::Layout small_layout(int world_size, int channels, Random& random) {
+  cuda::Layout layout;
+  layout.world_size = world_size;
+  layout.channels = channels;
+  layout.depth = random.between(2, 4);
+  layout.p2p_depth = random.between(2, 4);
+  layout.p2p_channels = random.between(1, 2);
+  layout.slot_bytes = kLineBytes * random.between(1, 16);
+  layout.stage_bytes = kLineBytes * world_size * random.between(1, 8);
+  layout.packet_bytes = 1920 * random.between(1, 2);
+  layout.p2p_slot_bytes = kLineBytes * random.between(1, 16);
+  return layout;
+}
+
+// How a call is launched.
+struct Form {
+  int channels = 1;
+  int threads = 16;        // of a block; a multiple of kWarp
+  bool together = true;    // one grid with the blocks of all ranks, or one grid per rank
+  std::uint64_t seed = 1;  // of the schedule
+  bool exact = true;       // any deadlock is an error at once; false: let the kernels' own time limits work
+  std::int64_t timeout_ms = 600000;
+  int absent = -1;  // this rank does not come; needs one grid per rank
+};
+
+// The memory of all ranks of one communicator. Survives from call to call, as on a device.
+class World {
+ public:
+  explicit World(const cuda::Layout& layout) : layout_(layout) {
+    for (int r = 0; r < layout.world_size; ++r) {
+      segments_.emplace_back(layout.segment_bytes(), 0, 0);
+      pages_.emplace_back(sizeof(cuda::HostPage), 0, 0);
+      tables_.emplace_back(cuda::kMaxRanks * cuda::kMaxArenas, nullptr);
+      for (int c = 0; c < layout.channels; ++c) spoil(r, c);
+    }
+  }
+
+  const cuda::Layout& layout() const { return layout_; }
+  int world_size() const { return layout_.world_size; }
+  char* segment(int rank) const { return segments_[rank].data(); }
+  cuda::HostPage& page(int rank) const { return *reinterpret_cast<cuda::HostPage*>(pages_[rank].data()); }
+  const cuda::Status& status(int rank) const { return page(rank).status; }
+  // What went wrong first on this rank, as the kernels wrote it.
+  cuda::Failure failure(int rank) const { return static_cast<cuda::Failure>(load_acquire(&status(rank).code)); }
+  // Where `rank` sees arena number `arena` of `peer`.
+  char*& arena(int rank, int peer, int arena) { return tables_[rank][peer * cuda::kMaxArenas + arena]; }
+
+  cuda::RankArgs rank_args(int rank) {
+    cuda::RankArgs args{};
+    args.rank = rank;
+    args.factor = 1;
+    args.host = &page(rank);
+    args.arenas = tables_[rank].data();
+    for (int p = 0; p < world_size(); ++p) args.segments[p] = segment(p);
+    return args;
+  }
+  // CallArgs or CopyArgs of all ranks, without messages.
+  template <typename Args>
+  Args call(Op op, DType dtype, Algorithm algorithm, int root, std::uint64_t signed_count) {
+    Args args{};
+    args.op = op;
+    args.dtype = dtype;
+    args.algorithm = algorithm;
+    args.root = root;
+    args.signed_count = signed_count;
+    args.layout = layout_;
+    for (int r = 0; r < world_size(); ++r) args.ranks[r] = rank_args(r);
+    if constexpr (std::is_same_v<Args, cuda::CallArgs>)
+      for (int r = 0; r < world_size(); ++r) args.ring_order[r] = static_cast<std::int8_t>(r);
+    return args;
+  }
+
+  // Runs the call on all ranks. False: `error` says what got stuck. Whether the kernels gave up is in failure().
+  template <typename Args>
+  bool run(cuda::Kernel<Args> kernel, Args args, const Form& form) {
+    if (form.together) return run_each(kernel, std::vector<Args>{args}, world_size(), form);
+    return run_each(kernel, apart(args), 1, form);
+  }
+  // Launch r is rank r's.
+  template <typename Args>
+  bool run_each(cuda::Kernel<Args> kernel, std::vector<Args> launches, int ranks_in_each, const Form& form) {
+    emulator::Options options;
+    options.seed = form.seed;
+    options.exact = form.exact;
+    emulator::Simulation simulation(options);
+    for (std::size_t i = 0; i < launches.size(); ++i) {
+      if (static_cast<int>(i) == form.absent) continue;
+      launches[i].timeout_ns = static_cast<std::uint64_t>(form.timeout_ms) * 1000000;
+      simulation.launch("launch " + std::to_string(i), kernel, dim3(form.channels, ranks_in_each), dim3(form.threads),
+                        launches[i]);
+    }
+    const bool ok = simulation.run();
+    error = simulation.error;
+    return ok;
+  }
+
+  std::string error;
+
+  // Launch r is of rank r alone; the pointers of its peers are unknown there.
+  template <typename Args>
+  static std::vector<Args> apart(const Args& args) {
+    std::vector<Args> launches;
+    for (int r = 0; r < args.layout.world_size; ++r) launches.push_back(alone(args, r));
+    return launches;
+  }
+
+ private:
+  // What uninitialised memory may hold, where no flags are.
+  void spoil(int rank, int channel) {
+    char* const at = segment(rank) + layout_.channel_at(channel);
+    const std::size_t headers = layout_.depth * sizeof(SlotHeader);
+    std::memset(at + layout_.board_at() + headers, 0xdd, layout_.board_bytes() - headers);
+    std::memset(at + layout_.stage_at(), 0xdd, 3 * layout_.stage_bytes);
+  }
+  static cuda::CallArgs alone(cuda::CallArgs args, int r) {
+    args.known = 0;
+    args.ranks[0] = args.ranks[r];
+    for (int m = 0; m < args.num_messages; ++m)
+      for (int p = 0; p < cuda::kMaxRanks; ++p)
+        if (p != r) args.messages[m].input[p] = nullptr, args.messages[m].output[p] = nullptr;
+    return args;
+  }
+  static cuda::CopyArgs alone(cuda::CopyArgs args, int r) {
+    args.ranks[0] = args.ranks[r];
+    if (!args.known) {
+      args.exchanges[0] = args.exchanges[r];
+      for (int p = 1; p < cuda::kMaxRanks; ++p) args.exchanges[p] = {};
+      return args;
+    }
+    for (int i = args.first[r]; i < args.first[r + 1]; ++i) args.copies[i - args.first[r]] = args.copies[i];
+    args.first[1] = args.first[r + 1] - args.first[r];
+    args.first[0] = 0;
+    return args;
+  }
+
+  cuda::Layout layout_;
+  std::vector<Memory> segments_, pages_;
+  std::vector<std::vector<char*>> tables_;
+};
+
+inline bool failed = false;
+// Says once what is wrong with a case; `what` names the seed.
+inline bool check(bool ok, const std::string& what) {
+  if (ok) return true;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  std::fflush(stderr);
+  failed = true;
+  return false;
+}
+
+// `name [cases [first seed]]`: runs `one(seed)`; the exit status.
+template <typename Case>
+int run_cases(const char* what, int cases, std::uint64_t first_seed, const Case& one) {
+  int bad = 0;
+  for (std::uint64_t seed = first_seed; seed < first_seed + cases; ++seed) {
+    const std::string wrong = one(seed);
+    if (wrong.empty()) continue;
+    check(false, std::string(what) + ", seed " + std::to_string(seed) + ": " + wrong);
+    if (++bad == 5) break;
+  }
+  std::printf("%s: %d cases from seed %llu, %d failed\n", what, cases, static_cast<unsigned long long>(first_seed),
+              bad);
+  return bad == 0 ? 0 : 1;
+}
+
+}  // namespace ringcomm::test

@@ -1,0 +1,495 @@
+"""What tests/test_cuda_engine.py runs in a Python whose cuda devices are emulated: their memory is the host's, so that
+the arrays are ordinary ones, on `device="cuda"`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import test_collectives as matrix
+import torch
+from reference import DTYPES, ops_of, reduced, same_bits, values
+from test_communicator import every_method
+
+import ringcomm
+from ringcomm import _C, Communicator, errors
+
+LIMIT_S = 60
+
+
+def ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, kind: str = "threads", device: str = "cuda"
+) -> list[Any]:
+    return ringcomm.run_ranks(fn, world_size, kind, args=args, timeout=LIMIT_S, device=device)
+
+
+# ---- the matrix --------------------------------------------------------------------------------------------------
+
+
+def cells_of(comm: Communicator, names: list[str], dtypes: list[str], counts: list[int]) -> int:
+    """The cells of the cpu engine's own test, at few sizes: an emulated thread is slow."""
+    matrix.COUNTS = tuple(counts)
+    matrix.LARGE_DTYPES = ()
+    assert comm.engine == "cuda"
+    assert comm.describe()["engine"] == "cuda"
+    return sum(getattr(matrix, name)(comm, tuple(dtypes)) for name in names)
+
+
+def cells(world_size: int, names: list[str], dtypes: list[str], counts: list[int], kind: str, device: str) -> None:
+    ran = ranks(cells_of, world_size, names, dtypes, counts, kind=kind, device=device)
+    assert len(set(ran)) == 1, ran
+    assert ran[0] > 0 or world_size == 1, names
+
+
+def guarded(comm: Communicator) -> None:
+    """Nothing is written beside the arrays."""
+    margin = 4096
+    for dtype in DTYPES:
+        for op, algorithm in product(ops_of(dtype), ("direct", "oneshot", "ring")):
+            for count in (1, 7, 1000):
+                whole = torch.zeros(count + 2 * margin, dtype=getattr(torch, dtype))
+                raw, each = whole.view(torch.uint8).fill_(1), whole.element_size()
+                factor = {"factor": 0.5} if op == "premul_sum" else {}
+                comm.all_reduce(whole[margin : margin + count], op, algorithm=algorithm, **factor)
+                beside = torch.cat([raw[: margin * each], raw[(margin + count) * each :]])
+                assert bool((beside == 1).all()), f"{algorithm} {dtype} {op} {count=}"
+
+
+def guards(world_size: int) -> None:
+    ranks(guarded, world_size)
+
+
+# ---- beside the cpu engine ---------------------------------------------------------------------------------------
+
+
+def all_methods(comm: Communicator) -> dict[str, str]:
+    return {name: repr(call(comm)) for name, call in every_method(comm.rank, comm.world_size).items()}
+
+
+def same_as_cpu(world_size: int, kind: str) -> None:
+    """Every method of the communicator gives on cuda what it gives on the cpu."""
+    ours, theirs = (ranks(all_methods, world_size, kind=kind, device=device) for device in ("cuda", "cpu"))
+    for rank in range(world_size):
+        wrong = [
+            f"rank {rank} {name}: cuda {got}, cpu {theirs[rank][name]}"
+            for name, got in ours[rank].items()
+            if got != theirs[rank][name]
+        ]
+        assert not wrong, "\n".join(wrong)
+
+
+def sums(comm: Communicator, algorithm: str, dtype: str, count: int) -> bytes:
+    x = values(dtype, comm.rank, count)
+    return bytes(comm.all_reduce(x, algorithm=algorithm).view(torch.uint8).numpy())
+
+
+def same_bits_as_cpu(world_size: int) -> None:
+    """Random floats, by every algorithm in canonical order."""
+    for algorithm in ("auto", "direct", "oneshot"):
+        for dtype in ("float32", "float64", "float16", "bfloat16", "float8_e5m2"):
+            for count in (1, 63, 1000, 20_011):
+                ours, theirs = (ranks(sums, world_size, algorithm, dtype, count, device=d) for d in ("cuda:0", "cpu"))
+                assert ours == theirs, f"{algorithm} {dtype} {count=}"
+    ranks(matrix.ring_sums, world_size)  # in ring order: every rank has the same
+
+
+def the_path_does_not_change_the_bits(world_size: int, kind: str) -> None:
+    assert ranks(matrix.bits_by_path, world_size, kind=kind) == [[]] * world_size
+
+
+# ---- lists and buckets -------------------------------------------------------------------------------------------
+
+
+def coalesced(comm: Communicator) -> None:
+    lengths = [1, 70, 3, 512, 0, 33, 2048, 5] * 3  # more than one launch carries
+    for op in ("sum", "max", "avg"):
+        xs = [values("float32", 100 * i + comm.rank, n) for i, n in enumerate(lengths)]
+        everyone = [[values("float32", 100 * i + r, n) for r in range(comm.world_size)] for i, n in enumerate(lengths)]
+        got = comm.all_reduce_coalesced(xs, op)
+        for i, (x, its) in enumerate(zip(xs, everyone, strict=True)):
+            assert got[i] is x
+            assert same_bits(x, reduced(its, op)), f"{op} tensor {i}"
+    group = comm.all_reduce_coalesced([torch.ones(4), torch.ones(5)], async_op=True)
+    assert [float(x[0]) for x in group.wait()] == [comm.world_size] * 2
+    mixed = comm.all_reduce_coalesced([torch.ones(3), torch.ones(2, dtype=torch.int32), torch.ones(3, 2).t()])
+    assert all(bool((x == comm.world_size).all()) for x in mixed)
+
+
+def lists(world_size: int) -> None:
+    ranks(coalesced, world_size)
+
+
+def packed(comm: Communicator) -> None:
+    shapes = [(3, 5), (1,), (0,), (257,), (4, 4, 4)]
+    for source in ("float32", "float64", "float16", "bfloat16"):
+        xs = [values(source, i, int(np.prod(shape))).reshape(shape) for i, shape in enumerate(shapes)]
+        flat = torch.cat([x.reshape(-1) for x in xs])
+        for target in ("float32", "float64", "float16", "bfloat16"):
+            wide = torch.float64 if "float64" in (source, target) else torch.float32
+            for scale in (1.0, 0.25, 1 / 3):
+                bucket = torch.full((len(flat) + 3,), 7.0, dtype=getattr(torch, target))
+                assert comm.pack(xs, bucket, scale) is bucket
+                want = (flat.to(wide) * torch.tensor(scale, dtype=wide)).to(bucket.dtype)
+                assert same_bits(bucket[:-3], want), f"pack {source} to {target} times {scale}"
+                assert bucket[-3:].tolist() == [7.0] * 3
+                back = [torch.zeros_like(x) for x in xs]
+                comm.unpack(bucket, back, scale)
+                again = (want.to(wide) * torch.tensor(scale, dtype=wide)).to(flat.dtype)
+                assert same_bits(torch.cat([x.reshape(-1) for x in back]), again), f"unpack {target} to {source}"
+    whole = [torch.arange(4), torch.arange(3)]
+    assert comm.pack(whole, torch.zeros(7, dtype=torch.int64)).tolist() == [0, 1, 2, 3, 0, 1, 2]
+    strided = torch.zeros(3, 2)
+    comm.unpack(torch.arange(6.0), [strided.t()])
+    assert strided.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    with pytest.raises(errors.ShapeError, match="8 elements together and a bucket of 7"):
+        comm.pack([torch.ones(8)], torch.ones(7))
+    with pytest.raises(errors.DtypeError, match="int64 to float32"):
+        comm.pack([torch.arange(2)], torch.ones(2))
+    with pytest.raises(errors.DtypeError, match="float32 and float64"):
+        comm.pack([torch.ones(2), torch.ones(2, dtype=torch.float64)], torch.ones(4))
+
+
+def buckets() -> None:
+    for device in ("cuda", "cpu"):
+        ranks(packed, 2, device=device)
+
+
+# ---- streams, handles, memory ------------------------------------------------------------------------------------
+
+
+def in_flight(comm: Communicator) -> None:
+    x = torch.ones(1000)
+    work = comm.all_reduce(x, async_op=True)
+    assert work.wait() is x
+    assert work.done
+    assert work.is_completed()
+    assert x.tolist() == [comm.world_size] * 1000
+    z = torch.ones(6, 4)
+    on_stream = comm.all_reduce(z, stream=0, async_op=True)  # a stream of one's own: the host does not wait
+    assert type(on_stream).__name__ == "DeviceWork"
+    assert on_stream.wait(stream=0) is z
+    assert on_stream.wait(stream=0) is z  # as often as one likes
+    assert on_stream.synchronize() is z
+    assert bool((z == comm.world_size).all())
+    strided = torch.ones(6, 4).t()
+    assert comm.all_reduce(strided, stream=0, async_op=True).wait() is strided
+    assert bool((strided == comm.world_size).all())
+    y = torch.ones(5)
+    assert comm.all_reduce(y, stream=0) is y
+    comm.synchronize(stream=0)
+    assert y.tolist() == [comm.world_size] * 5
+    comm.barrier()
+    with comm.coalesce() as group:
+        comm.all_reduce(x)
+        comm.all_gather(torch.full((2,), comm.rank))
+    assert group.wait()[1].tolist() == [r for r in range(comm.world_size) for _ in range(2)]
+    works = [comm.all_reduce(torch.full((10,), float(i)), async_op=True) for i in range(20)]
+    assert [float(work.wait(timeout=30)[0]) for work in works] == [i * comm.world_size for i in range(20)]
+
+
+def lent(comm: Communicator) -> None:
+    for like in ("torch", "numpy"):
+        x = comm.empty((3, 5), "float32", like=like)
+        x[...] = 1
+        comm.all_reduce(x)
+        assert float(x.sum()) == 15 * comm.world_size
+    with pytest.raises(errors.InvalidArgumentError, match="like='cupy'"):
+        comm.empty(3, like="cupy")
+    for _ in range(20):
+        y = comm.empty(1 << 16)
+        y.fill_(1)
+        assert float(comm.all_reduce(y)[-1]) == comm.world_size
+
+
+def families(comm: Communicator) -> None:
+    half = comm.split(comm.rank % 2)
+    assert half is not None
+    assert (half.engine, half.device) == (comm.engine, comm.device)
+    assert float(half.all_reduce(torch.ones(3))[0]) == half.world_size
+    twin = comm.dup()
+    first, second = comm.all_reduce(torch.ones(99), async_op=True), twin.all_reduce(torch.ones(99), async_op=True)
+    assert float(second.wait()[0]) == float(first.wait()[0]) == comm.world_size
+    alone = comm.subgroup([comm.world_size - 1])
+    assert (alone is not None) == (comm.rank == comm.world_size - 1)
+    assert comm.exchange(b"x" * comm.rank) == [b"x" * r for r in range(comm.world_size)]
+    sent = [comm.rank + p for p in range(comm.world_size)]
+    got = comm.all_to_all(torch.full((sum(sent), 2), comm.rank), send_counts=sent)
+    assert got[:, 0].tolist() == [r for r in range(comm.world_size) for _ in range(r + comm.rank)]
+    for each in (half, twin, alone):
+        if each is not None:
+            each.close()
+
+
+def lopsided(comm: Communicator) -> None:
+    """One rank has everything: the others, of whom any may launch the call, know nothing of its size."""
+    for turn in range(12):
+        out = torch.full((comm.rank + 1,), -1.0)
+        comm.scatter_list(
+            out, [torch.full((r + 1,), r + 2.0) for r in range(comm.world_size)] if comm.rank == 0 else None
+        )
+        assert out.tolist() == [comm.rank + 2.0] * (comm.rank + 1), f"scatter_list {turn}"
+    sent = [200_000 if comm.rank == 0 and p == 1 else 0 for p in range(comm.world_size)]
+    got = comm.all_to_all(torch.full((sum(sent),), 3.0), send_counts=sent)
+    assert len(got) == (200_000 if comm.rank == 1 else 0)
+    assert bool((got == 3).all())
+
+
+def lives(kind: str, device: str) -> None:
+    for case in (in_flight, lent, families, lopsided):
+        ranks(case, 3, kind=kind, device=device)
+
+
+# ---- what bad input gets -----------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """An array of some library with nothing but __cuda_array_interface__."""
+
+    def __init__(self, data: np.ndarray, read_only: bool = False, stream: int | None = None) -> None:
+        self.data = data
+        self.__cuda_array_interface__ = {
+            **data.__array_interface__,
+            "data": (data.ctypes.data, read_only),
+            "version": 3,
+            "stream": stream,
+        }
+
+
+class Elsewhere:
+    """An array on some device, as DLPack says it."""
+
+    def __init__(self, kind: int, index: int) -> None:
+        self.where = (kind, index)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError("it must not be asked for its memory")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.where
+
+
+def refused(comm: Communicator) -> None:
+    ones = torch.ones(4)
+    bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (errors.DeviceError, "on meta, this communicator serves cuda:0", lambda: comm.all_reduce(ones.to("meta"))),
+        (errors.DeviceError, "on cuda:1, this.*device='cuda:1'", lambda: comm.all_reduce(Elsewhere(2, 1))),
+        (errors.DeviceError, "on cuda:1", lambda: comm.broadcast(Elsewhere(13, 1))),
+        (errors.DeviceError, "DLPack type 10:0", lambda: comm.all_reduce(Elsewhere(10, 0))),
+        (errors.InvalidArgumentError, "read-only", lambda: comm.all_reduce(OnDevice(np.ones(4), True))),
+        (errors.InvalidArgumentError, "stream='fast'", lambda: comm.all_reduce(ones, stream="fast")),
+        (errors.InvalidArgumentError, "stream=-1", lambda: comm.barrier(stream=-1)),
+        (errors.InvalidArgumentError, "got list", lambda: comm.all_reduce([1.0])),
+        (errors.DtypeError, "band is defined", lambda: comm.all_reduce(ones, "band")),
+        (errors.DtypeError, "uint16, sum", lambda: comm.all_reduce(torch.ones(2, dtype=torch.uint16))),
+        (errors.ShapeError, "divisible", lambda: comm.reduce_scatter(torch.ones(comm.world_size + 1))),
+        (errors.ShapeError, "share memory", lambda: comm.all_reduce(torch.ones(1).expand(4))),
+    ]
+    for kind, text, call in bad:
+        with pytest.raises(kind, match=text):
+            call()
+    assert float(comm.all_reduce(ones)[0]) == comm.world_size  # nothing was sent
+    x = np.ones(5, np.float32)
+    assert isinstance(comm.all_reduce(OnDevice(x, stream=1)), OnDevice)
+    assert x.tolist() == [comm.world_size] * 5
+    columns = np.ones((4, 6), np.float32)
+    comm.all_reduce(OnDevice(columns.T))
+    assert bool((columns == comm.world_size).all())
+
+
+def bad_input() -> None:
+    ranks(refused, 2, device="cuda:0")
+    with ringcomm.init() as comm:
+        with pytest.raises(errors.DeviceError, match="on cuda:0, this communicator serves cpu"):
+            comm.all_reduce(OnDevice(np.ones(4)))
+        with pytest.raises(errors.InvalidArgumentError, match="serves cpu, where calls have no stream"):
+            comm.all_reduce(torch.ones(4), stream=0)
+    for engine, device in (("cpu", "cuda"), ("cuda", "cpu")):
+        with pytest.raises(errors.InvalidArgumentError, match="both to name the same"):
+            ringcomm.init(engine=engine, device=device)
+    with pytest.raises(errors.DeviceError, match="device='cuda:7', expected one of cuda:0 to cuda:0"):
+        ringcomm.init(device="cuda:7")
+    with pytest.raises(errors.InvalidArgumentError, match="device='tpu'"):
+        ringcomm.init(device="tpu")
+    with pytest.raises(errors.UnsupportedError, match="at most 8 ranks of one host, got 9"):
+        ringcomm.run_ranks(refused, 9, device="cuda")
+
+
+def cupy_arrays(comm: Communicator) -> None:
+    from fake_cupy import LOG, Device, ExternalStream, ndarray
+
+    ones = ndarray(np.ones((2, 3), np.float32))
+    assert comm.all_reduce(ones) is ones
+    assert bool((ones.memory == comm.world_size).all())
+    gathered = comm.all_gather(ndarray(np.full((2, 2), comm.rank, np.int16)))
+    assert isinstance(gathered, ndarray)
+    assert gathered.memory[:, 0].tolist() == [r for r in range(comm.world_size) for _ in range(2)]
+    columns = ndarray(np.ones((3, 2), np.float32).T)
+    del LOG[:]
+    work = comm.all_reduce(columns, stream=ExternalStream(0), async_op=True)
+    assert LOG, "the temporary was not made on the call's stream"
+    assert work.synchronize() is columns
+    assert bool((columns.memory == comm.world_size).all())
+    Device.current = 1
+    elsewhere = ndarray(np.ones(3))
+    Device.current = 0
+    with pytest.raises(errors.DeviceError, match="on cuda:1, this communicator serves cuda:0"):
+        comm.all_reduce(elsewhere)
+
+
+def cupy() -> None:
+    import fake_cupy
+
+    fake_cupy.install()
+    ranks(cupy_arrays, 1, device="cuda:0")
+    ranks(same_as_on_the_cpu_through_cupy, 3, device="cuda:0")
+
+
+def same_as_on_the_cpu_through_cupy(comm: Communicator) -> None:
+    from fake_cupy import ndarray
+
+    for dtype in ("float32", "float64", "int8", "int64", "bool"):
+        everyone = [values(dtype, rank, 100) for rank in range(comm.world_size)]
+        x = ndarray(everyone[comm.rank].numpy().copy())
+        comm.all_reduce(x, "max")
+        assert same_bits(torch.from_numpy(x.memory), reduced(everyone, "max"))
+
+
+def places() -> None:
+    """Which device every spelling means; two devices are emulated."""
+    for device, expected in (
+        ("cuda", "cuda:0"),
+        ("cuda:1", "cuda:1"),
+        (1, "cuda:1"),
+        (torch.device("cuda", 1), "cuda:1"),
+    ):
+        with ringcomm.init(device=device) as comm:
+            assert (comm.device, comm.engine, comm.kind) == (expected, "cuda", "cuda"), device
+            assert expected in repr(comm)
+            assert comm.all_reduce(torch.ones(3)).tolist() == [1.0] * 3
+    os.environ["LOCAL_RANK"] = "3"
+    with ringcomm.init(0, 1, engine="cuda") as comm:
+        assert comm.device == "cuda:1"
+    with ringcomm.init() as comm:
+        assert (comm.device, comm.engine) == ("cpu", "cpu")
+    assert ranks(lambda comm: comm.device, 3, device="cuda") == ["cuda:0", "cuda:1", "cuda:0"]
+    assert ranks(lambda comm: comm.device, 2, device="cuda:1") == ["cuda:1", "cuda:1"]
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------
+
+
+def late(comm: Communicator) -> str:
+    if comm.rank == 0:
+        return "absent"
+    started = time.monotonic()
+    with pytest.raises((errors.CollectiveTimeoutError, errors.AbortedError)) as caught:
+        comm.all_reduce(torch.ones(100), timeout=1)
+    assert time.monotonic() - started < 30
+    assert comm.aborted
+    with pytest.raises((errors.CollectiveTimeoutError, errors.AbortedError)):  # and so does every later one
+        comm.all_reduce(torch.ones(100))
+    return str(caught.value)
+
+
+def different(comm: Communicator) -> str:
+    with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
+        comm.all_reduce(torch.ones(10 + comm.rank), timeout=20)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def given_up(comm: Communicator) -> str:
+    if comm.rank == 0:
+        time.sleep(0.3)
+        comm.abort("the user pressed stop")
+        return ""
+    with pytest.raises(errors.AbortedError, match="pressed stop") as caught:
+        comm.all_reduce(torch.ones(10))
+    return str(caught.value)
+
+
+def failures(kind: str) -> None:
+    said = ranks(late, 3, kind=kind)
+    assert said[0] == "absent"
+    assert all("all_reduce" in text for text in said[1:]), said
+    said = ranks(different, 2, kind=kind)
+    assert any("MismatchError" in text for text in said), said
+    ranks(given_up, 3, kind=kind)
+    assert ranks(lambda comm: float(comm.all_reduce(torch.ones(3))[0]), 2) == [2.0, 2.0]  # and life goes on
+
+
+# ---- the short native names --------------------------------------------------------------------------------------
+
+
+def native() -> None:
+    """Engine and Request as `_C` has them: streams, lists, packing."""
+    assert _C.why_no_cuda() == ""
+    assert _C.build_info()["engines"] == "cpu, cuda"
+    engine = _C.Engine("cuda", 0, 1, timeout_ms=20_000, device=0, channels=2)
+    engine.connect([engine.handle()])
+    x = np.arange(8, dtype=np.float32)
+    call = (_C.OPS["all_reduce"], _C.DTYPES["float32"], _C.REDUCE_OPS["avg"], 0, 0, 0, x.ctypes.data, x.ctypes.data, 8)
+    request = engine.submit(*call, stream=0)
+    request.join(0)
+    request.wait()
+    assert request.done
+    rest = (1.0, 0, None, None, 0)
+    engine.run_list([(*call, *rest), (*call, *rest)])
+    y = np.zeros(8, np.float64)
+    pieces = [(x.ctypes.data, y.ctypes.data + 32, 4), (x.ctypes.data + 16, y.ctypes.data, 4)]
+    engine.pack(pieces, _C.DTYPES["float32"], _C.DTYPES["float64"], 0.5, 0)
+    engine.submit(*call).wait()
+    assert y.tolist() == [2.0, 2.5, 3.0, 3.5, 0.0, 0.5, 1.0, 1.5]
+    memory = engine.allocate(64)
+    ctypes.memset(memory, 0, 64)
+    engine.release(memory)
+    assert engine.run_plain("all_reduce", "sum", 0, 0, x, x) is None  # an array without a stream
+    with pytest.raises(errors.UnsupportedError, match="expected a cpu engine, got cuda"):
+        engine.exchange(b"")
+    with pytest.raises(TypeError):
+        engine.run_list([(1, 2)])
+    engine.close()
+    with pytest.raises(errors.UnsupportedError, match="engine 'abacus', this build has: cpu, cuda"):
+        _C.Engine("abacus", 0, 1)
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------
+
+
+def commands(folder: str) -> None:
+    from ringcomm import cli
+
+    assert cli.main(["doctor"]) == 0
+    sizes = ["-b", "64", "-e", "4K", "-f", "64"]
+    bench = ["bench", "all_reduce", "all_gather", "-g", "2", "--ranks-as", "threads", "--device", "cuda", "-n", "2"]
+    assert cli.main([*bench, *sizes]) == 0
+    path = os.path.join(folder, "tuning")
+    few = ["--channels", "0,1", "--threads", "0", "--rounds", "1", "--round-ms", "1"]
+    tune = ["tune", "all_reduce", "all_gather", "-g", "2", "-b", "1K", "-e", "4K", *few, "-o"]
+    assert cli.main([*tune, path]) == 0
+    assert cli.main(["tune", "--device", "cpu"]) == 2
+    os.environ["RINGCOMM_TUNING"] = path
+    assert ranks(lambda comm: float(comm.all_reduce(torch.ones(3))[0]), 2) == [2.0, 2.0]
+    facts = ranks(lambda comm: comm.describe(), 2)[0]
+    assert path in facts.values(), facts
+    with open(path, "a") as file:
+        file.write("all_reduce 2 nonsense\n")
+    with pytest.raises(errors.InvalidArgumentError, match="line"):
+        ranks(lambda comm: None, 2)
+
+
+def no_driver() -> None:
+    """A machine without a driver: everything says so, nothing else breaks."""
+    from ringcomm import cli
+
+    assert _C.why_no_cuda()
+    with pytest.raises(errors.UnsupportedError, match="asked for engine 'cuda', which cannot run here: "):
+        ringcomm.init(device="cuda")
+    assert cli.main(["doctor"]) == 0
+    assert cli.main(["tune"]) == 2
+    assert ringcomm.run_ranks(lambda comm: float(comm.all_reduce(torch.ones(1))), 2) == [2.0, 2.0]

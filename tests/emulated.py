@@ -1,0 +1,95 @@
+"""The emulated CUDA engine for Python tests: builds it once, and runs functions in a Python that has it.
+
+As a module: `call("cuda_cases", "lists", 3)`. As a script, and in every process that such a script starts: puts the
+emulated `_C` in the place of the installed one before anything else imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "emulated"
+MODULE = "RINGCOMM_TEST_MODULE"  # path of the emulated `_C`, for children
+
+
+def tool(name: str) -> str:
+    import pytest
+
+    path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if path is None:
+        pytest.skip(f"the emulated engine is built with {name}; pip install {name}")
+    return path
+
+
+@cache
+def module() -> Path:
+    """The built `_C`."""
+    import pybind11
+
+    version = (ROOT / "ringcomm" / "__init__.py").read_text().partition('__version__ = "')[2].partition('"')[0]
+    configure = [
+        *(tool("cmake"), "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
+        *("-DRINGCOMM_EMULATE=ON", "-DRINGCOMM_BUILD_PYTHON=ON", "-DRINGCOMM_BUILD_TESTS=OFF", "-DRINGCOMM_TORCH_DIR="),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}",
+        f"-DRINGCOMM_VERSION={version}",
+    ]
+    for words in (configure, [tool("cmake"), "--build", str(BUILD), "--target", "_C"]):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return BUILD / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+
+
+def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **environment: str) -> str:
+    """
+    Calls a function of a test module in a Python of its own; what it prints.
+
+    Args:
+        arguments: whatever JSON can carry.
+        environment: variables for that Python.
+    """
+    words = [sys.executable, "-X", "faulthandler", __file__, json.dumps([home, function, arguments])]
+    told = {**os.environ, "RINGCOMM_EMULATED_SMS": "4", **environment, MODULE: str(module())}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, env=told, check=False)
+    except subprocess.TimeoutExpired as error:
+        output = b"".join(part or b"" for part in (error.stdout, error.stderr)).decode(errors="replace")
+        raise AssertionError(f"{function}{arguments} did not end in {limit_s:g} s\n{output[-6000:]}") from None
+    assert done.returncode == 0, (
+        f"{function}{arguments}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}"
+    )
+    return done.stdout
+
+
+def install(path: str) -> None:
+    """Makes the module at ``path`` this Python's `ringcomm._C`."""
+    import ringcomm
+
+    assert "ringcomm._C" not in sys.modules, "the installed _C is in use already"
+    spec = importlib.util.spec_from_file_location("ringcomm._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    emulated = importlib.util.module_from_spec(spec)
+    sys.modules["ringcomm._C"] = emulated
+    spec.loader.exec_module(emulated)
+    ringcomm._C = emulated  # type: ignore[attr-defined]
+    assert emulated.build_info()["cuda"] == "emulated"
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install(os.environ[MODULE])
+
+if __name__ == "__main__":
+    where, what, given = json.loads(sys.argv[1])
+    getattr(importlib.import_module(where), what)(*given)

@@ -1,0 +1,27 @@
+"""What the GPU tests share: ranks on one device, and their arrays. On an emulated device those are the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from one_thread import PLACE, communicators, synchronize, together  # noqa: F401  for the tests
+
+import ringcomm
+from ringcomm.devices import EMULATED
+
+LIMIT_S = 100
+real = pytest.mark.skipif(EMULATED, reason="needs a CUDA device that torch sees; an emulated one is not enough")
+
+
+def ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, kind: str = "threads", device: str = "cuda:0"
+) -> list[Any]:
+    return ringcomm.run_ranks(fn, world_size, kind, args=args, timeout=LIMIT_S, device=device)
+
+
+def place(x: torch.Tensor, on: str) -> torch.Tensor:
+    """A copy of ``x`` where a communicator on device ``on`` takes it."""
+    return x.clone() if on == "cpu" else x.to(PLACE, copy=True)

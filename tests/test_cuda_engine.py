@@ -1,0 +1,113 @@
+"""The CUDA engine under the Python face, on emulated devices: the very kernels, compiled for the host.
+
+Each test runs in a Python of its own, which has the emulated `_C` (tests/emulated.py); what it runs is in
+tests/cuda_cases.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from emulated import call, module
+from reference import DTYPES
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="the engines need Linux"),
+]
+COUNTS = [0, 1, 7, 1000, 4099]
+HOME = "cuda_cases"
+KINDS = [  # ranks, devices that are emulated, device
+    pytest.param("threads", 1, "cuda:0", id="threads-one-device"),
+    pytest.param("threads", 2, "cuda", id="threads-two-devices"),
+    pytest.param("processes", 1, "cuda:0", id="processes"),
+]
+
+
+def run(function: str, *arguments: object, devices: int = 1, **environment: str) -> str:
+    return call(HOME, function, *arguments, RINGCOMM_EMULATED_DEVICES=str(devices), **environment)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> Path:
+    return module()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["all_reduce", "algorithm", "reduce", "reduce_scatter", "movement", "point_to_point"])
+def test_matrix(name: str, world_size: int) -> None:
+    counts = COUNTS if world_size < 8 else [1, 1000]
+    dtypes = [*DTYPES, "complex64"] if name in ("movement", "point_to_point") else list(DTYPES)
+    run("cells", world_size, [f"{name}_cells"], dtypes, counts, "threads", "cuda:0")
+
+
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS[1:])
+def test_matrix_apart(kind: str, devices: int, device: str) -> None:
+    names = ["all_reduce", "algorithm", "reduce", "reduce_scatter", "movement", "point_to_point"]
+    cells = [f"{name}_cells" for name in names]
+    run("cells", 3, cells, ["float32", "bfloat16", "int8"], [0, 7, 1000], kind, device, devices=devices)
+
+
+def test_nothing_is_written_beside_the_arrays() -> None:
+    run("guards", 2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_every_method_gives_what_it_gives_on_the_cpu(kind: str) -> None:
+    run("same_as_cpu", 3, kind)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_bits_are_the_cpu_engines(world_size: int) -> None:
+    run("same_bits_as_cpu", world_size)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_the_path_does_not_change_the_bits(kind: str) -> None:
+    run("the_path_does_not_change_the_bits", 3, kind)
+
+
+def test_lists() -> None:
+    run("lists", 3)
+
+
+def test_buckets() -> None:
+    run("buckets")
+
+
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_streams_memory_and_families(kind: str, devices: int, device: str) -> None:
+    run("lives", kind, device, devices=devices)
+
+
+def test_bad_input() -> None:
+    run("bad_input")
+
+
+def test_cupy_arrays() -> None:
+    run("cupy")
+
+
+def test_places() -> None:
+    run("places", devices=2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_failures(kind: str) -> None:
+    run("failures", kind)
+
+
+def test_native_names() -> None:
+    run("native")
+
+
+def test_commands(tmp_path: Path) -> None:
+    said = run("commands", str(tmp_path))
+    assert "2 ranks sharing one GPU (L2/HBM)" in said
+    assert "RINGCOMM_TUNING=" in said
+
+
+def test_no_driver() -> None:
+    assert "cuda" in run("no_driver", RINGCOMM_EMULATED_NO_DRIVER="1")

@@ -1,0 +1,66 @@
+"""`ringcomm tune` without a device: what it chooses from given times, the lines it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringcomm import _C, tune
+from ringcomm.tune import Candidate, choose, entries
+
+SMALL, LARGE = Candidate("oneshot"), Candidate("direct")
+WIDE = Candidate("direct", 16, 512)
+
+
+def options(**changes: object) -> tune.Options:
+    told = {
+        "ops": ("all_reduce",), "sizes": (1 << 10, 1 << 14, 1 << 24), "channels": (0, 8), "threads": (0, 256),
+        "device": "cuda", "ranks_as": "threads", "timeout_s": 5.0, "round_ms": 1.0, "rounds": 1,
+    }  # fmt: skip
+    return tune.Options(**{**told, **changes})  # type: ignore[arg-type]
+
+
+def test_candidates_are_every_combination_once() -> None:
+    found = tune.candidates("all_reduce", options())
+    assert len(found) == len(set(found)) == 2 * 4
+    assert found[:2] == [SMALL, LARGE]
+    assert not tune.fits(SMALL, 1 << 24)
+    assert tune.fits(LARGE, 1 << 24)
+
+
+def test_the_fastest_is_chosen_where_it_gains() -> None:
+    times = {
+        SMALL: {1024: 5e-6, 16384: 50e-6},
+        LARGE: {1024: 9e-6, 16384: 20e-6, 1 << 24: 100e-6},
+        WIDE: {1024: 8e-6, 16384: 19.9e-6, 1 << 24: 60e-6},
+    }
+    chosen = choose(times, (1024, 16384, 1 << 24))
+    assert chosen == [(1024, SMALL), (16384, LARGE), (1 << 24, WIDE)]  # 0.5 % is no reason to name channels
+    lines = entries("all_reduce", 4, chosen)
+    assert [line.split() for line in lines] == [
+        ["all_reduce", "4", "4096", "oneshot", "0", "0"],
+        ["all_reduce", "4", str(1 << 19), "direct", "0", "0"],
+        ["all_reduce", "4", "max", "direct", "16", "512"],
+    ]
+
+
+def test_neighbours_of_one_choice_share_a_line() -> None:
+    lines = entries("all_gather", 2, [(1024, LARGE), (4096, LARGE), (16384, LARGE)])
+    assert [line.split() for line in lines] == [["all_gather", "2", "max", "direct", "0", "0"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["fly"], ["-f", "1"], ["-b", "10"], ["--channels", "a"], ["-o", "/nowhere/at/all"], ["-b", "2K", "-e", "1K"]],
+)
+def test_wrong_flags_end_with_status_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        tune.main(words)
+    assert caught.value.code == 2
+
+
+def test_what_cannot_be_tuned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(["--device", "cpu"]) == 2
+    assert "expected cuda" in capsys.readouterr().err
+    if _C.why_no_cuda():
+        assert tune.main([]) == 2
+        assert _C.why_no_cuda() in capsys.readouterr().err
