@@ -1,15 +1,17 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
 # make test    set up .venv, install, run every test
+# make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: train test lint bench sanitize setup clean
+.PHONY: train test lint bench sanitize gpu setup clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := CMakeLists.txt setup.py $(wildcard csrc/*/*.h csrc/*/*.cpp)
+SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
+NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) benchmarks/gpu/*.$(kind)))
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2
 TRAIN ?=
@@ -21,7 +23,7 @@ setup: $(VENV)/.installed
 $(VENV)/.tools: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout hypothesis ruff mypy clang-format \
-	  accelerate lightning
+	  accelerate lightning nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
@@ -38,7 +40,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 bench: setup
 	$(TORCHRUN) -m ringcomm.cli bench $(BENCH)
@@ -46,6 +48,11 @@ bench: setup
 # The core and the CPU engine under the sanitizers, a part of `make test`.
 sanitize: setup
 	$(BIN)/python -m pytest tests/test_native.py
+
+# Tests and benchmarks of the CUDA engine, under ten minutes; GPU_PYTHON is one with torch. See benchmarks/README.md.
+GPU_PYTHON ?= python3
+gpu:
+	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py
 
 clean:
 	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed

@@ -6,7 +6,7 @@ In the environment:
 |---|---|---|
 | ``RINGCOMM_CUDA`` | AUTO | CUDA kernels. AUTO: if there is an nvcc; ON: there must be one; OFF |
 | ``RINGCOMM_NVCC`` | that of CUDA_HOME, PATH, /usr/local/cuda or a wheel | path of the nvcc |
-| ``RINGCOMM_CUDA_ARCHS`` | ``80-real;90`` | in CMake's words; ``native-dev``: 90-real alone, the shortest build |
+| ``RINGCOMM_CUDA_ARCHS`` | ``80,90`` | machine code for these, and PTX of the first; ``native-dev``: 90 alone |
 | ``RINGCOMM_ONLY`` | | a single pair, such as ``float32:sum`` |
 | ``RINGCOMM_BUILD_TYPE``, ``RINGCOMM_JOBS`` | Release, all cores | |
 """

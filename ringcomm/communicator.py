@@ -13,7 +13,7 @@ from ringcomm import _C, libraries
 from ringcomm.buckets import BucketCollectives, Pairs
 from ringcomm.calls import Call, milliseconds
 from ringcomm.collectives import Timeout
-from ringcomm.devices import CPU, EMULATED, Device
+from ringcomm.devices import CPU, EMULATED
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.interop import Array, wire_type
@@ -43,6 +43,7 @@ class Communicator(BucketCollectives):
         self.rank = endpoint.engine.rank
         self.world_size = endpoint.engine.world_size
         self.kind = endpoint.engine.kind
+        self._unused: list[int] = []  # memory on the device to give back
 
     @property
     def engine(self) -> str:
@@ -194,13 +195,17 @@ class Communicator(BucketCollectives):
         on_host = self._device == CPU or EMULATED
         if nbytes == 0:
             return libraries.wrap_nothing(library, dtype, shape, CPU if on_host else self._device)
+        if self._unused:
+            libraries.settle(library, self._device)  # which may still work on it
+            while self._unused:
+                engine.release(self._unused.pop())
         address = engine.allocate(nbytes)
         if on_host:
             memory = (ctypes.c_char * nbytes).from_address(address)
             weakref.finalize(memory, engine.release, address).atexit = False
             return libraries.wrap_memory(memory, library, dtype, shape)
         there = libraries.DeviceMemory(address, nbytes, self._device)
-        weakref.finalize(there, _release, engine, address, library, self._device).atexit = False
+        weakref.finalize(there, _retire, engine, self._unused, address).atexit = False
         return libraries.wrap_device_memory(there, library, dtype, shape)
 
     # ---- more communicators --------------------------------------------------------------------------------------
@@ -304,7 +309,7 @@ class Communicator(BucketCollectives):
         return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
 
 
-def _release(engine: _C.Engine, address: int, library: str, device: Device) -> None:
-    """Gives memory back once the device, which may still work on it, has come to rest."""
-    libraries.settle(library, device)
-    engine.release(address)
+def _retire(engine: _C.Engine, unused: list[int], address: int) -> None:
+    """Notes memory on a device that nobody names any more. Not the place to wait for the device: this runs wherever the
+    last reference goes, also while a graph is captured. ``engine`` is alive until now."""
+    unused.append(address)

@@ -107,12 +107,12 @@ def loops(kernel: Kernel) -> list[tuple[int, int]]:
 
 
 def loads_in_flight(kernel: Kernel) -> int:
-    """The longest run of 16-byte loads before a 16-byte store."""
+    """The longest run of wide loads before a store: of 16 bytes, or of 8 where the other side has 16."""
     longest = run_length = 0
     for word in kernel.words():
-        if word.startswith("LDG.E.128"):
+        if word in ("LDG.E.128", "LDG.E.64"):
             run_length += 1
-        elif word.startswith("STG.E.128"):
+        elif word.startswith("STG.E") and "STRONG" not in word:
             longest, run_length = max(longest, run_length), 0
     return longest
 
@@ -133,7 +133,8 @@ def lint(kernel: Kernel) -> list[str]:
     for i, word in enumerate(words):
         if POST.match(word) and not any(before.startswith("MEMBAR.ALL.SYS") for before in words[max(0, i - 6) : i]):
             bad.append(f"a flag is stored without a MEMBAR.ALL.SYS before it: {kernel.ops[i]}")
-    polls = [i for i, word in enumerate(words) if POLL.match(word)]
+    # packets carry their flags with them: oneshot looks at no others but those that stop it
+    polls = any(POLL.match(word) for word in words) and "oneshot" not in kernel.name
     if polls and "CCTL.IVALL" not in words:
         bad.append("no wait acquires: there is no CCTL.IVALL")
     for first, last in loops(kernel):

@@ -30,6 +30,7 @@ def run_tests() -> None:
 
 def run_benchmark(*words: str) -> None:
     sys.argv = ["bench.py", *words]
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
     runpy.run_path(str(ROOT / "benchmarks" / "gpu" / "bench.py"), run_name="__main__")
 
 

@@ -154,7 +154,7 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, world_size: i
 
 
 def _reply(pipe: multiprocessing.connection.Connection, reply: tuple[bool, Any]) -> None:
-    # By value: multiprocessing's own pickler passes a tensor as a file descriptor that the sender must live to hand over.
+    # By value: multiprocessing's pickler passes a tensor as a file descriptor, which its sender must live to hand over.
     pipe.send_bytes(pickle.dumps(reply))
 
 

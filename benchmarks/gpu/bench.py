@@ -174,13 +174,8 @@ def measure(comms: list[Communicator], cell: Cell, peer: Peer | None, l2_bytes: 
 
     work(2)
     calls = calls_for(elapsed_us(lambda: work(2), 2), buffers.sets)
-    graph, graph_calls = None, min(calls, max(buffers.sets, MOST_GRAPH_CALLS))
-    if not EMULATED:
-        synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work(graph_calls)
-        graph.replay()
+    graph_calls = min(calls, max(buffers.sets, MOST_GRAPH_CALLS))
+    graph = None if EMULATED else captured(lambda: work(graph_calls))
     request = {"op": cell.op, "dtype": cell.dtype, "nbytes": cell.nbytes, "sets": buffers.sets, "calls": graph_calls}
     for _ in range(ROUNDS):  # in turns, so that a drift of the clocks meets both
         times.stream.append(elapsed_us(lambda: work(calls), calls))
@@ -192,6 +187,21 @@ def measure(comms: list[Communicator], cell: Cell, peer: Peer | None, l2_bytes: 
                 if (us := peer.time_us(**request, graph=as_graph)) is not None:
                     into.append(us)
     return row_of(cell, times, wrong, buffers.sets)
+
+
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:
+    """A graph of what `work` enqueues, replayed once; None, and why on stderr, if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        synchronize()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        synchronize()
+    except RuntimeError as error:
+        print(f"not captured into a graph: {error}", file=sys.stderr, flush=True)
+        return None
+    return graph
 
 
 def row_of(cell: Cell, times: Timings, wrong: int, sets: int) -> dict[str, Any]:
@@ -357,7 +367,8 @@ class Bench:
                         self.left_out.append(str(cell))
                         continue
                     beside = peer if cell.algorithm == "auto" else None
-                    self.rows.append(measure(comms, cell, beside, self.facts["l2_bytes"]))
+                    row = measure(comms, cell, beside, self.facts["l2_bytes"])
+                    self.rows.append(row | {"most_blocks_of_a_rank": int(comms[0].describe()["channels"])})
                     print(report.line(self.rows[-1]), flush=True)
         finally:
             if peer is not None:

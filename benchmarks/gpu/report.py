@@ -69,7 +69,9 @@ def targets(document: dict[str, Any]) -> list[str]:
         )
         lines.append(f"| not slower than NCCL, N = {ranks} | every size | {said} |")
     small = [row["us_graph"] for row in rows if row["ranks"] == 2 and row["nbytes"] <= 16 << 10 and row["us_graph"]]
-    lines.append(f"| up to 16 KiB in a graph, N = 2 | at most 6 us | {number(max(small, default=None))} us |")
+    lines.append(
+        f"| up to 16 KiB in a graph, N = 2 | at most 6 us | {f'{max(small):.1f} us' if small else 'not measured'} |"
+    )
     for row in document["packing"]:
         got = f"{row['pack_gbps'] / copy:.0%}, {row['ours_over_foreach']:.2f}x"
         lines.append(f"| pack + cast + scale to {row['to']} | 90% of copy, 1.5x of torch._foreach_copy_ | {got} |")

@@ -36,14 +36,14 @@ struct alignas(kLineBytes) ChannelState {
 
 struct Layout {
   std::int32_t world_size = 1;
-  std::int32_t channels = 1;           // most channels of any launch
-  std::uint32_t depth = 4;             // slots of a ring link
-  std::uint32_t p2p_depth = 4;         // slots of a send/recv link
-  std::int32_t p2p_channels = 1;       // blocks that serve one send or recv
-  std::uint64_t slot_bytes = 0;        // of a ring link; multiple of kLineBytes
-  std::uint64_t stage_bytes = 0;       // of one of the three staging regions of a channel; multiple of kLineBytes * world_size
-  std::uint64_t packet_bytes = 0;      // most payload of one channel's oneshot message; multiple of 1920
-  std::uint64_t p2p_slot_bytes = 0;    // multiple of kLineBytes
+  std::int32_t channels = 1;         // most channels of any launch
+  std::uint32_t depth = 4;           // slots of a ring link
+  std::uint32_t p2p_depth = 4;       // slots of a send/recv link
+  std::int32_t p2p_channels = 1;     // blocks that serve one send or recv
+  std::uint64_t slot_bytes = 0;      // of a ring link; multiple of kLineBytes
+  std::uint64_t stage_bytes = 0;     // of a staging region, a channel has three; multiple of kLineBytes * world_size
+  std::uint64_t packet_bytes = 0;    // most payload of one channel's oneshot message; multiple of 1920
+  std::uint64_t p2p_slot_bytes = 0;  // multiple of kLineBytes
 
   RINGCOMM_HD constexpr std::uint64_t board_bytes() const { return depth * (sizeof(SlotHeader) + slot_bytes); }
   RINGCOMM_HD constexpr std::uint64_t p2p_board_bytes() const {
@@ -90,7 +90,7 @@ enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kAnnouncement, kMe
 
 // What went wrong first on this rank. `code` is stored last.
 struct Status {
-  Flag code;  // Failure
+  Flag code;           // Failure
   std::uint32_t wait;  // WaitKind
   std::int32_t peer, channel;
   std::uint32_t unused;
@@ -109,11 +109,11 @@ struct alignas(kLineBytes) HostPage {
 struct RankArgs {
   std::int32_t rank;
   std::int32_t unused;
-  double factor;                // premul_sum
-  Location input, output;       // of messages[0], as it is announced to the peers
+  double factor;           // premul_sum
+  Location input, output;  // of messages[0], as it is announced to the peers
   HostPage* host;
-  char* const* arenas;          // [peer * kMaxArenas + arena]: where this rank sees it; null: none
-  char* segments[kMaxRanks];    // of every rank, as this one sees them
+  char* const* arenas;        // [peer * kMaxArenas + arena]: where this rank sees it; null: none
+  char* segments[kMaxRanks];  // of every rank, as this one sees them
 };
 
 // One message of a call. `known` launches have the pointers of all ranks, others only those of the launching rank.
@@ -133,11 +133,11 @@ struct CallArgs {
   ReduceOp reduce_op;
   Algorithm algorithm;
   std::int32_t root;
-  std::int32_t known;           // 1: this launch holds every rank of the communicator, and every input is ready
-  std::int32_t wide_packets;    // oneshot: LL128 instead of LL
+  std::int32_t known;         // 1: this launch holds every rank of the communicator, and every input is ready
+  std::int32_t wide_packets;  // oneshot: LL128 instead of LL
   std::int32_t num_messages;
-  std::int32_t parts;           // 1: reduce_scatter of world_size messages, message r being the parts for rank r
-  std::uint64_t signed_count;   // the count of the signature
+  std::int32_t parts;          // 1: reduce_scatter of world_size messages, message r being the parts for rank r
+  std::uint64_t signed_count;  // the count of the signature
   std::uint64_t timeout_ns;
   Layout layout;
   std::int8_t ring_order[kMaxRanks];  // ring_order[position] = rank
@@ -176,7 +176,7 @@ struct CopyArgs {
   std::uint8_t unused;
   std::int32_t root;
   std::int32_t known;
-  std::int32_t same_for_all;   // give[] is one piece for every peer: it is staged once
+  std::int32_t same_for_all;  // give[] is one piece for every peer: it is staged once
   std::uint64_t signed_count;
   std::uint64_t timeout_ns;
   Layout layout;
@@ -184,15 +184,15 @@ struct CopyArgs {
   std::int32_t unused2;
   RankArgs ranks[kMaxRanks];
   union {
-    Copy copies[kMaxCopies];   // known
+    Copy copies[kMaxCopies];        // known
     Exchange exchanges[kMaxRanks];  // else: by blockIdx.y
   };
 };
 static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
 
 // Sends and receives of one rank: grid (p2p_channels, num_transfers). Those of one peer in one direction keep their
-// order, all others are independent: the blocks of the first serve the whole line. A message takes the oldest one on its
-// link: tag, type and count must be those of the sender.
+// order, all others are independent: the blocks of the first serve the whole line. A message takes the oldest one on
+// its link: tag, type and count must be those of the sender.
 inline constexpr int kMaxTransfers = 16;
 struct Transfer {
   char* data;

@@ -11,9 +11,9 @@ namespace ringcomm::cuda {
 
 // Looks at a flag between two looks at the clock and the abort flags; in the emulator a fruitless look takes a pause.
 #if defined(RINGCOMM_EMULATE)
-inline constexpr int kSpinsPerCheck = 8;
+inline constexpr u32 kSpinsPerCheck = 8;
 #else
-inline constexpr int kSpinsPerCheck = 256;
+inline constexpr u32 kSpinsPerCheck = 256;
 #endif
 
 class Block {
@@ -55,7 +55,7 @@ class Block {
   // By one thread: waits until *flag >= target. False: gave up, and the reason is written down.
   RINGCOMM_DEVICE bool wait(const Flag* flag, u64 target, int peer, WaitKind kind) const {
     u64 seen;
-    for (int spins = 1; (seen = peek(flag)) < target; ++spins) {
+    for (u32 spins = 1; (seen = peek(flag)) < target; ++spins) {
       if (spins % kSpinsPerCheck == 0 && must_stop(flag, target, seen, peer, kind)) return false;
       pause_on(flag, target);
     }
@@ -63,7 +63,7 @@ class Block {
     return true;
   }
   // The same for threads that look at packets: to be called after every fruitless look, with a counter of their own.
-  RINGCOMM_DEVICE bool keep_looking(const void* line, u64 wanted, int& spins, int peer) const {
+  RINGCOMM_DEVICE bool keep_looking(const void* line, u64 wanted, u32& spins, int peer) const {
     if (++spins % kSpinsPerCheck == 0 && must_stop(nullptr, wanted, 0, peer, WaitKind::kPackets)) return false;
     pause_on(line, wanted);
     return true;

@@ -9,7 +9,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-void check_address(const Call& call, const void* data, const char* side, int device, int rank) {
+void check_address(const char* call, const void* data, const char* side, int device, int rank) {
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes of a call's memory", rank);
   if (attributes.type == cudaMemoryTypeManaged || (attributes.type == cudaMemoryTypeHost && attributes.devicePointer))
@@ -17,8 +17,8 @@ void check_address(const Call& call, const void* data, const char* side, int dev
   if (attributes.type == cudaMemoryTypeDevice && attributes.device == device) return;
   const std::string got = attributes.type == cudaMemoryTypeDevice ? concat("memory of device ", attributes.device)
                                                                   : std::string("host memory");
-  fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected its ", side, " in memory of device ", device,
-       ", got ", got, "; move the tensor to the rank's device");
+  fail(ErrorCode::kInvalid, call, ": rank ", rank, " expected its ", side, " in memory of device ", device, ", got ",
+       got, "; move the tensor to the rank's device");
 }
 
 }  // namespace
@@ -46,9 +46,9 @@ void check_stream(const char* call, std::uintptr_t stream, int rank) {
 
 void check_memory(const Call& call, int device, int rank) {
   const auto side = [&](const void* base, const std::vector<Part>& parts, const char* what) {
-    if (parts.empty() && call.count) check_address(call, base, what, device, rank);
+    if (parts.empty() && call.count) check_address(name(call.op), base, what, device, rank);
     for (const Part& part : parts)
-      if (part.count) check_address(call, part.data, what, device, rank);
+      if (part.count) check_address(name(call.op), part.data, what, device, rank);
   };
   const bool at_root = !rooted(call.op) || call.root == rank;
   const bool moves = call.op != Op::kBarrier;
@@ -56,6 +56,12 @@ void check_memory(const Call& call, int device, int rank) {
     side(call.input, call.input_parts, "input");
   if (moves && call.op != Op::kSend && (at_root || call.op == Op::kBroadcast || call.op == Op::kScatter))
     side(call.output, call.output_parts, "output");
+}
+
+void check_memory(const Packing::Piece& piece, int device, int rank) {
+  if (piece.count == 0) return;
+  check_address("pack", piece.source, "source", device, rank);
+  check_address("pack", piece.target, "target", device, rank);
 }
 
 }  // namespace ringcomm::cuda

@@ -135,7 +135,7 @@ class CudaEngine final : public Engine {
   std::mutex allocation_;            // one collective allocation at a time
   char* scratch_ = nullptr;          // of gather(): a handle, and those of all ranks
   cudaStream_t stream_ = nullptr;    // the same
-  bool idle_ = true;                 // no kernel uses the group
+  bool idle_ = false;                // closed, and no kernel uses the group any more
 };
 
 // ---- checks
@@ -253,9 +253,7 @@ void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
     else
       posted.emplace_back(call, post_message(*call, false));
   }
-  for (std::size_t at = 0; at < through_links.size(); at += kMaxTransfers) {
-    const std::size_t end = std::min(through_links.size(), at + kMaxTransfers);
-    const std::vector<const Call*> some(through_links.begin() + at, through_links.begin() + end);
+  for (const std::vector<const Call*>& some : rounds_of(through_links)) {
     const cudaStream_t stream = stream_of(*some[0]);
     const unsigned long long capture = capture_of(stream, rank());
     for (const Call* call : some)
@@ -304,6 +302,7 @@ void CudaEngine::pack(const Packing& packing) {
   const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
   if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const DeviceGuard guard(context_->device(), rank());
+  for (const Packing::Piece& piece : packing.pieces) check_memory(piece, context_->device(), rank());
   const Setting setting = context_->setting();
   const int threads = setting.threads ? setting.threads : kUsualBlockThreads;
   const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
@@ -354,8 +353,11 @@ std::vector<std::string> CudaEngine::gather(const std::string& mine) {
     if (!stream_) cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank());
     if (!scratch_) cuda::check(cudaMalloc(&scratch_, kArenaHandleBytes + all), "cudaMalloc of the scratch", rank());
   }
-  cuda::check(cudaMemcpyAsync(scratch_, mine.data(), kArenaHandleBytes, cudaMemcpyHostToDevice, stream_),
-              "cudaMemcpyAsync of an arena's handle", rank());
+  {
+    const RelaxedCapture relaxed(rank());
+    cuda::check(cudaMemcpyAsync(scratch_, mine.data(), kArenaHandleBytes, cudaMemcpyHostToDevice, stream_),
+                "cudaMemcpyAsync of an arena's handle", rank());
+  }
   Call call;
   call.op = Op::kAllGather;
   call.input = scratch_;
@@ -364,6 +366,7 @@ std::vector<std::string> CudaEngine::gather(const std::string& mine) {
   call.stream = reinterpret_cast<std::uintptr_t>(stream_);
   submit(call)->wait();
   std::string text(all, '\0');
+  const RelaxedCapture relaxed(rank());
   cuda::check(cudaMemcpyAsync(text.data(), call.output, all, cudaMemcpyDeviceToHost, stream_),
               "cudaMemcpyAsync of the arenas' handles", rank());
   cuda::check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize", rank());
@@ -434,15 +437,13 @@ void CudaEngine::close() {
       } catch (const Error&) {
         // the call's owner hears of it through its request
       }
-    if (!await_all(Clock::now() + 2 * limit + kGrace)) {
+    bool idle = await_all(Clock::now() + 2 * limit + kGrace);
+    if (!idle) {
       context_->abort(concat("rank ", rank(), " closed the communicator and its last calls did not end"));
-      idle_ = await_all(Clock::now() + kLastGrace);
+      idle = await_all(Clock::now() + kLastGrace);
     }
-    if (context_->captured.load()) {  // replays of graphs leave no mark
-      const RelaxedCapture relaxed(rank());
-      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize after graphs", rank());
-    }
-    context_->check(Op::kBarrier);  // while the host page is there
+    idle_ = idle && !context_->captured.load();  // a graph holds the group's addresses for as long as it lives
+    context_->check(Op::kBarrier);               // while the host page is there
   } catch (const Error&) {
     // the communicator has ended: later calls say why
   }

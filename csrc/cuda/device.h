@@ -165,6 +165,7 @@ RINGCOMM_DEVICE bool any_in_warp(bool value) { return __any_sync(0xffffffffu, va
 // By a whole warp: lane l moves 16 bytes at lines + 16 l; every 8 lanes are a line.
 RINGCOMM_DEVICE void store_ll128(char* lines, u64 a, u64 b) {
 #if defined(__CUDACC__)
+  __syncwarp();  // one instruction for all lanes, whatever came before
   asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(lines + 16 * lane_id()), "l"(a), "l"(b) : "memory");
 #else
   emulator::yield();
@@ -177,6 +178,7 @@ RINGCOMM_DEVICE void store_ll128(char* lines, u64 a, u64 b) {
 }
 RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #if defined(__CUDACC__)
+  __syncwarp();
   asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(lines + 16 * lane_id()) : "memory");
 #else
   emulator::look();

@@ -1,5 +1,6 @@
 #include "cuda/launch.h"
 
+#include <iterator>
 #include <map>
 #include <tuple>
 
@@ -72,8 +73,25 @@ MarkPtr Marks::record(cudaStream_t stream, unsigned long long capture, int rank)
 }
 
 void Marks::follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank) {
-  if (!mark || mark->stream == stream || mark->capture != capture) return;
+  if (!mark || mark->capture != capture)
+    return;  // the same stream too: handles are used again, and 0 is one per device
   check(cudaStreamWaitEvent(stream, mark->event, 0), "cudaStreamWaitEvent on the call's stream", rank);
+}
+
+void Newest::follow(cudaStream_t stream, unsigned long long capture, int rank) const {
+  const auto it = marks_.find(capture);
+  if (it != marks_.end()) Marks::follow(stream, capture, it->second, rank);
+}
+
+void Newest::put(const MarkPtr& mark) {
+  constexpr std::size_t kCaptures = 8;  // under way at once; ids grow
+  marks_[mark->capture] = mark;
+  if (marks_.size() > kCaptures + 1) marks_.erase(std::next(marks_.begin(), marks_.begin()->first == 0 ? 1 : 0));
+}
+
+MarkPtr Newest::eager() const {
+  const auto it = marks_.find(0);
+  return it == marks_.end() ? nullptr : it->second;
 }
 
 }  // namespace ringcomm::cuda

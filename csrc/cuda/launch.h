@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -60,6 +61,18 @@ class Marks : public std::enable_shared_from_this<Marks> {
   const int device_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> idle_;
+};
+
+// The newest mark of what runs now, and of each capture under way: among these there is no order.
+class Newest {
+ public:
+  // What is enqueued on `stream` from now on comes after the newest of its own kind.
+  void follow(cudaStream_t stream, unsigned long long capture, int rank) const;
+  void put(const MarkPtr& mark);
+  MarkPtr eager() const;  // null: none
+
+ private:
+  std::map<unsigned long long, MarkPtr> marks_;  // by capture; 0: none
 };
 
 }  // namespace ringcomm::cuda

@@ -68,7 +68,7 @@ RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 p
   if (peer != block.rank()) {
     const Vec* const line = reinterpret_cast<const Vec*>(block.box(block.rank(), peer, packets & 1));
     u32 words[2 * kHeaderLines];
-    int spins = 0;
+    u32 spins = 0;
     while (!look_header(line, ll_flag(packets), words))
       if (!block.keep_looking(line + kHeaderLines - 1, packets + 1, spins, peer)) return false;
     const Signature mine = header.signature;
@@ -79,10 +79,10 @@ RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 p
   return true;
 }
 
-// After a fruitless look at `line`: the new number of looks, or -1: gave up.
-RINGCOMM_DEVICE_CALL int look_again(const CallArgs& args, u64 deadline, const void* line, u64 packets, int peer,
-                                    int spins) {
-  return block_until(args, deadline).keep_looking(line, packets + 1, spins, peer) ? spins : -1;
+// After many a fruitless look at `line`. False: gave up.
+RINGCOMM_DEVICE_CALL bool look_again(const CallArgs& args, u64 deadline, const void* line, u64 packets, int peer) {
+  u32 spins = kSpinsPerCheck - 1;
+  return block_until(args, deadline).keep_looking(line, packets + 1, spins, peer);
 }
 
 // The block has read its boxes to the end.
@@ -276,7 +276,7 @@ class OneShot {
   template <typename Lines, int kWords>
   RINGCOMM_DEVICE bool await(const Lines& lines, u64 i, u32 (&value)[kMaxRanks][kWords]) const {
     u32 missing = ((1u << world_size_) - 1) & ~(1u << rank_);
-    for (int spins = 0; missing != 0;) {
+    for (u32 spins = 1; missing != 0; ++spins) {
       const u32 wanted = missing;
       typename Lines::Look look[kMaxRanks] = {};
       RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
@@ -288,9 +288,15 @@ class OneShot {
       // Only who has just looked in vain may pause, or it might miss being woken: the last one looked at.
       const int last = highest(wanted);
       if (!(missing >> last & 1)) continue;
-      if (lines.speaks())
-        spins = look_again(args_, deadline_, box<Lines>(rank_, last) + lines.offset(i), packets_, last, spins);
-      if (lines.any(spins < 0)) return false;
+      bool gave_up = false;
+      if (lines.speaks()) {
+        const char* const line = box<Lines>(rank_, last) + lines.offset(i);
+        if (spins % kSpinsPerCheck == 0)
+          gave_up = !look_again(args_, deadline_, line, packets_, last);
+        else
+          pause_on(line, packets_ + 1);
+      }
+      if (lines.any(gave_up)) return false;
     }
     return true;
   }

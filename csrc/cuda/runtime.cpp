@@ -91,6 +91,8 @@ const char* advice(cudaError_t status) {
     case cudaErrorPeerAccessUnsupported:
     case cudaErrorNotSupported:
       return "; this machine or driver does not offer it, use another backend here";
+    case cudaErrorStreamCaptureImplicit:
+      return "; a blocking stream is being captured: call on a stream of its own, or capture a non-blocking one";
     case cudaErrorStreamCaptureUnsupported:
     case cudaErrorStreamCaptureInvalidated:
       return "; do this before or after the capture of a graph, not within it";

@@ -69,7 +69,7 @@ Team::Seat& Team::seat_of(int rank) {
 
 MarkPtr Team::last() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return last_;
+  return newest_.eager();
 }
 
 void Team::check_mismatch(Seat& seat) {
@@ -154,14 +154,15 @@ void Team::enqueue(Round& round, std::size_t lead) {
     const MarkPtr ready = batch.ready ? batch.ready : context.marks().record(batch.stream, batch.capture, rows[i].rank);
     Marks::follow(mine.stream, mine.capture, ready, context.rank());
   }
-  Marks::follow(mine.stream, mine.capture, last_, context.rank());
+  newest_.follow(mine.stream, mine.capture, context.rank());
   const bool waits = preparation.enqueue();
-  last_ = context.marks().record(mine.stream, mine.capture, context.rank());
+  const MarkPtr end = context.marks().record(mine.stream, mine.capture, context.rank());
+  newest_.put(end);
   for (const Row& row : rows) {
     if (waits) row.context->calls(mine.first().op, row.batch->limit_ms);
     if (mine.capture) row.context->captured.store(true);
   }
-  round.enqueued(last_, waits);
+  round.enqueued(end, waits);
 }
 
 bool Team::cancel(Round& round) {

@@ -83,7 +83,7 @@ class Team {
   std::uint64_t first_open_ = 0;             // number of the first of them
   std::exception_ptr mismatch_;              // of round mismatch_round_
   std::uint64_t mismatch_round_ = 0;
-  MarkPtr last_;
+  Newest newest_;
 };
 
 }  // namespace ringcomm::cuda

@@ -86,7 +86,7 @@ void Matcher::copy(Message& message, Message& other) {
   const int rank = message.rank;
   Marks::follow(message.stream, message.capture, other.ready, rank);
   if (from.nbytes && from.context.device() == to.context.device())
-    check(cudaMemcpyAsync(to.call.output, from.call.input, from.nbytes, cudaMemcpyDeviceToDevice, message.stream),
+    check(cudaMemcpyAsync(to.call.output, from.call.input, from.nbytes, cudaMemcpyDefault, message.stream),
           "cudaMemcpyAsync of a message", rank);
   else if (from.nbytes)
     check(cudaMemcpyPeerAsync(to.call.output, to.context.device(), from.call.input, from.context.device(), from.nbytes,
@@ -179,7 +179,7 @@ cudaStream_t Links::stream_of(const Call& call) {
 std::vector<MarkPtr> Links::last() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<MarkPtr> marks;
-  for (const auto& [way, mark] : last_) marks.push_back(mark);
+  for (const auto& [way, newest] : newest_) marks.push_back(newest.eager());
   return marks;
 }
 
@@ -211,7 +211,7 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
         sends,
         call->dtype};
     limit_ms = std::max(limit_ms, context_.limit(*call));
-    Marks::follow(stream, capture, last_[way(*call)], rank);
+    newest_[way(*call)].follow(stream, capture, rank);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
   const Kernel<TransferArgs> kernel = transfer_kernel();
@@ -222,10 +222,23 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
   launch(kernel, name(calls[0]->op), dim3(group.layout().p2p_channels, args.num_transfers), threads, args, stream, true,
          rank);
   const MarkPtr end = context_.marks().record(stream, capture, rank);
-  for (const Call* call : calls) last_[way(*call)] = end;
+  for (const Call* call : calls) newest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);
   if (capture) context_.captured.store(true);
   return std::make_shared<Enqueued>(end, calls[0]->op == Op::kRecv ? calls[0]->root : -1);
 }
+
+std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& calls) {
+  if (!calls.empty() && calls.size() <= kMaxTransfers) return {calls};
+  std::vector<std::vector<const Call*>> rounds;
+  std::map<std::pair<int, Op>, std::size_t> next;
+  for (const Call* call : calls) {
+    const std::size_t round = next[{call->root, call->op}]++;
+    if (round == rounds.size()) rounds.emplace_back();
+    rounds[round].push_back(call);
+  }
+  return rounds;
+}
+static_assert(kMaxTransfers >= 2 * (kMaxRanks - 1), "a launch has room for a message of every link");
 
 }  // namespace ringcomm::cuda

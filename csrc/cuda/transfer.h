@@ -44,6 +44,10 @@ class Matcher {
   std::deque<MessagePtr> sends_, receives_;  // open ones, in the order of their calls
 };
 
+// What goes into one launch: all, or else the first of every link, then the second of every link, and so on. The k-th
+// message of a link then meets its other end in the k-th launch there, or before.
+std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& calls);
+
 // The links of one rank to ranks in other processes.
 class Links {
  public:
@@ -66,7 +70,7 @@ class Links {
 
   Context& context_;
   mutable std::mutex mutex_;
-  std::map<Way, MarkPtr> last_;
+  std::map<Way, Newest> newest_;
   std::map<Way, cudaStream_t> streams_;
 };
 

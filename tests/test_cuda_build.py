@@ -1,0 +1,241 @@
+"""What was compiled for GPUs, read without one: machine code, PTX, and what the module needs to be imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+import sass_lint
+
+import ringcomm
+from ringcomm import _C, errors
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT = _C.build_info()["cuda"]
+# Wide loads of a thread before its first store; those of narrow types take more registers in the ring.
+LEAST_IN_FLIGHT = {"ring": 4, "direct": 8, "ring_copy": 4, "copy_between_ranks": 4, "send_and_receive": 4, "pack": 4}
+FAULTS = {  # what is planted: (file, from, to, what the lint must say)
+    "release at gpu scope": ("core/sync.h", '"st.release.sys', '"st.release.gpu', "scope narrower|MEMBAR"),
+    "release dropped": ("core/sync.h", '"st.release.sys.global', '"st.relaxed.sys.global', "MEMBAR"),
+    "acquire dropped": ("core/sync.h", '"ld.acquire.sys', '"ld.relaxed.sys', "no wait acquires"),
+    "poll with an acquire": ("core/sync.h", '"ld.relaxed.sys', '"ld.acquire.sys', "acquires at every look"),
+    "flags at gpu scope": ("core/sync.h", '"ld.relaxed.sys', '"ld.relaxed.gpu', "scope narrower"),
+    "read-only data loads": ("cuda/device.h", '"ld.global.v4', '"ld.global.nc.v4', "read-only cache"),
+    "a copy of the arguments": (
+        "cuda/direct.h",
+        "direct(const __grid_constant__ CallArgs args) {",
+        "direct(const __grid_constant__ CallArgs given) {\n  const CallArgs args = given;",
+        "local memory",
+    ),
+}
+needs_kernels = pytest.mark.skipif(not BUILT.startswith("built for"), reason=f"needs kernels for GPUs: {BUILT}")
+
+
+@pytest.fixture
+def disassembler() -> None:
+    if missing := sass_lint.missing_tools("cuobjdump", "nvdisasm"):
+        pytest.skip(missing)
+
+
+def module() -> Path:
+    assert _C.__file__ is not None
+    return Path(_C.__file__)
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.timeout(300)
+def test_the_kernels_keep_the_rules(disassembler: None) -> None:
+    kernels = sass_lint.disassemble(module(), "sm_90")
+    assert len(kernels) > 50
+    bad = {kernel.name: found for kernel in kernels if (found := sass_lint.lint(kernel))}
+    assert not bad, "\n".join(f"{name}: {'; '.join(found)}" for name, found in bad.items())
+    in_flight = dict.fromkeys(LEAST_IN_FLIGHT, 99)
+    for kernel in kernels:
+        name = next(
+            (each for each in sorted(in_flight, key=len, reverse=True) if f"{len(each)}{each}" in kernel.name), ""
+        )
+        if name:
+            in_flight[name] = min(in_flight[name], sass_lint.loads_in_flight(kernel))
+    few = {
+        name: (least, in_flight[name]) for name, least in LEAST_IN_FLIGHT.items() if not least <= in_flight[name] < 99
+    }
+    assert not few, f"wide loads before a store, at least and found: {few}"
+
+
+@needs_kernels
+@pytest.mark.timeout(120)
+def test_no_kernel_has_a_stack(disassembler: None) -> None:
+    found = sass_lint.resources(module())
+    archs = set(re.findall(r"sm_\w+", BUILT))
+    assert {arch for arch, _ in found} == archs
+    stacks = {name: used for name, used in found.items() if used["STACK"] or used["LOCAL"]}
+    assert not stacks, f"bytes of local memory: {stacks}"
+    wide = {name: used["REG"] for name, used in found.items() if used["REG"] > 128}
+    assert not wide, f"blocks of 512 threads do not fit: {wide}"
+
+
+@needs_kernels
+@pytest.mark.timeout(120)
+def test_the_ptx_knows_no_narrow_scope(disassembler: None) -> None:
+    if "PTX" not in BUILT:
+        pytest.skip(f"no PTX in this build: {BUILT}")
+    assert sass_lint.lint_ptx(sass_lint.run("cuobjdump", "-ptx", module())) == []
+
+
+def nvcc() -> str:
+    path = os.environ.get("RINGCOMM_NVCC") or sass_lint.tool("nvcc")
+    if not path:
+        pytest.skip("needs nvcc: install CUDA 12 or newer")
+    return path
+
+
+def compile_one(csrc: Path, out: Path) -> sass_lint.Kernel:
+    """The direct sum of float32, and the waits that all kernels have."""
+    only = ["-DRINGCOMM_ONLY_DTYPE=kFloat32", "-DRINGCOMM_ONLY_OP=kSum"]
+    words = [nvcc(), "-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", "-arch=sm_90", f"-I{csrc}", *only, "-cubin"]
+    words += ["-x", "cu", str(csrc / "cuda" / "direct_wide_float.cu"), "-o", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kernel,) = sass_lint.disassemble(out, "sm_90")
+    return kernel
+
+
+@cache
+def clean() -> list[str]:
+    out = ROOT / "build" / "lint.cubin"
+    out.parent.mkdir(exist_ok=True)
+    return sass_lint.lint(compile_one(ROOT / "csrc", out))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen_in_the_machine_code(fault: str, tmp_path: Path, disassembler: None) -> None:
+    """A test of the lint."""
+    assert clean() == []
+    file, before, after, said = FAULTS[fault]
+    for folder in ("core", "cuda"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    text = (tmp_path / file).read_text()
+    assert text.count(before) == 1, f"{before} is in {file} {text.count(before)} times"
+    (tmp_path / file).write_text(text.replace(before, after))
+    bad = sass_lint.lint(compile_one(tmp_path, tmp_path / "fault.cubin"))
+    assert any(re.search(said, each) for each in bad), f"{fault} went unseen: {bad}"
+
+
+# ---- without a driver ------------------------------------------------------------------------------------------------
+
+
+def test_the_module_needs_no_driver_to_be_imported() -> None:
+    done = subprocess.run(["ldd", str(module())], capture_output=True, text=True, timeout=60, check=True)
+    assert not re.search(r"libcuda|libcudart|libnvidia|libnccl", done.stdout), done.stdout
+    program = "import ringcomm; ringcomm.init().close(); print(ringcomm.build_info()['cuda'])"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=hidden)
+    assert (done.returncode, done.stdout.strip()) == (0, BUILT), done.stderr
+
+
+def test_without_a_driver_the_engine_says_so() -> None:
+    why = _C.why_no_cuda()
+    if not why:
+        pytest.skip("this machine has a driver and a device")
+    if BUILT.startswith("built for") and not Path("/dev/nvidiactl").exists():
+        assert "driver" in why
+    with pytest.raises(errors.UnsupportedError) as caught:
+        _C.Engine("cuda", 0, 1)
+    assert "rank 0" in str(caught.value)
+    assert why in str(caught.value)
+    with pytest.raises(errors.UnsupportedError):
+        ringcomm.init(device="cuda")
+
+
+# ---- the build itself ------------------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if path is None:
+        pytest.skip(f"needs {name}: pip install {name}")
+    return path
+
+
+def configure(build: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    words = [tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+    return subprocess.run([*words, *options], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_missing_nvcc_is_an_error_where_it_was_asked_for(tmp_path: Path) -> None:
+    done = configure(tmp_path, "-DRINGCOMM_CUDA=ON", "-DRINGCOMM_NVCC=/nowhere/nvcc")
+    assert done.returncode != 0
+    assert "RINGCOMM_CUDA=ON, but there is no nvcc at /nowhere/nvcc" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-DRINGCOMM_NVCC=/nowhere/nvcc"], "not built: there is no nvcc at /nowhere/nvcc"),
+        (["-DRINGCOMM_NVCC=/bin/false"], "not built: /bin/false did not work"),
+        (["-DRINGCOMM_CUDA=OFF"], "not built: RINGCOMM_CUDA was OFF"),
+        (["-DRINGCOMM_EMULATE=ON"], "emulated"),
+    ],
+    ids=["no-nvcc", "broken-nvcc", "off", "emulated"],
+)
+def test_the_build_says_what_becomes_of_cuda(options: list[str], said: str, tmp_path: Path) -> None:
+    done = configure(tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert f"CUDA engine: {said}" in done.stdout
+
+
+def test_architectures_are_named(tmp_path: Path) -> None:
+    path = nvcc()
+    archs = {"": "sm_80 sm_90 + PTX 80", "native-dev": "sm_90 + PTX 90", "100;90-real": "sm_90 sm_100 + PTX 90"}
+    for asked, said in archs.items():
+        done = configure(tmp_path, f"-DRINGCOMM_NVCC={path}", f"-DRINGCOMM_CUDA_ARCHS={asked}")
+        assert f"CUDA engine: built for {said} by nvcc" in done.stdout, done.stdout + done.stderr
+    done = configure(tmp_path, f"-DRINGCOMM_NVCC={path}", "-DRINGCOMM_CUDA_ARCHS=sm_90")
+    assert done.returncode != 0
+    assert "got sm_90" in done.stderr
+
+
+def test_a_build_without_cuda_says_so_when_the_engine_is_asked_for(tmp_path: Path) -> None:
+    main = tmp_path / "main.cpp"
+    main.write_text("""
+#include <iostream>
+#include "core/engine.h"
+#include "core/error.h"
+int main() {
+  std::cout << ringcomm::why_no_cuda() << std::endl;
+  try {
+    ringcomm::make_cuda_engine(3, 4, {});
+  } catch (const ringcomm::Error& error) {
+    std::cout << error.what() << std::endl;
+    return error.code() == ringcomm::ErrorCode::kUnsupported ? 0 : 1;
+  }
+  return 2;
+}
+""")
+    words = ["c++", "-std=c++17", f"-I{ROOT / 'csrc'}", '-DRINGCOMM_NO_CUDA="no nvcc"', str(main)]
+    words += [str(ROOT / "csrc" / "core" / "no_cuda.cpp"), "-o", str(tmp_path / "main")]
+    subprocess.run(words, check=True, timeout=100)
+    done = subprocess.run([tmp_path / "main"], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stdout
+    why, error = done.stdout.splitlines()
+    assert why.startswith("this build has no CUDA engine: no nvcc;")
+    assert error == f"Engine: rank 3 asked for engine 'cuda', but {why}"
+
+
+def test_torch_carries_a_pybind11_that_serves_where_there_is_no_other() -> None:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        pytest.skip("needs torch")
+    assert (Path(torch.origin).parent / "include" / "pybind11" / "pybind11.h").is_file()
