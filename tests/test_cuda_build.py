@@ -65,8 +65,9 @@ def test_the_kernels_keep_the_rules(disassembler: None) -> None:
         name = next(
             (each for each in sorted(in_flight, key=len, reverse=True) if f"{len(each)}{each}" in kernel.name), ""
         )
-        if name:
-            in_flight[name] = min(in_flight[name], sass_lint.loads_in_flight(kernel))
+        wide = sass_lint.loads_in_flight(kernel)
+        if name and (wide or name != "pack"):  # a cast to a wider type loads less than 16 bytes at a time
+            in_flight[name] = min(in_flight[name], wide)
     few = {
         name: (least, in_flight[name]) for name, least in LEAST_IN_FLIGHT.items() if not least <= in_flight[name] < 99
     }

@@ -1,9 +1,8 @@
 // Data movement without arithmetic: all_gather, broadcast, gather, scatter, all_to_all, barrier. Three ways:
 //
 //   known    the launch has the pointers of all ranks: plain copies, no flags
-//   direct   the ranks tell each other where their buffers lie, and all that a peer must touch are visible: push into
-//   the
-//            peers' outputs or pull from the root's input, then meet
+//   direct   the ranks tell each other where their buffers lie, and all that a peer must touch are visible: push to
+//            the peers' outputs or pull from the root's input, then meet
 //   staged   else: window by window through the staging areas: write, meet, pull
 //
 // No deadlock: the ranks wait for each other only in announce() and in meets, and all ranks' blocks of a channel decide
