@@ -45,7 +45,7 @@ lint: setup
 bench: setup
 	$(TORCHRUN) -m ringcomm.cli bench $(BENCH)
 
-# The core and the CPU engine under the sanitizers, a part of `make test`.
+# The core, the CPU engine and the emulated CUDA engine under the sanitizers, a part of `make test`.
 sanitize: setup
 	$(BIN)/python -m pytest tests/test_native.py
 

@@ -69,14 +69,27 @@ def test_core_and_engine(kind: str) -> None:
 # ---- the CUDA engine on an emulated GPU ------------------------------------------------------------------------------
 
 
+# Of cuda_engine_test under a sanitizer: all but the largest matrices, whose kernels the other tests run as well.
+ENGINE_SECTIONS = (
+    *("apart", "windows", "streams", "streams_apart", "communicators", "single_thread", "single_thread_apart"),
+    *("graphs", "messages", "crossing", "lists", "lists_apart", "packing", "facts"),
+)
+
+
+def emulated_runs(kind: str) -> list[list[str]]:
+    """The tests with their arguments."""
+    tests = [test for test in EMULATED if kind != "thread" or "process" not in test]
+    return [[test, "quick", *(ENGINE_SECTIONS if kind and test == "cuda_engine_test" else ())] for test in tests]
+
+
 @needs_x86
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
 def test_emulated_cuda_engine(kind: str) -> None:
     at = build(kind)
-    for test in EMULATED:
+    for test, *arguments in emulated_runs(kind):
         started = time.monotonic()
-        run(str(at / test), "quick", limit_s=300)
+        run(str(at / test), *arguments, limit_s=300)
         print(f"{test} {kind}: {time.monotonic() - started:.1f} s")
 
 
