@@ -41,6 +41,14 @@ if _TYPE_CHECKING:
     from ringcomm.errors import ShapeError as ShapeError
     from ringcomm.errors import UnsupportedError as UnsupportedError
     from ringcomm.launch import run_ranks as run_ranks
+    from ringcomm.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from ringcomm.parallel.precision import GradScaler as GradScaler
+    from ringcomm.parallel.precision import MixedPrecision as MixedPrecision
+    from ringcomm.parallel.shard import no_sync as no_sync
+    from ringcomm.parallel.shard import restage as restage
+    from ringcomm.parallel.shard import shard as shard
+    from ringcomm.parallel.shard import stage_of as stage_of
+    from ringcomm.parallel.shard import whole as whole
     from ringcomm.rendezvous import init as init
     from ringcomm.work import Work as Work
 
@@ -53,18 +61,26 @@ _HOMES = {
     "DistributedDataParallel": "data_parallel",
     "DtypeError": "errors",
     "EngineError": "errors",
+    "GradScaler": "parallel.precision",
     "InvalidArgumentError": "errors",
     "MismatchError": "errors",
+    "MixedPrecision": "parallel.precision",
     "RankFailedError": "errors",
     "RingcommError": "errors",
     "ShapeError": "errors",
     "UnsupportedError": "errors",
     "Work": "work",
     "build_info": "_C",
+    "clip_grad_norm_": "parallel.clip",
     "errors": "errors",
     "init": "rendezvous",
+    "no_sync": "parallel.shard",
+    "restage": "parallel.shard",
     "run_ranks": "launch",
     "schedule": "schedule",
+    "shard": "parallel.shard",
+    "stage_of": "parallel.shard",
+    "whole": "parallel.shard",
 }
 
 __all__ = [
@@ -76,8 +92,10 @@ __all__ = [
     "DistributedDataParallel",
     "DtypeError",
     "EngineError",
+    "GradScaler",
     "InvalidArgumentError",
     "MismatchError",
+    "MixedPrecision",
     "RankFailedError",
     "RingcommError",
     "ShapeError",
@@ -85,10 +103,16 @@ __all__ = [
     "Work",
     "__version__",
     "build_info",
+    "clip_grad_norm_",
     "errors",
     "init",
+    "no_sync",
+    "restage",
     "run_ranks",
     "schedule",
+    "shard",
+    "stage_of",
+    "whole",
 ]
 
 

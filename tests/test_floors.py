@@ -7,7 +7,7 @@
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
 | 3 | the primitives in ringcomm/ | `_C`, `_c10d`, one another |
-| 4 | training, bench, cli | floor 3 |
+| 4 | training (ringcomm/parallel), bench, cli | floor 3 |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = sorted(path for suffix in (".h", ".cpp", ".cu") for path in (ROOT / "csrc").rglob(f"*{suffix}"))
-PYTHON = sorted((ROOT / "ringcomm").glob("*.py"))
+PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 FORBIDDEN_INCLUDES = {
     "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",

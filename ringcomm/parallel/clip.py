@@ -1,0 +1,108 @@
+"""Clipping gradients by their norm over all ranks, with the same bits at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.parallel.flat_model import FlatModel
+from ringcomm.parallel.group import FlatGroup
+from ringcomm.parallel.norm import total_norm
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales the gradients of sharded parameters so that their norm over all ranks is at most ``max_norm``; a
+    collective.
+
+    As torch.nn.utils.clip_grad_norm_, which cannot know the other ranks' shards. Call it between backward and step,
+    after ``unscale_`` of a GradScaler.
+
+    Args:
+        parameters: a sharded module, its optimizer, or some of the module's parameters. Of plain parameters: torch's.
+        foreach: accepted, and of no effect on sharded parameters.
+    Order:   the sum of powers is exact to about 2**-50, whatever the order: its bits depend on the gradients alone.
+    Cost:    one pass over this rank's gradients, at stage 0 over its share; two messages of a few bytes.
+    Returns: the norm before clipping, the same on every rank.
+    Raises:  RingcommError: a norm that is not finite, with ``error_if_nonfinite``; on every rank.
+    """
+    chosen, flat = _chosen(parameters)
+    if flat is None:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    picked: dict[FlatGroup, set[int]] = {}
+    for p in chosen:
+        _, group, i = p._ringcomm
+        picked.setdefault(group, set()).add(i)
+    for group in flat.order:
+        group.gradient.reconcile()
+    count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
+    parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
+    norm = total_norm(parts, norm_type, flat.ranks.comm, count)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RingcommError(
+            f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
+            "step, or pass error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for group, some in picked.items():
+        _scale(flat, group, some, factor)
+    return norm
+
+
+def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
+    """The parameters that are meant, each once, and the flat model that they belong to."""
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, nn.Module):
+        parameters = [p for p in parameters.parameters() if p.requires_grad]
+    elif isinstance(parameters, torch.optim.Optimizer):
+        attached = getattr(parameters, "_ringcomm", None)
+        if attached is None:
+            parameters = [p for group in parameters.param_groups for p in group["params"]]
+        else:
+            parameters = [group.params[i] for places in attached.places for group, i in places]
+    found = list({id(p): p for p in parameters}.values())
+    homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
+    if not homes:
+        return found, None
+    if len(homes) > 1 or any(not hasattr(p, "_ringcomm") for p in found):
+        raise InvalidArgumentError(
+            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
+            "of one; clip them one by one"
+        )
+    return found, next(iter(homes.values()))
+
+
+def _ranges(group: FlatGroup, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of some segments, with a gradient, inside a range of the buffer."""
+    gradient = group.gradient
+    if not gradient.has_reduced:
+        return []
+    here = group.layout.fragments(start, end)
+    return [
+        (start + f.offset, start + f.offset + f.numel) for f in here if f.segment in some and f.segment in gradient.has
+    ]
+
+
+def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
+    """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's."""
+    gradient = group.gradient
+    found = _ranges(group, some, *group.layout.shard_range(group.ranks.rank))
+    return [gradient.reduced[first - group.start : last - group.start] for first, last in found]
+
+
+def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tensor) -> None:
+    gradient = group.gradient
+    elsewhere = [copy for attached in flat.optimizers for copy in attached.gradients_elsewhere(group)]
+    for first, last in _ranges(group, some, group.start, group.end):
+        for held in [gradient.reduced, *elsewhere]:
+            held[first - group.start : last - group.start].mul_(factor.to(held.device, held.dtype))

@@ -1,0 +1,366 @@
+"""A module whose parameters live in flat groups: what happens in forward and backward, at every stage.
+
+    stage   parameters   gradients               optimizer   when a group is reduced
+    0       whole        whole                   whole       its gradients and those of all groups before it are there
+    1       whole        whole until reduced     shard       the same
+    2       whole        shard                   shard       backward has passed its unit
+    3       shard        shard                   shard       the same
+
+Every rank reduces in the same order, whatever its own gradients' order of arrival. At the end of a backward pass all is
+reduced and waited for; which parameters no rank has used is agreed with one message of a byte for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.ranks import Ranks
+from ringcomm.parallel.unit import Unit
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.optimizer import Attached
+
+_T = TypeVar("_T")
+IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
+
+
+class FlatModel:
+    """The state of a wrapped module.
+
+    Args:
+        units: in the order of forward; the last one is the module itself with what is in no other unit.
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        composed: whether it was made by `fully_shard`, before its optimizer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        stage: int,
+        precision: MixedPrecision,
+        units: Sequence[Unit],
+        broadcast_buffers: bool,
+        composed: bool = False,
+    ) -> None:
+        self.composed = composed
+        self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
+        self.units, self.root = list(units), units[-1]
+        self.groups = [group for unit in units for group in unit.groups]
+        # About the order in which backward finishes; the module's own parameters are used at both of its ends.
+        launched = [*reversed(self.units[:-1]), self.root]
+        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+        self.device = self.groups[0].device
+        self.broadcast_buffers = broadcast_buffers
+        self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
+        self.optimizers: list[Attached] = []
+        self.on_reduced: list[Callable[[FlatGroup], None]] = []
+        self.sync = True
+        self._scheduled = False  # whether this backward pass has asked for its end
+        self._next = 0  # of `order`: what stages 0 and 1 launch next
+        self._arrived: dict[FlatGroup, int] = {}
+        self._launched: set[FlatGroup] = set()
+        self._in_flight: deque[FlatGroup] = deque()
+        self._seen: list[Unit] = []  # units of this forward pass
+        self._last: list[Unit] = []  # of the one before
+        self._handles: list[Any] = []
+        self._census = _census(module)
+        for unit in self.units:
+            unit.hook(self)
+        for group in self.order:
+            for i, p in enumerate(group.params):
+                p._ringcomm = (self, group, i)
+                self._handles.append(p.register_hook(partial(self._before, group)))
+                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._after, group, i)))
+        for group in self.groups:
+            for p in group.params:
+                p._ringcomm_flat = self
+
+    def timed(self, call: Callable[..., _T], *args: Any) -> _T:
+        """``call(*args)``, its time counted as communication."""
+        start = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.communication_seconds += time.perf_counter() - start
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The module is called."""
+        if self._scheduled:  # the last backward pass raised half-way
+            self._abandon()
+        self._check()
+        self._last, self._seen = self._seen or self._last, []
+        for unit in self.units:
+            unit.pending = 0
+        if self.broadcast_buffers and self.sync and self.module.training and torch.is_grad_enabled():
+            self.timed(self.send_buffers)
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins: its parameters are brought, and the next one's are sent for."""
+        at = len(self._seen)
+        self._seen.append(unit)
+        if self.stage < LAST_STAGE:
+            return
+        self.timed(unit.gather)
+        ahead = unit.forward_prefetch
+        if ahead is None:
+            expected = self._last[at : at + 2]
+            ahead = expected[1:] if expected[:1] == [unit] else []
+        for each in ahead:
+            each.start_gather()
+
+    def end_forward(self) -> None:
+        """The module returns: what was brought and not used goes."""
+        for unit in self.units:
+            if unit.reshard_after_forward or not torch.is_grad_enabled():
+                unit.release()
+
+    def before(self, unit: Unit) -> list[Unit]:
+        """The unit whose forward came before this one's."""
+        at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
+        return self._seen[at - 1 : at] if at else []
+
+    def send_buffers(self) -> None:
+        """Every rank gets the first one's buffers, in one message for each type."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+        for buffers in by_type.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.ranks.broadcast(flat)
+            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(values.view(buffer.shape))
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Something of a backward pass has come; its end is to be noticed."""
+        if not self._scheduled:
+            self._scheduled = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _before(self, group: FlatGroup, _: torch.Tensor) -> None:
+        """A gradient of the group is about to be added to `p.grad`."""
+        gradient = group.gradient
+        if not gradient.opened and group not in self._launched:
+            gradient.open()
+
+    def _after(self, group: FlatGroup, i: int, _: torch.Tensor) -> None:
+        """A parameter's gradient is complete on this rank."""
+        self.begin_backward()
+        if group in self._launched:
+            raise InvalidArgumentError(
+                f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
+                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, and keep a "
+                "parameter that is used in several units out of all of them"
+            )
+        group.gradient.contributed.add(i)
+        arrived = self._arrived[group] = self._arrived.get(group, 0) + 1
+        if arrived < len(group.params):
+            return
+        if not self.sync:
+            group.gradient.collect()
+        elif self.stage < 2:
+            while self._next < len(self.order) and self._complete(self.order[self._next]):
+                self._launch(self.order[self._next])
+
+    def _complete(self, group: FlatGroup) -> bool:
+        return self._arrived.get(group, 0) == len(group.params)
+
+    def _launch(self, group: FlatGroup) -> None:
+        """Starts a group's reduction."""
+        gradient = group.gradient
+        if gradient.opened:
+            gradient.collect()
+        else:
+            gradient.reconcile()  # nothing has arrived
+        self._launched.add(group)
+        while self._next < len(self.order) and self.order[self._next] in self._launched:
+            self._next += 1
+        if self.stage >= 2:
+            while len(self._in_flight) >= IN_FLIGHT:
+                self._settle()
+        self.timed(gradient.launch)
+        self._in_flight.append(group)
+
+    def _settle(self) -> None:
+        group = self._in_flight.popleft()
+        self.timed(group.gradient.settle)
+        for notify in self.on_reduced:
+            notify(group)
+
+    def flush(self, unit: Unit) -> None:
+        """Backward has passed a unit, whose gradients are as complete as they will be."""
+        for group in reversed(unit.groups):
+            if not group.trainable or group in self._launched:
+                continue
+            if self.sync:
+                self._launch(group)
+            elif group.gradient.opened:
+                group.gradient.collect()
+
+    def _finish(self) -> None:
+        """End of backward."""
+        try:
+            if self.sync:
+                used = self._say_who_was_used()
+                for group in self.order:
+                    if group not in self._launched:
+                        self._launch(group)
+                while self._in_flight:
+                    self._settle()
+                self._hear_who_was_used(used)
+            for group in self.order:
+                if group.gradient.opened:
+                    group.gradient.collect()
+                group.gradient.show()
+            for attached in self.optimizers:
+                attached.show()
+        except BaseException:
+            self._abandon()
+            raise
+        self._reset()
+
+    def _say_who_was_used(self) -> tuple[torch.Tensor, Any]:
+        """Starts the message in which every trainable parameter that this rank has a gradient of is a 1."""
+        mine = []
+        for group in self.order:
+            has = group.gradient.contributed | group.gradient.has
+            mine += [i in has for i in range(len(group.params))]
+        flags = torch.tensor(mine, dtype=torch.uint8, device=self.device)
+        if self.ranks.data_world_size == 1:
+            return flags, None
+        self.ranks.count("flags", flags.nbytes)
+        return flags, self.ranks.comm.all_reduce(flags, "max", async_op=True)
+
+    def _hear_who_was_used(self, said: tuple[torch.Tensor, Any]) -> None:
+        flags, work = said
+        if work is not None:
+            self.timed(work.wait)
+        if self.ranks.replicas is not None:
+            self.ranks.replicas.all_reduce(flags, "max")
+        missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
+        if not missing:  # the common case does not wait for a device
+            return
+        heard = iter(flags.tolist())
+        for group in self.order:
+            group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
+
+    def _reset(self) -> None:
+        self._scheduled, self._next = False, 0
+        self._arrived.clear()
+        self._launched.clear()
+        self._in_flight.clear()
+        for unit in self.units:
+            unit.in_backward, unit.pending = False, 0
+            if unit.reshard_after_backward:
+                unit.release()
+
+    def _abandon(self) -> None:
+        """Forgets a backward pass that failed, and all gradients with it."""
+        self.forget_gradients()
+        self._reset()
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def forget_gradients(self) -> None:
+        """As zero_grad() does."""
+        for group in self.order:
+            group.gradient.drop()
+            for p in group.params:
+                p.grad = None
+
+    def restage(self, stage: int) -> None:
+        """Moves everything to another stage."""
+        for unit in self.units:
+            unit.release()
+        states = [attached.take_state() for attached in self.optimizers]
+        self.forget_gradients()
+        self.stage = stage
+        for group in self.groups:
+            group.restage(stage)
+        for attached, state in zip(self.optimizers, states, strict=True):
+            attached.place()
+            attached.put_state(state)
+
+    def detach(self) -> None:
+        """Takes every hook away; the parameters stay where they are."""
+        for unit in self.units:
+            unit.unhook()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for group in self.groups:
+            for p in group.params:
+                for name in ("_ringcomm", "_ringcomm_flat"):
+                    if hasattr(p, name):
+                        delattr(p, name)
+
+    # ---- what must not change -------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Refuses a module that is no longer the one that was wrapped."""
+        wrong = self._what_changed()
+        if wrong:
+            raise InvalidArgumentError(
+                f"forward: rank {self.ranks.rank} got {wrong} after the module was wrapped, expected the module as it "
+                "was; change it first and wrap it then"
+            )
+
+    def _what_changed(self) -> str | None:
+        for owner, params, children in self._census:
+            if [*map(id, owner._parameters.values())] != params or len(owner._modules) != children:
+                known = {id(p) for group in self.groups for p in group.params}
+                new = [name for name, p in self.module.named_parameters() if id(p) not in known]
+                return f"the new parameter {new[0]}" if new else "other submodules"
+        for group in self.groups:
+            for i, p in enumerate(group.params):
+                if p.requires_grad != group.trainable:
+                    return f"{group.names[i]} with requires_grad={p.requires_grad}"
+                if group.stage < LAST_STAGE and (
+                    p.dtype != group.types.compute or p.data_ptr() != self._address(group, i)
+                ):
+                    return f"{group.names[i]} as other memory ({p.dtype} on {p.device})"
+        return None
+
+    @staticmethod
+    def _address(group: FlatGroup, i: int) -> int:
+        segment = group.layout.segments[i]
+        return group.whole.data_ptr() + segment.offset * group.whole.itemsize if segment.numel else 0
+
+
+def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], int]]:
+    """Every submodule with its parameters' identities and its number of children."""
+    return [(each, [*map(id, each._parameters.values())], len(each._modules)) for each in module.modules()]
+
+
+def flat_model_of(module: nn.Module) -> FlatModel | None:
+    """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
+    parameters."""
+    for p in module.parameters():
+        flat = getattr(p, "_ringcomm_flat", None)
+        if flat is not None:
+            return flat
+    return None

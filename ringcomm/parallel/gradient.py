@@ -1,0 +1,262 @@
+"""A flat group's gradient: from what autograd leaves in `p.grad` to the mean over all ranks, whole or this rank's
+shard.
+
+    autograd   p.grad of every parameter, in the type of the forward pass
+    collect    packed and cast into `local`: this rank's sums over one or more backward passes
+    launch     `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
+    settle     `reduced` += the mean; p.grad is a view of it (stage 0), or stands for a gradient that is in shards
+
+Means are added to what was reduced before, and local sums to local sums, so every stage does the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.standin import ShardedGradient
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.group import FlatGroup
+
+
+class Gradient:
+    """Buffers and state of one group's gradient.
+
+    Args:
+        tree: add the backward passes between two reductions up in a balanced binary tree, as the ranks are. With a
+            power of two of passes the sum's bits do not depend on how passes are dealt out to ranks; it costs one
+            buffer for each level of the tree.
+    """
+
+    def __init__(self, group: FlatGroup, stage: int, tree: bool) -> None:
+        self.group, self.stage, self.tree = group, stage, tree
+        self.ranks, self.layout = group.ranks, group.layout
+        self.dtype = group.types.master
+        self.start, self.end = group.owned(stage)
+        whole = stage < 2
+        numel = self.layout.numel if whole else self.layout.shard_numel
+        self.buffer = self.ranks.empty(numel, self.dtype, group.device).zero_()
+        self.reduced = self.buffer[self.start : self.end] if whole else self.buffer
+        self.reduced_whole = self.buffer if stage == 0 else None
+        self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
+        self.views: list[torch.Tensor] | None = None
+        self.standins = [ShardedGradient.of(p, name) for p, name in zip(group.params, group.names, strict=True)]
+        self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
+        self.has_reduced = False
+        self.contributed: set[int] = set()  # who has a gradient in the local sums
+        self.has: set[int] = set()  # who has one in what was reduced
+        self.opened = False
+        self.work: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that stay."""
+        return self.buffer.nbytes
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there are sums that were not reduced."""
+        return any(level is not None for level in self.levels)
+
+    # ---- a backward pass ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
+        self.opened = True
+        self.reconcile()
+        in_place = self.plain and not self.tree and self.has_local
+        for i, p in enumerate(self.group.params):
+            if in_place:
+                assert self.views is not None
+                p.grad = self.views[i]
+            elif self.has_reduced or self.has_local:
+                p.grad = None
+
+    def collect(self) -> None:
+        """After the last gradient of a backward pass: adds them to the local sums."""
+        params = self.group.params
+        fresh = []
+        for i, p in enumerate(params):
+            if p.grad is None or isinstance(p.grad, ShardedGradient):
+                continue
+            if self.views is not None and p.grad is self.views[i]:
+                continue
+            if p.grad.layout != torch.strided:
+                raise InvalidArgumentError(
+                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
+                    "dense one; build its module with sparse=False"
+                )
+            fresh.append((i, p.grad.detach()))
+        self.opened = False
+        if not fresh:
+            return
+        if self.tree or not self.has_local:
+            self._push(self._packed(fresh))
+        else:
+            local = self.levels[0]
+            assert local is not None
+            for i, grad in fresh:
+                self._part(local, i).add_(grad)
+        for i, _ in fresh:
+            params[i].grad = None
+
+    def show(self) -> None:
+        """Between backward passes: what users see as `p.grad`."""
+        for i, p in enumerate(self.group.params):
+            if self.has_reduced:
+                standing = self.stage > 0 or not self.plain
+                p.grad = (self.standins[i] if standing else self._reduced_view(i)) if i in self.has else None
+            elif self.has_local and i in self.contributed:
+                p.grad = self.standins[i] if self.views is None else self.views[i]
+
+    def drop(self) -> None:
+        """Forgets everything."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        for level in self.levels:
+            self._release(level)
+        self.levels, self.views = [], None
+        self.has_reduced = self.opened = False
+        self.contributed.clear()
+        self.has.clear()
+
+    def reconcile(self) -> None:
+        """Forgets what the user has set to None."""
+        if not (self.has_reduced or self.has_local):
+            return
+        held = self.has | self.contributed
+        gone = [i for i in held if self.group.params[i].grad is None]
+        if len(gone) == len(held):
+            return self.drop()
+        for i in gone:
+            self.has.discard(i)
+            self.contributed.discard(i)
+            for level in self.levels:
+                if level is not None:
+                    self._part(level, i).zero_()
+            if self.has_reduced:
+                self.zero_reduced(i)
+
+    # ---- between ranks --------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Starts the reduction of the local sums; of zeros where this rank has none."""
+        local = self._folded()
+        if local is None:
+            local = self._new_whole()
+            local.zero_()
+        self.levels, self.views = [local], None
+        wire, scale = self._on_the_wire(local)
+        if self.stage == 0:
+            self.work = (self.ranks.all_reduce(wire), wire, wire, scale)
+        elif wire is self.buffer and not self.has_reduced:
+            self.work = (self.ranks.reduce_scatter(wire, self.reduced), wire, self.reduced, scale)
+        else:
+            direct = self.stage > 1 and not self.has_reduced and wire.dtype == self.dtype
+            numel = self.layout.shard_numel
+            out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.group.device)
+            self.work = (self.ranks.reduce_scatter(wire, out), wire, out, scale)
+
+    def settle(self) -> None:
+        """Waits for the reduction, and adds its result to what was reduced before."""
+        work, wire, out, scale = self.work
+        work.wait()
+        self.work = None
+        if self.stage > 0 or self.ranks.replicas is not None:
+            self.ranks.average_replicas(out)
+        target = self.buffer if self.stage == 0 else self.reduced
+        if out.data_ptr() != target.data_ptr():
+            mean = out if out.dtype == self.dtype else out.to(self.dtype)
+            if scale is not None:
+                mean = mean * scale
+            if self.has_reduced:
+                target.add_(mean)
+            else:
+                target.copy_(mean)
+        local = self.levels[0]
+        for lent in {id(each): each for each in (wire, out)}.values():
+            if lent is not local:
+                self._release(lent)
+        self._release(local)
+        self.levels = []
+        self.has_reduced = True
+        self.has |= self.contributed
+        self.contributed.clear()
+
+    def zero_reduced(self, i: int) -> None:
+        """Makes one parameter's mean zero, as far as it is here."""
+        segment = self.layout.segments[i]
+        first, last = max(segment.offset, self.start), min(segment.end, self.end)
+        if first < last:
+            self.reduced[first - self.start : last - self.start].zero_()
+
+    # ---- buffers --------------------------------------------------------------------------------------------------
+
+    def _new_whole(self) -> torch.Tensor:
+        if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.levels):
+            return self.buffer
+        return self.ranks.take(self.layout.numel, self.dtype, self.group.device)
+
+    def _release(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+            self.ranks.give(tensor)
+
+    def _part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
+        segment = self.layout.segments[i]
+        return whole[segment.offset : segment.end].view(segment.shape)
+
+    def _reduced_view(self, i: int) -> torch.Tensor:
+        return self._part(self.buffer, i)
+
+    def _packed(self, fresh: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """A new whole buffer with these gradients, and zeros elsewhere."""
+        whole = self._new_whole()
+        self.group.pack(dict(fresh), whole)
+        return whole
+
+    def _push(self, sums: torch.Tensor) -> None:
+        """Adds a pass's gradients as a leaf of the tree, or as the only sums there are."""
+        level = 0
+        while self.tree and level < len(self.levels) and self.levels[level] is not None:
+            before = self.levels[level]
+            assert before is not None
+            sums = self._added(before, sums)
+            self.levels[level] = None
+            level += 1
+        self.levels.extend([None] * (level + 1 - len(self.levels)))
+        self.levels[level] = sums
+        if self.plain and not self.tree:
+            self.views = [self._part(sums, i) for i in range(len(self.group.params))]
+
+    def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        before.add_(after)
+        self._release(after)
+        return before
+
+    def _folded(self) -> torch.Tensor | None:
+        """All local sums in one, the smallest subtrees first."""
+        sums: torch.Tensor | None = None
+        for level in self.levels:
+            if level is not None:
+                sums = level if sums is None else self._added(level, sums)
+        return sums
+
+    def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums in the type that travels, and by what the mean is to be multiplied."""
+        dtype = self.group.types.wire
+        if dtype == local.dtype:
+            return local, None
+        wire = self.ranks.take(local.numel(), dtype, local.device)
+        if dtype.itemsize > 1:
+            self.ranks.comm.pack([local], wire)
+            return wire, None
+        largest = local.abs().amax().to(torch.float32).view(1)
+        self.ranks.reduce_over_all(largest, "max")
+        scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+        wire.copy_((local / scale).to(dtype))
+        return wire, scale

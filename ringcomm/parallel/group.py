@@ -1,0 +1,227 @@
+"""Parameters of one type that travel together, and the flat buffers that hold them.
+
+    weight   in the type of the forward pass; the parameters are views of it. Whole at stages 0 to 2, a shard at 3
+    master   in the type of the optimizer, where that is another or lies elsewhere; else the optimizer's part of weight
+    gradient see gradient.py
+
+What a rank's optimizer works on, the owned range, is the whole buffer at stage 0 and this rank's shard from 1 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.parallel.gradient import Gradient
+from ringcomm.parallel.layout import ALIGN_BYTES, FlatLayout
+from ringcomm.parallel.precision import Types
+from ringcomm.parallel.ranks import Ranks
+from ringcomm.parallel.standin import ShardedParameter
+
+LAST_STAGE = 3
+
+
+class FlatGroup:
+    """One flat layout with its buffers, placed for a stage.
+
+    Args:
+        params: by segment.
+        tree: see `Gradient`.
+        master_device: where master weights and the optimizer's state lie; None: beside the weights.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        ranks: Ranks,
+        types: Types,
+        stage: int,
+        *,
+        tree: bool = False,
+        master_device: torch.device | None = None,
+    ) -> None:
+        self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
+        self.names = [segment.name for segment in layout.segments]
+        self.device = params[0].device
+        self.trainable = params[0].requires_grad
+        self.tree = tree
+        self.master_device = master_device
+        self.gathering: Any = None  # the all_gather in flight
+        self._classes = [type(p) for p in params]
+        self._nothing = (
+            torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
+        )
+        for p, name in zip(params, self.names, strict=True):
+            p._name = name
+        self._zeros = torch.zeros(
+            max(1, ALIGN_BYTES // types.compute.itemsize), dtype=types.compute, device=self.device
+        )
+        values = ranks.empty(layout.numel, types.master, self.device).zero_()
+        for p, segment in zip(params, layout.segments, strict=True):
+            values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
+        ranks.broadcast(values)
+        self._place(stage, values)
+
+    # ---- placement ------------------------------------------------------------------------------------------------
+
+    def owned(self, stage: int) -> tuple[int, int]:
+        """The range of the buffer that this rank's optimizer works on at a stage."""
+        return (0, self.layout.numel) if stage == 0 else self.layout.shard_range(self.ranks.rank)
+
+    def _place(self, stage: int, values: torch.Tensor) -> None:
+        """Makes the buffers of a stage from the whole master weights."""
+        self.stage = stage
+        self.start, self.end = self.owned(stage)
+        compute, numel = self.types.compute, self.layout.numel
+        if stage == LAST_STAGE:
+            self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
+            self.weight.copy_(values[self.start : self.end])
+            self.whole = torch.empty(numel, dtype=compute, device=self.device)
+            self._free()
+        else:
+            reuse = values.dtype == compute
+            self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
+            self.weight = self.whole[self.start : self.end]
+            self._bind()
+        self.separate = self.types.master != compute or self.master_device is not None
+        if self.separate:
+            self.master = torch.empty(
+                self.end - self.start, dtype=self.types.master, device=self.master_device or self.device
+            )
+            self.master.copy_(values[self.start : self.end])
+        else:
+            self.master = self.weight
+        self._gradient = Gradient(self, stage, self.tree) if self.trainable else None
+
+    def _bind(self) -> None:
+        """Parameters that can be computed with."""
+        for i, p in enumerate(self.params):
+            p.__class__ = self._classes[i]
+            p.data = self.part(self.whole, i)
+
+    def _free(self) -> None:
+        """Parameters that have a shape and no values: not a number to who looks all the same."""
+        for i, p in enumerate(self.params):
+            p.__class__ = self._classes[i]
+            p.data = self._nothing.expand(self.layout.segments[i].shape)
+            p.__class__ = ShardedParameter
+        self.whole.untyped_storage().resize_(0)
+
+    def restage(self, stage: int) -> None:
+        """Moves the buffers to another stage; gradients are forgotten."""
+        values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
+        values.copy_(self.gather_owned(self.master))
+        self._place(stage, values)
+
+    def part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
+        """A parameter's part of a whole buffer."""
+        segment = self.layout.segments[i]
+        return whole[segment.offset : segment.end].view(segment.shape)
+
+    # ---- whole and shard ------------------------------------------------------------------------------------------
+
+    @property
+    def gradient(self) -> Gradient:
+        """Of a group that is trained."""
+        assert self._gradient is not None
+        return self._gradient
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters can be read."""
+        return self.stage < LAST_STAGE or (self.gathering is None and self._allocated)
+
+    @property
+    def _allocated(self) -> bool:
+        return self.whole.untyped_storage().nbytes() > 0
+
+    def start_gather(self) -> None:
+        """Stage 3: starts to collect the parameters. Every rank does, in the same order."""
+        if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
+            return
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
+        self.gathering = self.ranks.all_gather(self.weight, self.whole)
+
+    def finish_gather(self) -> None:
+        """Waits until the parameters can be read."""
+        if self.gathering is not None:
+            work, self.gathering = self.gathering, None
+            work.wait()
+            self._bind()
+
+    def release(self) -> None:
+        """Stage 3: lets go of the other ranks' parameters."""
+        if self.stage == LAST_STAGE:
+            self.finish_gather()
+            if self._allocated:
+                self._free()
+
+    def publish(self) -> Any:
+        """After a change of the master weights: the parameters follow, here and on the other ranks. A Work or None."""
+        if self.separate:
+            self.weight.copy_(self.master)
+        if self.stage in (1, 2) and self.ranks.world_size > 1:
+            return self.ranks.all_gather(self.weight, self.whole)
+        return None
+
+    def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
+        """The whole of something that every rank has for its owned range: itself at stage 0, else new memory."""
+        if self.stage == 0:
+            return owned
+        whole = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.device)
+        self.ranks.comm.all_gather(owned.to(self.device), out=whole)
+        return whole
+
+    def load(self, i: int, values: torch.Tensor) -> None:
+        """Takes this rank's part of a parameter's new values; `publish` comes afterwards."""
+        segment = self.layout.segments[i]
+        first, last = max(segment.offset, self.start), min(segment.end, self.end)
+        if first < last:
+            part = values.detach().reshape(-1)[first - segment.offset : last - segment.offset]
+            self.master[first - self.start : last - self.start].copy_(part)
+
+    def take_over(self) -> None:
+        """Keeps what was written into the parameters, which are whole."""
+        for i in range(len(self.params)):
+            self.load(i, self.part(self.whole, i))
+        if self.separate:
+            self.weight.copy_(self.master)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def pack(self, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
+        """Gradients of parameters, by segment, into a whole buffer: one pass; zeros where there is none."""
+        pieces: list[torch.Tensor] = []
+        begin = at = 0
+        for i, segment in enumerate(self.layout.segments):
+            if i not in grads:
+                continue
+            if 0 <= segment.offset - at <= self._zeros.numel() and pieces:
+                pieces.append(self._zeros[: segment.offset - at])
+            else:
+                self._flush(pieces, whole, begin)
+                whole[at : segment.offset].zero_()
+                pieces, begin = [], segment.offset
+            pieces.append(grads[i])
+            at = segment.end
+        self._flush(pieces, whole, begin)
+        whole[at:].zero_()
+
+    def _flush(self, pieces: list[torch.Tensor], whole: torch.Tensor, begin: int) -> None:
+        if pieces:
+            self.ranks.comm.pack(pieces, whole[begin : begin + sum(piece.numel() for piece in pieces)])
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that this rank keeps between steps, by what they hold."""
+        return {
+            "parameters": (self.weight if self.stage == LAST_STAGE else self.whole).nbytes,
+            "master": self.master.nbytes if self.separate else 0,
+            "gradients": self.gradient.nbytes if self.trainable else 0,
+        }

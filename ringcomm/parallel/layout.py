@@ -1,0 +1,220 @@
+"""The flat layout: where every parameter lies in one long buffer, and where the ranks' shards are cut.
+
+A pure function of names, shapes, types and the world size. It is computed once, when a model is wrapped, is the same
+for every stage, and never changes afterwards.
+
+    segments   | weight 0 ....... |pad| bias 0 |pad| weight 1 .................... |pad| bias 1 |pad ..... |
+    shards     | rank 0               | rank 1               | rank 2               | rank 3               |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError
+
+ALIGN_BYTES = 128
+"""A segment and a shard begin at a multiple: no vector instruction of an optimizer straddles a cut, so that its bits do
+not depend on where the cuts are."""
+
+Atom = str | int
+"""What a shard's end must not cut: "element", "row", "tensor", or a number of elements."""
+
+
+class Fragment(NamedTuple):
+    """The part of a segment that lies in a range of the buffer."""
+
+    segment: int  # its index
+    start: int  # first element, counted in the segment
+    offset: int  # first element, counted from the range's start
+    numel: int
+
+
+class Run(NamedTuple):
+    """Neighbouring segments of one optimizer group, as far as they lie in a range of the buffer."""
+
+    group: int
+    start: int  # in the buffer
+    end: int
+    segments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter to be laid out."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0  # of the optimizer
+    aliases: tuple[str, ...] = ()  # other names of a tied parameter
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment(Spec):
+    """A parameter's place."""
+
+    offset: int = 0  # in elements
+    atom: int = 1  # a shard's end lies at a multiple of it, counted from the segment's start
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Segments of one element type, in order, and the shards of ``shard_numel`` elements, one for each rank.
+
+    Lengths and offsets are in elements. The last shard is filled up, and so is the room between segments.
+    """
+
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+    world_size: int
+    shard_numel: int
+
+    @staticmethod
+    def build(specs: Sequence[Spec], dtype: torch.dtype, world_size: int, atom: Atom = "element") -> FlatLayout:
+        """Lays ``specs`` out in order of their optimizer groups, otherwise in the order given.
+
+        Args:
+            atom: what a shard's end must not cut. "element" gives even shards; "tensor" keeps each parameter on one
+                rank, as optimizers need that look at whole tensors; "row" and a number of elements lie between.
+        """
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        ordered = sorted(specs, key=lambda spec: spec.group)
+        atoms = [_atom_of(spec, atom) for spec in ordered]
+        sizes = [spec.numel for spec in ordered]
+        shard, offsets = _place(sizes, atoms, align, world_size)
+        segments = tuple(
+            Segment(spec.name, spec.shape, spec.group, spec.aliases, offset, each)
+            for spec, offset, each in zip(ordered, offsets, atoms, strict=True)
+        )
+        return FlatLayout(segments, dtype, world_size, shard)
+
+    @property
+    def numel(self) -> int:
+        """Length of the whole buffer, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(segment.numel for segment in self.segments)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First element of a rank's shard, and one past its last."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragments(self, start: int, end: int) -> list[Fragment]:
+        """What lies in a range of the buffer, in order."""
+        found = []
+        for i, segment in enumerate(self.segments):
+            first, last = max(start, segment.offset), min(end, segment.end)
+            if first < last:
+                found.append(Fragment(i, first - segment.offset, first - start, last - first))
+        return found
+
+    def runs(self, start: int, end: int, groups: Sequence[int]) -> list[Run]:
+        """What an optimizer sees of a range: one run for each of its groups, with the padding behind the segments.
+
+        Args:
+            groups: by segment, the optimizer's group; below 0: none.
+        """
+        align = max(1, ALIGN_BYTES // self.dtype.itemsize)
+        found: list[Run] = []
+        open_run = False
+        for fragment in self.fragments(start, end):
+            group = groups[fragment.segment]
+            first = start + fragment.offset
+            last = min(end, up(first + fragment.numel, align))
+            if open_run and found[-1].group == group:
+                before = found.pop()
+                found.append(Run(group, before.start, last, (*before.segments, fragment.segment)))
+            elif group >= 0:
+                found.append(Run(group, first, last, (fragment.segment,)))
+            open_run = group >= 0
+        return found
+
+
+def _atom_of(spec: Spec, atom: Atom) -> int:
+    if atom == "element":
+        return 1
+    if atom == "tensor":
+        return max(1, spec.numel)
+    if atom == "row":
+        return max(1, math.prod(spec.shape[1:])) if len(spec.shape) > 1 else 1
+    if isinstance(atom, int) and atom > 0:
+        return atom
+    raise InvalidArgumentError(
+        f"layout: got atom={atom!r} for {spec.name}, expected 'element', 'row', 'tensor' or a number of elements; pass "
+        "one of these"
+    )
+
+
+def up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
+def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> tuple[int, list[int]]:
+    """The shortest shard found, and the segments' offsets."""
+    total = sum(up(size, align) for size in sizes)
+    low, high = up(-(-total // world_size), align), max(align, total)
+    low = max(low, align)
+    found = _offsets(sizes, atoms, align, world_size, low)
+    if found is not None:
+        return low, found
+    best, at = high, _offsets(sizes, atoms, align, world_size, high)
+    assert at is not None  # one shard holds everything
+    while low + align < best:  # not quite monotone, but whatever fits is right
+        middle = up((low + best) // 2, align)
+        if middle >= best:
+            break
+        found = _offsets(sizes, atoms, align, world_size, middle)
+        if found is None:
+            low = middle
+        else:
+            best, at = middle, found
+    for atom in {each for each, size in zip(atoms, sizes, strict=True) if each < size}:
+        shard = up(low, math.lcm(align, atom))  # where a segment spans several shards, they must be whole atoms
+        found = _offsets(sizes, atoms, align, world_size, shard) if shard < best else None
+        if found is not None:
+            best, at = shard, found
+    return best, at
+
+
+def _offsets(sizes: list[int], atoms: list[int], align: int, world_size: int, shard: int) -> list[int] | None:
+    """Offsets with shards of this length; None if they do not fit."""
+    offsets, at = [], 0
+    for size, atom in zip(sizes, atoms, strict=True):
+        start = _fit(at, size, atom, align, shard)
+        if start is None:
+            return None
+        offsets.append(start)
+        at = up(start + size, align)
+    return offsets if not sizes or offsets[-1] + sizes[-1] <= shard * world_size else None
+
+
+def _fit(at: int, size: int, atom: int, align: int, shard: int) -> int | None:
+    """The first place from ``at`` on where no shard's end cuts an atom; None: there is none with such shards."""
+    cut = (at // shard + 1) * shard
+    if atom == 1 or at + size <= cut:
+        return at
+    if atom >= size:
+        return cut if size <= shard else None
+    tries = range(at, min(cut, at + math.lcm(align, atom)), align)
+    start = next((place for place in tries if (cut - place) % atom == 0), cut)
+    cuts = -(-(start + size) // shard) - start // shard - 1  # inside the segment
+    return None if cuts > (1 if start < cut else 0) and shard % atom else start

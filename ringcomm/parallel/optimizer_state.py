@@ -1,0 +1,145 @@
+"""An optimizer's state between its two forms: by parameter, as torch keeps it, and by flat group, as the shards do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.group import FlatGroup
+
+State = dict[str, Any]
+
+
+class Piece(Protocol):
+    """The part of a group that one of the optimizer's parameters covers."""
+
+    start: int
+    end: int
+    segments: tuple[int, ...]
+    param: Any
+
+
+@dataclass
+class GroupState:
+    """The whole state of a flat group.
+
+    Attributes:
+        alike: state of one value for each element, such as moments, as long as the group's buffer.
+        other: by segment, everything else: counters, factored moments.
+        present: segments that have any state.
+    """
+
+    group: FlatGroup
+    alike: dict[str, torch.Tensor] = field(default_factory=dict)
+    other: dict[int, State] = field(default_factory=dict)
+    present: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def gathered(group: FlatGroup, pieces: Sequence[tuple[Piece, State]]) -> GroupState:
+        """From every rank's pieces; a collective."""
+        owned: dict[str, torch.Tensor] = {}
+        other: dict[int, State] = {}
+        for piece, state in pieces:
+            for key, value in state.items():
+                if _is_alike(key, value, piece.param):
+                    if key not in owned:
+                        owned[key] = torch.zeros(group.end - group.start, dtype=value.dtype, device=value.device)
+                    owned[key][piece.start - group.start : piece.end - group.start] = value.reshape(-1)
+                else:
+                    for segment in piece.segments:
+                        other.setdefault(segment, {})[key] = value
+        known = {segment for piece, state in pieces if state for segment in piece.segments}
+        if group.stage > 0:
+            keys, other, known = _shared(group, owned, other, known)
+            for key, dtype in keys:
+                if key not in owned:
+                    owned[key] = torch.zeros(group.end - group.start, dtype=dtype, device=group.master.device)
+            owned = {key: group.gather_owned(owned[key]) for key, _ in keys}
+        return GroupState(group, owned, other, known)
+
+    @staticmethod
+    def of(group: FlatGroup, parameters: dict[int, State], rank: int) -> GroupState:
+        """From the state of each parameter."""
+        found = GroupState(group, present=set(parameters))
+        for i, state in parameters.items():
+            segment = group.layout.segments[i]
+            for key, value in state.items():
+                if not _is_alike(key, value, segment):
+                    _check_shape(key, value, segment, rank)
+                    found.other.setdefault(i, {})[key] = value
+                    continue
+                if key not in found.alike:
+                    dtype = group.types.master if value.is_floating_point() else value.dtype
+                    found.alike[key] = torch.zeros(group.layout.numel, dtype=dtype, device=group.master.device)
+                found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(group.master.device)
+        return found
+
+    def piece(self, start: int, end: int, segments: tuple[int, ...], param: torch.Tensor) -> State:
+        """The state of the part from ``start`` to ``end``."""
+        here = [i for i in segments if i in self.present]
+        if not here:
+            return {}
+        state: State = {key: value[start:end].clone().view(param.shape) for key, value in self.alike.items()}
+        for i in here:
+            for key, value in self.other.get(i, {}).items():
+                if key in state and not _same(state[key], value):
+                    names = [self.group.names[j] for j in here]
+                    raise InvalidArgumentError(
+                        f"optimizer state: got {key} {value} for {self.group.names[i]} and {state[key]} for a "
+                        f"parameter that travels with it ({names[0]}), expected equal ones; put the two into parameter "
+                        "groups of their own"
+                    )
+                state[key] = value.clone() if torch.is_tensor(value) else value
+        return state
+
+    def of_parameter(self, i: int) -> State:
+        """The state of one parameter, in its shape."""
+        if i not in self.present:
+            return {}
+        segment = self.group.layout.segments[i]
+        alike = {
+            key: value[segment.offset : segment.end].clone().view(segment.shape) for key, value in self.alike.items()
+        }
+        rest = {key: value.clone() if torch.is_tensor(value) else value for key, value in self.other.get(i, {}).items()}
+        return {**rest, **alike}
+
+
+def _is_alike(key: str, value: Any, param: Any) -> bool:
+    return torch.is_tensor(value) and key != "step" and tuple(value.shape) == tuple(param.shape)
+
+
+def _check_shape(key: str, value: Any, segment: Any, rank: int) -> None:
+    if torch.is_tensor(value) and value.numel() > 1 and value.numel() == segment.numel:
+        raise ShapeError(
+            f"load_state_dict: rank {rank} got {key} of {segment.name} of shape {tuple(value.shape)}, expected "
+            f"{segment.shape}; load the state of the same model"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)
+
+
+def _shared(
+    group: FlatGroup, owned: dict[str, torch.Tensor], other: dict[int, State], known: set[int]
+) -> tuple[list[tuple[str, torch.dtype]], dict[int, State], set[int]]:
+    """What every rank has: the keys of what is alike, in one order; everything else; the segments with any state."""
+    buffer = io.BytesIO()
+    torch.save(([(key, value.dtype) for key, value in owned.items()], other, known), buffer)
+    keys: dict[str, torch.dtype] = {}
+    merged: dict[int, State] = {}
+    present: set[int] = set()
+    for payload in group.ranks.exchange(buffer.getvalue()):
+        theirs_keys, theirs, theirs_known = torch.load(io.BytesIO(payload), weights_only=False)
+        keys.update(theirs_keys)
+        for i, state in theirs.items():
+            merged.setdefault(i, {}).update(state)
+        present |= theirs_known
+    return sorted(keys.items(), key=lambda item: item[0]), merged, present

@@ -1,0 +1,207 @@
+"""How a module is cut into units and flat groups: by its structure alone, the same at every stage and on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.group import FlatGroup
+from ringcomm.parallel.layout import Atom, FlatLayout, Spec, up
+from ringcomm.parallel.precision import MixedPrecision, Types
+from ringcomm.parallel.ranks import Ranks
+from ringcomm.parallel.unit import Unit
+
+LATENCY_SHARE = 0.1  # of a reduction's time, at the bucket size chosen
+PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the messages that are timed
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 64 << 10, 64 << 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all units of a model have in common."""
+
+    ranks: Ranks
+    stage: int
+    precision: MixedPrecision
+    bucket_bytes: int
+    atom: Atom
+    tree: bool
+    master_device: torch.device | None
+    optimizer_group: Mapping[int, int]  # by id of the parameter
+    kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
+
+    def unit(
+        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
+    ) -> Unit:
+        """A unit with its flat groups: one for each element type, whether trained, and device, and bucket."""
+        groups = [group for some in self._alike(params) for group in self._buckets(some)]
+        return Unit(name, modules, groups, reshard)
+
+    def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+        kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in params:
+            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, p.device), []).append((name, p))
+        return list(kinds.values())
+
+    def _types(self, p: nn.Parameter) -> Types:
+        kept = id(p) in self.kept
+        return (MixedPrecision(reduce_dtype=self.precision.reduce_dtype) if kept else self.precision).types_of(p.dtype)
+
+    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[FlatGroup]:
+        """In order, at most ``bucket_bytes`` each unless one parameter is more."""
+        types = self._types(params[0][1])
+        each = types.compute.itemsize
+        cut: list[list[tuple[str, nn.Parameter]]] = [[]]
+        for name, p in params:
+            so_far = sum(q.numel() for _, q in cut[-1]) * each
+            if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
+                cut.append([])
+            cut[-1].append((name, p))
+        return [self._group(some) for some in cut]
+
+    def _group(self, params: list[tuple[str, nn.Parameter]]) -> FlatGroup:
+        types = self._types(params[0][1])
+        specs = [Spec(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
+        narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)  # its alignment holds for both
+        layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
+        by_name = dict(params)
+        ordered = [by_name[segment.name] for segment in layout.segments]
+        return FlatGroup(
+            layout, ordered, self.ranks, types, self.stage, tree=self.tree, master_device=self.master_device
+        )
+
+
+def named_parameters(
+    module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = ()
+) -> list[tuple[str, nn.Parameter]]:
+    """A module's parameters, each once, under the first of its names.
+
+    Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
+    """
+    out = {id(p) for p in ignored}
+    found = [(name, p) for name, p in module.named_parameters() if id(p) not in out]
+    for name, p in found:
+        if getattr(p, "_ringcomm_flat", None) is not None:
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it once"
+            )
+        if p.device.type == "meta":
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} on the meta device, expected one with values; call "
+                "module.to_empty(device=...) and initialise it first"
+            )
+    return found
+
+
+def kept_in_their_type(module: nn.Module) -> frozenset[int]:
+    """Ids of the parameters of batch norms: torch computes those in the type of their running statistics."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
+
+
+def facts_of(module: nn.Module) -> list[str]:
+    """What ranks must agree on, a line for each parameter and buffer."""
+    params = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+
+
+# ---- units -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
+    outermost ModuleLists and Sequentials."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, each: nn.Module) -> None:
+        listed = isinstance(each, (nn.ModuleList, nn.Sequential)) and len(each) > 1
+        for key, child in each.named_children():
+            path = f"{name}.{key}" if name else key
+            if listed and any(True for _ in child.parameters()):
+                found.append((path, child))
+            elif not listed:
+                look(path, child)
+
+    look("", module)
+    return found
+
+
+def runs_of(
+    blocks: Sequence[tuple[str, nn.Module]], owned: Mapping[int, str], least_bytes: int
+) -> list[tuple[str, list[nn.Module]]]:
+    """Neighbouring blocks, joined until a run has ``least_bytes`` of parameters.
+
+    Args:
+        owned: by id, the parameters that lie in one block alone.
+    """
+    runs: list[tuple[str, list[nn.Module], int]] = []
+    for name, block in blocks:
+        nbytes = sum(p.nbytes for p in block.parameters() if id(p) in owned)
+        parent = name.rpartition(".")[0]
+        if runs and runs[-1][2] < least_bytes and runs[-1][0].rpartition(".")[0] == parent:
+            first, modules, before = runs.pop()
+            runs.append((first, [*modules, block], before + nbytes))
+        else:
+            runs.append((name, [block], nbytes))
+    return [(name, modules) for name, modules, _ in runs]
+
+
+def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
+    """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block."""
+    uses: dict[int, int] = {}
+    for each in module.modules():
+        for p in each._parameters.values():
+            if p is not None:
+                uses[id(p)] = uses.get(id(p), 0) + 1
+    found: dict[int, str] = {}
+    for name, block in blocks:
+        inside: dict[int, int] = {}
+        for each in block.modules():
+            for p in each._parameters.values():
+                if p is not None:
+                    inside[id(p)] = inside.get(id(p), 0) + 1
+        found |= {key: name for key, count in inside.items() if count == uses[key]}
+    return found
+
+
+# ---- buckets -----------------------------------------------------------------------------------------------------
+
+
+def measured_bucket_bytes(comm: Communicator) -> int:
+    """The message from which on latency is a small part of a reduction's time; the same on every rank. A collective.
+
+    Two sizes are timed: time = a + b * bytes, with a the latency. The least size with a <= LATENCY_SHARE of the time.
+    """
+    import time
+
+    if comm.world_size == 1:
+        return MOST_BUCKET_BYTES
+    seconds = []
+    for nbytes, repetitions in PROBES:
+        device = torch.device(comm.device) if comm.device.startswith("cuda") else torch.device("cpu")
+        x = torch.zeros(nbytes // 4, device=device)
+        spent = []
+        for _ in range(repetitions):
+            comm.barrier()
+            start = time.perf_counter()
+            comm.all_reduce(x)
+            comm.synchronize()
+            spent.append(time.perf_counter() - start)
+        seconds.append(min(spent))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    comm.all_reduce(slowest, "max")
+    low, high = slowest.tolist()
+    per_byte = max(1e-12, (high - low) / (PROBES[1][0] - PROBES[0][0]))
+    latency = max(0.0, low - per_byte * PROBES[0][0])
+    wanted = latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / per_byte
+    power = up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES)
+    return min(max(power, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)

@@ -1,0 +1,110 @@
+"""Which element type computes, which adds up, which travels; and loss scaling that all ranks agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Element types of training; None leaves the module's own.
+
+    Attributes:
+        param_dtype: of the parameters in forward and backward. The optimizer works on master weights in
+            ``master_dtype``, kept where the optimizer's state is.
+        reduce_dtype: of gradients on the wire. 16-bit and 8-bit floats add up in float32 on the way and round once;
+            8 bits are scaled by the largest magnitude on any rank and keep 3 (e4m3) or 2 (e5m2) bits of fraction: of
+            elements below about 1/2**15 (e4m3) of the largest, nothing. None: the master weights' type.
+        output_dtype: of what the module returns.
+        cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
+        master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
+            type.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    master_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("param_dtype", FLOATS), ("reduce_dtype", WIRES), ("master_dtype", FLOATS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InvalidArgumentError(
+                    f"MixedPrecision: got {name}={value}, expected one of {', '.join(map(str, known))}; pass one of "
+                    "these"
+                )
+
+    def types_of(self, dtype: torch.dtype) -> Types:
+        """The types of a parameter of ``dtype``."""
+        if not dtype.is_floating_point:
+            return Types(dtype, dtype, dtype)
+        compute = self.param_dtype or dtype
+        master = self.master_dtype
+        if master is None:
+            master = dtype if self.param_dtype is None or dtype == torch.float64 else torch.float32
+        return Types(compute, master, self.reduce_dtype or master)
+
+    def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
+        """``value`` with its floating point tensors in ``dtype``."""
+        if dtype is None:
+            return value
+        from torch.utils._pytree import tree_map
+
+        def one(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != dtype else x
+
+        return tree_map(one, value)
+
+
+@dataclass(frozen=True)
+class Types:
+    """Element types of one parameter: of forward and backward, of the optimizer, of gradients on the wire."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    wire: torch.dtype
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's loss scaler, whose ranks agree: when a gradient overflows on one rank, every rank skips the step.
+
+    torch's own looks at this rank's gradients alone, which are a shard from ZeRO-1 on; an optimizer of `ringcomm.shard`
+    refuses it there.
+    """
+
+    def __init__(self, device: str = "cpu", *args: Any, **kwargs: Any) -> None:
+        super().__init__(device, *args, **kwargs)
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
+        attached = getattr(optimizer, "_ringcomm", None)
+        if attached is not None:
+            attached.prepare()  # an optimizer sees gradients only of a finished backward pass
+        found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        if attached is None:
+            return found
+        device = attached.flat.device
+        if not found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        for flag in found.values():
+            attached.flat.ranks.reduce_over_all(flag.view(1), "max")
+        return found
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps the optimizer unless a gradient of any rank is not finite."""
+        if args or kwargs:
+            raise UnsupportedError("GradScaler.step: got arguments, expected none with a scaled loss; leave them out")
+        attached = getattr(optimizer, "_ringcomm", None)
+        if attached is None:
+            return super().step(optimizer)
+        with attached.scaled():
+            return super().step(optimizer)

@@ -1,0 +1,217 @@
+"""Who shares the work: the communicator over which shards are cut, the one over which they are repeated, and the memory
+that all of them use."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringcomm.communicator import Communicator
+from ringcomm.endpoint import Endpoint
+from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+BACKEND = "ringcomm"
+
+
+class Ranks:
+    """The ranks that train one model.
+
+    Args:
+        comm: cuts the shards.
+        replicas: for hybrid sharding: the ranks that hold the same shard; None: each shard exists once.
+    """
+
+    def __init__(self, comm: Communicator, replicas: Communicator | None = None) -> None:
+        self.comm = comm
+        self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.traffic: Counter[str] = Counter()
+        self._free: list[torch.Tensor] = []
+        self.pool_nbytes = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share the shards."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Into how many shards a buffer is cut."""
+        return self.comm.world_size
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New memory that the peers read in place, where the communicator lends such."""
+        if str(device) == self.comm.device or (device.type == "cpu" and self.comm.device == "cpu"):
+            return self.comm.empty(numel, dtype=dtype, like="torch")
+        if "," in self.comm.device or self.comm.kind.startswith("torch.distributed"):
+            return torch.empty(numel, dtype=dtype, device=device)
+        raise DeviceError(
+            f"ringcomm.parallel: rank {self.rank} got a parameter on {device}, its communicator serves "
+            f"{self.comm.device}; move the module there, or pass a communicator for {device}"
+        )
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a while; `give` it back."""
+        nbytes = numel * dtype.itemsize
+        fits = [each for each in self._free if each.numel() >= nbytes and each.device == device]
+        if fits:
+            raw = min(fits, key=torch.Tensor.numel)
+            self._free = [each for each in self._free if each is not raw]
+        else:
+            raw = self.empty(nbytes, torch.uint8, device)
+            self.pool_nbytes += nbytes
+        lent = raw[:nbytes].view(dtype)
+        lent._ringcomm_pool = raw
+        return lent
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Ends a `take`."""
+        self._free.append(lent._ringcomm_pool)
+
+    # ---- collectives, counted ------------------------------------------------------------------------------------
+
+    def count(self, op: str, nbytes: int) -> None:
+        """Notes a collective on a message of ``nbytes``, the whole buffer's."""
+        self.traffic[f"{op} calls"] += 1
+        self.traffic[f"{op} bytes"] += nbytes
+
+    def all_reduce(self, x: torch.Tensor, op: str = "avg", async_op: bool = True) -> Any:
+        """Combines ``x`` of all ranks, in place."""
+        self.count("all_reduce", x.nbytes)
+        return self.comm.all_reduce(x, op, async_op=async_op)
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
+        """Starts to combine ``x`` of all ranks; this rank gets its shard."""
+        self.count("reduce_scatter", x.nbytes)
+        return self.comm.reduce_scatter(x, op, out=out, async_op=True)
+
+    def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+        """Starts to collect every rank's shard."""
+        self.count("all_gather", whole.nbytes)
+        return self.comm.all_gather(shard, out=whole, async_op=True)
+
+    def average_replicas(self, x: torch.Tensor) -> None:
+        """The mean over the ranks that hold the same shard, in place."""
+        if self.replicas is not None:
+            self.count("replicas all_reduce", x.nbytes)
+            self.replicas.all_reduce(x, "avg")
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Every rank gets the first one's ``x``, in place."""
+        if self.replicas is not None:
+            self.replicas.broadcast(x, 0)
+        self.comm.broadcast(x, 0)
+
+    def reduce_over_all(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """Combines ``x`` of all ranks and replicas, in place, at once."""
+        self.comm.all_reduce(x, op)
+        if self.replicas is not None:
+            self.replicas.all_reduce(x, op)
+        return x
+
+    # ---- agreement -----------------------------------------------------------------------------------------------
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes among those that share the shards."""
+        return exchange(self.comm, payload)
+
+    def agree(self, call: str, facts: Sequence[str]) -> None:
+        """Refuses to go on when the ranks differ in ``facts``, and names the first difference."""
+        for comm in [self.comm] if self.replicas is None else [self.comm, self.replicas]:
+            for rank, theirs in enumerate(exchange(comm, "\n".join(facts).encode())):
+                _compare(call, comm.rank, list(facts), rank, theirs.decode().split("\n"))
+
+
+def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str]) -> None:
+    if mine == theirs:
+        return
+    longest = max(len(mine), len(theirs))
+    pairs = zip(mine + ["nothing"] * (longest - len(mine)), theirs + ["nothing"] * (longest - len(theirs)), strict=True)
+    here, there = next((a, b) for a, b in pairs if a != b)
+    raise MismatchError(
+        f"{call}: rank {rank} got {here} where rank {other} has {there}; build the same model, in the same order, on "
+        "every rank"
+    )
+
+
+def exchange(comm: Communicator, payload: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank, over any communicator; a collective."""
+    from ringcomm.process_group import ProcessGroupCommunicator
+
+    if not isinstance(comm, ProcessGroupCommunicator):
+        return comm.exchange(payload)
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(found, payload, group=comm.pg)
+    return found
+
+
+# ---- where a communicator comes from -----------------------------------------------------------------------------
+
+
+def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.device | None = None) -> Communicator:
+    """A communicator over a process group: on our own engine where the group's backend is ours, else through the group.
+
+    None: the default group; without torch.distributed, `ringcomm.init` from torchrun's environment.
+    """
+    import ringcomm
+
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return ringcomm.init(device=device)
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise InvalidArgumentError(f"{call}: this process is not in the process group; call it on members only")
+    where = torch.device("cpu") if device is None else device
+    if BACKEND not in group._get_backend(where).name():
+        return Communicator.from_process_group(group)
+    return _own_engine(group, where)
+
+
+def _own_engine(group: Any, device: torch.device) -> Communicator:
+    import torch.distributed as dist
+
+    from ringcomm.devices import choose
+
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    kind, where = choose(None, device, "ringcomm.parallel", rank)
+    end = Endpoint(kind, rank, world_size, round(1e3 * _limit_of(group)), where)
+    handles: list[Any] = [None] * world_size
+    dist.all_gather_object(handles, end.handle(), group=group)
+    end.connect(handles)
+    dist.barrier(group)
+    return Communicator(end)
+
+
+def _limit_of(group: Any) -> float:
+    from torch.distributed.constants import default_pg_timeout
+
+    found = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    limit = getattr(found, "_timeout", None) or default_pg_timeout
+    return float(limit.total_seconds())
+
+
+def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
+    """The ranks of a DeviceMesh: one axis shards; of two, the first replicates and the second shards."""
+    if mesh.ndim == 1:
+        return Ranks(communicator_of(mesh.get_group(), call, device))
+    if mesh.ndim == 2:
+        replicas, shards = (communicator_of(mesh.get_group(axis), call, device) for axis in (0, 1))
+        return Ranks(shards, replicas)
+    raise InvalidArgumentError(
+        f"{call}: got a mesh of {mesh.ndim} axes, expected one (sharded) or two (replicated, sharded); slice it first"
+    )

@@ -1,0 +1,268 @@
+"""`ringcomm.shard`: one call makes a model and its optimizer train at any ZeRO stage; `restage` changes it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.group import LAST_STAGE
+from ringcomm.parallel.layout import Atom
+from ringcomm.parallel.module_state import keep_ordinary_state
+from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable
+from ringcomm.parallel.partition import (
+    Recipe,
+    blocks_of,
+    facts_of,
+    kept_in_their_type,
+    measured_bucket_bytes,
+    named_parameters,
+    owned_by_one,
+    runs_of,
+)
+from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
+
+
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    stage: int = 2,
+    comm: Communicator | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units = None,
+    mixed_precision: MixedPrecision | None = None,
+    bucket_cap_mb: float | None = None,
+    reshard_after_forward: bool = True,
+    broadcast_buffers: bool = True,
+    accumulation: str = "sequential",
+    atom: Atom | None = None,
+    offload: bool | str | torch.device = False,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Lets a module and its optimizer train over all ranks; every stage gives the same bits.
+
+    Afterwards plain ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``, ``state_dict()`` and
+    ``load_state_dict()`` are the ordinary ones; every rank calls them alike. Clip with `ringcomm.clip_grad_norm_`.
+
+    Args:
+        optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
+            whole tensors dealt out to the ranks. None: gradients only.
+        stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too.
+        comm: the ranks; None: those of torch.distributed, or of torchrun's environment.
+        mesh: in place of ``comm``; of two axes the first replicates and the second shards.
+        units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
+            joined while they are small. What is in no unit belongs to the module itself.
+        bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
+        reshard_after_forward: whether stage 3 lets go of a unit between forward and backward.
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        accumulation: how the backward passes between two reductions are added: "sequential", or "tree", with which the
+            bits do not depend on how a power of two of passes is dealt out to a power of two of ranks.
+        atom: what a shard's end must not cut: "element", "row", "tensor" or a number of elements; None: what the
+            optimizer needs.
+        offload: True: master weights and the optimizer's state in the host's memory, and the step there.
+    Order:   the mean of a gradient is canonical: bits depend neither on the stage nor on units and buckets.
+    Cost:    on the wire 2 (W-1)/W of the parameters each step; stage 3 once (W-1)/W more.
+    Returns: the module and the optimizer, the same objects.
+    Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
+             optimizer that no shard can serve. MismatchError: the ranks have different modules.
+    """
+    if stage not in range(LAST_STAGE + 1):
+        raise InvalidArgumentError(f"shard: got stage={stage!r}, expected 0, 1, 2 or 3; pass one of these")
+    if accumulation not in ("sequential", "tree"):
+        raise InvalidArgumentError(
+            f"shard: got accumulation={accumulation!r}, expected 'sequential' or 'tree'; pass one of these"
+        )
+    flat = flat_model_of(module)
+    if flat is not None and flat.composed and optimizer is not None:
+        refuse_unusable(optimizer, "shard", flat.ranks.rank)  # a module of fully_shard
+        Attached(flat, optimizer, "shard")
+        return module, optimizer
+    ranks = _ranks(comm, mesh, module)
+    params = _checked(module, optimizer, ranks)
+    if atom is None:
+        atom = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
+    least = measured_bucket_bytes(ranks.comm) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+    groups = [] if optimizer is None else optimizer.param_groups
+    recipe = Recipe(
+        ranks=ranks,
+        stage=stage,
+        precision=mixed_precision or MixedPrecision(),
+        bucket_bytes=max(1, least),
+        atom=atom,
+        tree=accumulation == "tree",
+        master_device=_host(offload),
+        optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
+        kept=kept_in_their_type(module),
+    )
+    flat = _build(
+        module, recipe, params, _blocks(module, units), reshard_after_forward, broadcast_buffers, units is None
+    )
+    if optimizer is not None:
+        Attached(flat, optimizer, "shard")
+    return module, optimizer
+
+
+def _checked(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+) -> list[tuple[str, nn.Parameter]]:
+    """The module's parameters, if it and the optimizer can be sharded and are alike on all ranks."""
+    if optimizer is not None:
+        refuse_unusable(optimizer, "shard", ranks.rank)
+    params = named_parameters(module, "shard", ranks.rank)
+    if not any(p.requires_grad for _, p in params):
+        raise InvalidArgumentError(
+            f"shard: rank {ranks.rank} got a module without parameters that require a gradient, expected at least one; "
+            "call the module itself"
+        )
+    _refuse_foreign(optimizer, params, ranks.rank)
+    ranks.agree("shard", facts_of(module))
+    return params
+
+
+def _build(
+    module: nn.Module,
+    recipe: Recipe,
+    params: list[tuple[str, nn.Parameter]],
+    blocks: list[tuple[str, nn.Module]],
+    reshard: bool,
+    broadcast_buffers: bool,
+    join: bool,
+) -> FlatModel:
+    owned = owned_by_one(blocks, module)
+    runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
+    units, taken = [], set()
+    for name, modules in runs:
+        inside = {id(p) for each in modules for p in each.parameters()}
+        mine = [(key, p) for key, p in params if id(p) in inside and id(p) in owned]
+        if mine:
+            taken |= {id(p) for _, p in mine}
+            units.append(recipe.unit(name, modules, mine, reshard))
+    units.append(recipe.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
+    flat = FlatModel(module, recipe.ranks, recipe.stage, recipe.precision, units, broadcast_buffers)
+    flat.send_buffers()
+    keep_ordinary_state(flat)
+    return flat
+
+
+def _ranks(comm: Communicator | None, mesh: DeviceMesh | None, module: nn.Module) -> Ranks:
+    if comm is not None and mesh is not None:
+        raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if mesh is not None:
+        return ranks_of_mesh(mesh, "shard", device)
+    return Ranks(comm if comm is not None else communicator_of(None, "shard", device))
+
+
+def _host(offload: bool | str | torch.device) -> torch.device | None:
+    if offload is False:
+        return None
+    return torch.device("cpu") if offload is True else torch.device(offload)
+
+
+def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    if units is None:
+        return blocks_of(module)
+    names = {id(each): name for name, each in module.named_modules()}
+    if isinstance(units, (type, tuple)):
+        return [(name, each) for name, each in module.named_modules() if isinstance(each, units) and each is not module]
+    for each in units:
+        if id(each) not in names:
+            raise InvalidArgumentError(
+                f"shard: got the unit {type(each).__name__}, which is not in the module; pass submodules of it"
+            )
+    return [(names[id(each)], each) for each in units]
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, nn.Parameter]], rank: int) -> None:
+    known = {id(p): (name, p) for name, p in params}
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for p in group["params"]:
+            if id(p) not in known:
+                raise InvalidArgumentError(
+                    f"shard: rank {rank} got an optimizer whose group {number} has a parameter of shape "
+                    f"{tuple(p.shape)} that is not the module's, expected the module's own; make the optimizer from "
+                    "module.parameters()"
+                )
+            if not p.requires_grad:
+                raise InvalidArgumentError(
+                    f"shard: rank {rank} got an optimizer over {known[id(p)][0]}, which is frozen, expected parameters "
+                    "that require a gradient; leave it out of the optimizer"
+                )
+
+
+def _wrapped(module: nn.Module, call: str) -> FlatModel:
+    flat = flat_model_of(module)
+    if flat is None:
+        raise InvalidArgumentError(
+            f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"
+        )
+    return flat
+
+
+def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int) -> None:
+    """Moves a sharded module and its optimizer's state to another stage, between two steps; a collective.
+
+    Training goes on with the same bits. Gradients are forgotten, as by ``zero_grad()``.
+
+    Cost:    an all-gather of what was sharded. For a moment every rank holds the optimizer's whole state.
+    Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own.
+    """
+    flat = _wrapped(module, "restage")
+    if stage not in range(LAST_STAGE + 1):
+        raise InvalidArgumentError(f"restage: got stage={stage!r}, expected 0, 1, 2 or 3; pass one of these")
+    if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
+        raise InvalidArgumentError(
+            f"restage: rank {flat.ranks.rank} got an optimizer that is not the module's; pass what ringcomm.shard "
+            "returned"
+        )
+    flat.restage(stage)
+
+
+def stage_of(module: nn.Module) -> int:
+    """The stage of a sharded module."""
+    return _wrapped(module, "stage_of").stage
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
+    reduces the sums. Stages 2 and 3 hold whole gradients meanwhile."""
+    with _wrapped(module, "no_sync").no_sync():
+        yield
+
+
+@contextmanager
+def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
+    """The parameters of a sharded module, or of a part of it, can be read inside; a collective.
+
+    Args:
+        write: whether what was written is kept, on leaving, each rank its shard's; write the same on every rank.
+    """
+    flat = _wrapped(module, "whole")
+    mine = {id(p) for p in module.parameters()}
+    units = [unit for unit in flat.units if any(id(p) in mine for group in unit.groups for p in group.params)]
+    before = [unit.is_whole for unit in units]
+    for unit in units:
+        unit.gather()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for unit, was_whole in zip(units, before, strict=True):
+            for group in unit.groups:
+                if write:
+                    group.take_over()
+            if not was_whole:
+                unit.release()

@@ -1,0 +1,164 @@
+"""A unit: a run of modules whose parameters travel together, and the hooks that bring and take them away.
+
+    forward    gather before the run's first module, release after its last
+    backward   gather when the gradient of an output arrives, release and reduce when those of the inputs are there
+
+Every rank runs the same modules, so these places come in the same order everywhere. Up to stage 2 parameters are
+whole and there is nothing to bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.flat_model import FlatModel
+
+
+class Unit:
+    """Modules that are called one after the other, and their flat groups.
+
+    Args:
+        reshard_after_forward: whether stage 3 lets go of the parameters between forward and backward.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], groups: Sequence[FlatGroup], reshard_after_forward: bool
+    ) -> None:
+        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
+        self.backward_prefetch: list[Unit] | None = None
+        self.pending = 0  # forward passes whose backward has not come by
+        self.in_backward = False
+        self.flat: FlatModel
+        self._handles: list[Any] = []
+
+    def hook(self, flat: FlatModel) -> None:
+        """Puts the hooks on the modules."""
+        self.flat = flat
+        for module in self.modules:
+            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after_forward))
+
+    def unhook(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters can be read."""
+        return all(group.is_whole for group in self.groups)
+
+    def start_gather(self) -> None:
+        """Stage 3: starts to collect the parameters."""
+        for group in self.groups:
+            group.start_gather()
+
+    def gather(self) -> None:
+        """Collects the parameters, and waits for them."""
+        self.start_gather()
+        for group in self.groups:
+            group.finish_gather()
+
+    def release(self) -> None:
+        """Lets go of them."""
+        for group in self.groups:
+            group.release()
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat = self.flat
+        again = self.in_backward  # activation checkpointing
+        if module is flat.module and not again:
+            flat.begin_forward()
+        if module is self.modules[0] and not again:
+            flat.enter(self)
+        else:
+            flat.timed(self.gather)
+        precision = flat.precision
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            args, kwargs = precision.cast((args, kwargs), precision.param_dtype)
+        if (
+            flat.stage >= 2
+            and not again
+            and torch.is_grad_enabled()
+            and module is self.modules[0]
+            and self is not flat.root
+        ):
+            args, kwargs = self._watch_inputs((args, kwargs))
+        return args, kwargs
+
+    def _watch_inputs(self, inputs: Any) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        watched = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not watched:
+            return inputs
+        self.pending += 1
+        for i, x in zip(watched, _Watch.apply(self, *(leaves[i] for i in watched)), strict=True):
+            leaves[i] = x
+        return tree_unflatten(leaves, spec)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        flat = self.flat
+        if self.in_backward:
+            return None
+        if flat.stage >= 2 and torch.is_grad_enabled():
+            for x in tree_flatten(output)[0]:
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    x.register_hook(self._before_backward)
+        if module is self.modules[-1] and (self.reshard_after_forward or not torch.is_grad_enabled()):
+            self.release()
+        if module is flat.module:
+            flat.end_forward()
+            return flat.precision.cast(output, flat.precision.output_dtype)
+        return None
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, _: torch.Tensor) -> None:
+        flat = self.flat
+        flat.begin_backward()
+        self.in_backward = True
+        if flat.stage == LAST_STAGE:
+            flat.timed(self.gather)
+            for unit in flat.before(self) if self.backward_prefetch is None else self.backward_prefetch:
+                unit.start_gather()
+
+    def after_backward(self) -> None:
+        """The gradients of the run's inputs are there, and so are those of its parameters."""
+        self.pending -= 1
+        if self.pending > 0:
+            return
+        self.in_backward = False
+        if self.reshard_after_backward:
+            self.release()
+        self.flat.flush(self)
+
+
+class _Watch(torch.autograd.Function):
+    """The inputs as they are; tells the unit when their gradients have come."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.unit.after_backward()
+        return (None, *grads)
