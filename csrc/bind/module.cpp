@@ -15,6 +15,7 @@
 #include "bind/plain_array.h"
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/norm.h"
 #include "core/schedule.h"
 
 namespace py = pybind11;
@@ -283,6 +284,30 @@ PyMethodDef kRunPlain = {
     "A call on plain arrays with every default: the source of a recv, else -1. None: nothing was done, the arguments "
     "need preparation, or a word about what is wrong with them."};
 
+// ---- sums that do not depend on the order --------------------------------------------------------------------------
+
+std::vector<Span> to_spans(const Parts& spans) {
+  std::vector<Span> result;
+  for (const auto& [address, count] : spans) result.push_back({reinterpret_cast<const void*>(address), count});
+  return result;
+}
+
+void define_norm(py::module_& m) {
+  m.def(
+      "abs_max",
+      [](const Parts& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
+      py::arg("spans"), py::arg("dtype"), py::call_guard<py::gil_scoped_release>(),
+      "The largest magnitude in (address, count) pairs of floats; NaN if there is one; 0 without elements.");
+  m.def(
+      "fold_sums",
+      [](const Parts& spans, int dtype, int exponent) {
+        const FoldSums sums = fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
+        return std::vector<std::int64_t>(sums.limbs, sums.limbs + kFoldLimbs);
+      },
+      py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
+      "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");
+}
+
 // ---- the module ----------------------------------------------------------------------------------------------------
 
 py::capsule to_capsule(const std::shared_ptr<Engine>& engine) {
@@ -401,6 +426,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(&translate);
   define_request(m);
   define_engine(m);
+  define_norm(m);
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);

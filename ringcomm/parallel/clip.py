@@ -46,7 +46,9 @@ def clip_grad_norm_(
         group.gradient.reconcile()
     count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
     parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
-    norm = total_norm(parts, norm_type, flat.ranks.comm, count)
+    wide = any(group.gradient.dtype == torch.float64 for group in picked)
+    dtype = torch.float64 if wide else torch.float32
+    norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RingcommError(
             f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "

@@ -11,12 +11,13 @@ Means are added to what was reduced before, and local sums to local sums, so eve
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.parallel.standin import ShardedGradient
 
 if TYPE_CHECKING:
@@ -116,10 +117,13 @@ class Gradient:
     def drop(self) -> None:
         """Forgets everything."""
         if self.work is not None:
-            self.work.wait()
+            work, wire, out, _ = self.work
             self.work = None
-        for level in self.levels:
-            self._release(level)
+            with contextlib.suppress(RingcommError):  # whoever forgets does not want the result
+                work.wait()
+            self._give_back(wire, out, *self.levels)
+            self.levels = []
+        self._give_back(*self.levels)
         self.levels, self.views = [], None
         self.has_reduced = self.opened = False
         self.contributed.clear()
@@ -151,38 +155,34 @@ class Gradient:
             local = self._new_whole()
             local.zero_()
         self.levels, self.views = [local], None
-        wire, scale = self._on_the_wire(local)
+        wire, scales = self._on_the_wire(local)
         if self.stage == 0:
-            self.work = (self.ranks.all_reduce(wire), wire, wire, scale)
+            self.work = (self.ranks.all_reduce(wire), wire, wire, scales)
         elif wire is self.buffer and not self.has_reduced:
-            self.work = (self.ranks.reduce_scatter(wire, self.reduced), wire, self.reduced, scale)
+            self.work = (self.ranks.reduce_scatter(wire, self.reduced), wire, self.reduced, scales)
         else:
             direct = self.stage > 1 and not self.has_reduced and wire.dtype == self.dtype
             numel = self.layout.shard_numel
             out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.group.device)
-            self.work = (self.ranks.reduce_scatter(wire, out), wire, out, scale)
+            self.work = (self.ranks.reduce_scatter(wire, out), wire, out, scales)
 
     def settle(self) -> None:
         """Waits for the reduction, and adds its result to what was reduced before."""
-        work, wire, out, scale = self.work
+        work, wire, out, scales = self.work
         work.wait()
         self.work = None
-        if self.stage > 0 or self.ranks.replicas is not None:
-            self.ranks.average_replicas(out)
+        self.ranks.average_replicas(out)
         target = self.buffer if self.stage == 0 else self.reduced
         if out.data_ptr() != target.data_ptr():
             mean = out if out.dtype == self.dtype else out.to(self.dtype)
-            if scale is not None:
-                mean = mean * scale
+            if scales is not None:
+                for fragment in self.layout.fragments(self.start, self.end):
+                    mean[fragment.offset : fragment.offset + fragment.numel].mul_(scales[fragment.segment])
             if self.has_reduced:
                 target.add_(mean)
             else:
                 target.copy_(mean)
-        local = self.levels[0]
-        for lent in {id(each): each for each in (wire, out)}.values():
-            if lent is not local:
-                self._release(lent)
-        self._release(local)
+        self._give_back(wire, out, *self.levels)
         self.levels = []
         self.has_reduced = True
         self.has |= self.contributed
@@ -202,9 +202,11 @@ class Gradient:
             return self.buffer
         return self.ranks.take(self.layout.numel, self.dtype, self.group.device)
 
-    def _release(self, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
-            self.ranks.give(tensor)
+    def _give_back(self, *lent: torch.Tensor | None) -> None:
+        """Returns what was taken from the pool, each once."""
+        for tensor in {id(each): each for each in lent}.values():
+            if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+                self.ranks.give(tensor)
 
     def _part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
         segment = self.layout.segments[i]
@@ -235,7 +237,7 @@ class Gradient:
 
     def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         before.add_(after)
-        self._release(after)
+        self._give_back(after)
         return before
 
     def _folded(self) -> torch.Tensor | None:
@@ -247,7 +249,7 @@ class Gradient:
         return sums
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums in the type that travels, and by what the mean is to be multiplied."""
+        """The sums in the type that travels, and by what each parameter's mean is to be multiplied."""
         dtype = self.group.types.wire
         if dtype == local.dtype:
             return local, None
@@ -255,8 +257,12 @@ class Gradient:
         if dtype.itemsize > 1:
             self.ranks.comm.pack([local], wire)
             return wire, None
-        largest = local.abs().amax().to(torch.float32).view(1)
+        parts = [self._part(local, i) for i in range(len(self.group.params))]
+        zero = local.new_zeros(())
+        largest = torch.stack([part.abs().amax() if part.numel() else zero for part in parts]).to(torch.float32)
         self.ranks.reduce_over_all(largest, "max")
-        scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
-        wire.copy_((local / scale).to(dtype))
-        return wire, scale
+        scales = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+        wire.zero_()
+        for i, part in enumerate(parts):
+            self._part(wire, i).copy_(part / scales[i])
+        return wire, scales

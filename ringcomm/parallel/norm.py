@@ -50,6 +50,7 @@ def total_norm(
     count: int,
     *,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """
     The p-norm of all elements of all ranks: (sum of |x|^p)^(1/p), with the same bits however they are distributed.
@@ -61,18 +62,20 @@ def total_norm(
         count: elements of all ranks together, the same on all; only checked, bits do not depend on it.
         dtype: of the result. None: float64 if any rank has a float64 fragment, else float32; finding out waits for the
             device.
+        device: of the result and of what travels, the same kind on all ranks. None: that of ``comm``, the CPU if it
+            serves several; without ``comm`` that of the first tensor.
     Shapes:  any; returns one number, shape ().
     Dtypes:  float32, float64, float16, bfloat16, mixed as they come.
     Order:   none: sums are exact.
     Cost:    two passes over the elements, two all_reduces of at most 32 bytes (p = 0 and inf: one of each).
-    Returns: the norm on ``comm.device``, else where the first tensor lies. NaN if there is a NaN; else inf if there is
-             an infinity or the norm is past the largest number of the type.
+    Returns: the norm, on every rank. NaN if there is a NaN; else inf if there is an infinity or the norm is past the
+             largest number of the type; p = 0 counts NaN and infinity as elements.
     Raises:  InvalidArgumentError: no such norm, or fewer than this rank's elements counted. DtypeError: other elements.
              UnsupportedError: more than 2^40 elements.
     """
     p, rank = float(norm_type), 0 if comm is None else comm.rank
     _check(tensors, p, count, rank)
-    place = _place(tensors, comm)
+    place = device or _place(tensors, comm)
     parts = [x.detach().reshape(-1) for x in tensors if x.numel()]
     wide = any(x.dtype == torch.float64 for x in parts)
     if p == 0:
@@ -93,7 +96,9 @@ def total_norm(
 
 def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> None:
     if not p >= 0:
-        raise InvalidArgumentError(f"total_norm: rank {rank} got norm_type={p}, expected 0, a positive number or inf")
+        raise InvalidArgumentError(
+            f"total_norm: rank {rank} got norm_type={p}, expected 0, a positive number or inf; pass one of these"
+        )
     for x in tensors:
         if x.dtype not in _WIRE or x.layout != torch.strided:
             raise DtypeError(
@@ -115,7 +120,8 @@ def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> 
 def _place(tensors: Sequence[torch.Tensor], comm: Communicator | None) -> torch.device:
     """Where the few numbers of all ranks meet."""
     if comm is not None:
-        return torch.device("cpu" if EMULATED else comm.device)
+        served = comm.device.split(",")  # several over a process group; a rank without tensors must choose alike
+        return torch.device("cpu" if EMULATED or "cpu" in served else served[0])
     return tensors[0].device if len(tensors) else torch.device("cpu")
 
 

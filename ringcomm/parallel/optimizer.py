@@ -20,6 +20,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.optimizer_state import GroupState, State
+from ringcomm.parallel.standin import ShardedGradient
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
@@ -79,7 +80,7 @@ class Attached:
         }
         self.entries: list[Entry] = []
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what a step must not change, and its values
-        self._scaled = False
+        self._working = False
         self._host: dict[FlatGroup, torch.Tensor] = {}  # gradients beside master weights that lie elsewhere
         before = optimizer.state_dict() if optimizer.state else None
         self.place()
@@ -118,8 +119,9 @@ class Attached:
                 self._host[group] = torch.empty_like(group.master, pin_memory=pinned)
         for number, mine in enumerate(params):
             self.optimizer.param_groups[number]["params"] = mine
-        if self.flat.stage > 0:
-            self.optimizer._step_supports_amp_scaling = True  # so that torch's GradScaler does not hide an overflow
+        self._standins = [
+            ShardedGradient.of(entry.param, entry.group.names[entry.segments[0]]) for entry in self.entries
+        ]
 
     def _pieces(self, group: FlatGroup, owners: list[int]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         if self.elementwise:
@@ -136,17 +138,21 @@ class Attached:
                 yield owners[fragment.segment], segment.offset, segment.end, (fragment.segment,)
 
     def show(self) -> None:
-        """Gives the optimizer the gradients that were reduced."""
-        if any(host.device != group.device for group, host in self._host.items()) and self.flat.device.type == "cuda":
+        """Gives the optimizer the gradients that were reduced. Parts of them only while it works on them: a norm of this
+        rank's part alone would be wrong, so that others get an error.
+        """
+        if self._host and self.flat.device.type == "cuda":
             torch.cuda.current_stream(self.flat.device).synchronize()
-        for entry in self.entries:
+        for entry, standin in zip(self.entries, self._standins, strict=True):
             gradient = entry.group.gradient
             if not gradient.has_reduced:
                 entry.param.grad = None
-                continue
-            source = self._host.get(entry.group, gradient.reduced)
-            first = entry.start - entry.group.start
-            entry.param.grad = source[first : first + entry.end - entry.start].view(entry.param.shape)
+            elif self._working or self.flat.ranks.world_size == 1 or self.flat.stage == 0:
+                source = self._host.get(entry.group, gradient.reduced)
+                first = entry.start - entry.group.start
+                entry.param.grad = source[first : first + entry.end - entry.start].view(entry.param.shape)
+            else:
+                entry.param.grad = standin
 
     def _fetch(self, group: FlatGroup) -> None:
         """A group was reduced: its gradient follows to where the master weights are."""
@@ -160,33 +166,27 @@ class Attached:
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Before the optimizer's gradients are looked at: forgets what the user has set to None."""
-        for group in self.flat.order:
-            group.gradient.reconcile()
-        self.show()
-
     @contextmanager
-    def scaled(self) -> Iterator[None]:
-        """Inside, a step is one of a GradScaler that has agreed with the other ranks."""
-        before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
-        self._scaled, self.optimizer._step_supports_amp_scaling = True, False
+    def working(self) -> Iterator[None]:
+        """Inside, the optimizer's parameters have their gradients, if the user has not set them to None."""
+        self._begin_work()
         try:
             yield
         finally:
-            self._scaled = False
-            if before is None:
-                del self.optimizer._step_supports_amp_scaling
-            else:
-                self.optimizer._step_supports_amp_scaling = before
+            self._end_work()
+
+    def _begin_work(self) -> None:
+        for group in self.flat.order:
+            group.gradient.reconcile()
+        self._working = True
+        self.show()
+
+    def _end_work(self) -> None:
+        self._working = False
+        self.show()
 
     def _before_step(self) -> None:
-        if not self._scaled and self.flat.stage > 0 and getattr(self.optimizer, "found_inf", None) is not None:
-            raise InvalidArgumentError(
-                f"step: rank {self.flat.ranks.rank} got a gradient scaled by torch.amp.GradScaler, which looks at this "
-                "rank's shard alone, expected one by ringcomm.GradScaler; use that"
-            )
-        self.prepare()
+        self._begin_work()
         for entry in self.entries:
             gradient = entry.group.gradient
             if gradient.has_reduced:
@@ -207,6 +207,7 @@ class Attached:
         for part, values in self._kept:
             part.copy_(values)
         self._kept.clear()
+        self._end_work()
         works = [group.publish() for group in self.flat.groups if group.trainable]
         for work in works:
             if work is not None:

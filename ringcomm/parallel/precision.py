@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -21,8 +21,9 @@ class MixedPrecision:
         param_dtype: of the parameters in forward and backward. The optimizer works on master weights in
             ``master_dtype``, kept where the optimizer's state is.
         reduce_dtype: of gradients on the wire. 16-bit and 8-bit floats add up in float32 on the way and round once;
-            8 bits are scaled by the largest magnitude on any rank and keep 3 (e4m3) or 2 (e5m2) bits of fraction: of
-            elements below about 1/2**15 (e4m3) of the largest, nothing. None: the master weights' type.
+            8 bits are scaled by each parameter's largest magnitude on any rank, keep 3 (e4m3) or 2 (e5m2) bits of
+            fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None: the type of the
+            master weights.
         output_dtype: of what the module returns.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
@@ -87,24 +88,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
         attached = getattr(optimizer, "_ringcomm", None)
-        if attached is not None:
-            attached.prepare()  # an optimizer sees gradients only of a finished backward pass
-        found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if attached is None:
-            return found
-        device = attached.flat.device
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+        with attached.working():
+            found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if not found:
-            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+            found[attached.flat.device] = torch.zeros((), dtype=torch.float32, device=attached.flat.device)
         for flag in found.values():
             attached.flat.ranks.reduce_over_all(flag.view(1), "max")
         return found
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps the optimizer unless a gradient of any rank is not finite."""
-        if args or kwargs:
-            raise UnsupportedError("GradScaler.step: got arguments, expected none with a scaled loss; leave them out")
-        attached = getattr(optimizer, "_ringcomm", None)
-        if attached is None:
-            return super().step(optimizer)
-        with attached.scaled():
-            return super().step(optimizer)

@@ -64,8 +64,8 @@ class ShardedGradient(torch.Tensor):
         name = "a parameter" if mine is None else mine._name
         raise InvalidArgumentError(
             f"{func._schema.name.split('::')[1].strip('_')}: got the gradient of {name}, which is in the ranks' "
-            "shards, expected a whole one; use ringcomm.clip_grad_norm_, the optimizer that ringcomm.shard returned, and "
-            "zero_grad() with set_to_none=True"
+            "shards, expected a whole one; use ringcomm.clip_grad_norm_, ringcomm.GradScaler, the optimizer that "
+            "ringcomm.shard returned, and zero_grad() with set_to_none=True"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -1,0 +1,17 @@
+// The loops of core/norm.h, vectorised for the processor at hand.
+#pragma once
+
+#include "core/norm.h"
+
+namespace ringcomm::cpu {
+
+struct NormKernels {
+  const char* isa;
+  double (*abs_max)(const Span& span, DType dtype);
+  void (*fold)(const Span& span, DType dtype, int exponent, FoldSums& sums);
+};
+
+// The ones for the instruction set that `kernels()` has chosen.
+const NormKernels& norm_kernels();
+
+}  // namespace ringcomm::cpu
