@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
     from ringcomm import errors as errors
+    from ringcomm import hooks as hooks
     from ringcomm import schedule as schedule
     from ringcomm._C import build_info as build_info
     from ringcomm.communicator import Communicator as Communicator
@@ -41,6 +42,7 @@ if _TYPE_CHECKING:
     from ringcomm.errors import ShapeError as ShapeError
     from ringcomm.errors import UnsupportedError as UnsupportedError
     from ringcomm.launch import run_ranks as run_ranks
+    from ringcomm.parallel import random as random
     from ringcomm.parallel.clip import clip_grad_norm_ as clip_grad_norm_
     from ringcomm.parallel.precision import GradScaler as GradScaler
     from ringcomm.parallel.precision import MixedPrecision as MixedPrecision
@@ -72,15 +74,20 @@ _HOMES = {
     "Work": "work",
     "build_info": "_C",
     "clip_grad_norm_": "parallel.clip",
-    "errors": "errors",
     "init": "rendezvous",
     "no_sync": "parallel.shard",
     "restage": "parallel.shard",
     "run_ranks": "launch",
-    "schedule": "schedule",
     "shard": "parallel.shard",
     "stage_of": "parallel.shard",
     "whole": "parallel.shard",
+}
+
+_MODULES = {
+    "errors": "errors",
+    "hooks": "hooks",
+    "random": "parallel.random",
+    "schedule": "schedule",
 }
 
 __all__ = [
@@ -105,8 +112,10 @@ __all__ = [
     "build_info",
     "clip_grad_norm_",
     "errors",
+    "hooks",
     "init",
     "no_sync",
+    "random",
     "restage",
     "run_ranks",
     "schedule",
@@ -117,11 +126,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    home = _HOMES.get(name)
+    home = _MODULES.get(name) or _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
     module = _importlib.import_module(f"ringcomm.{home}")
-    value = module if home == name else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -216,10 +216,10 @@ class FlatModel:
         """End of backward."""
         try:
             if self.sync:
-                used = self._say_who_was_used()
                 for group in self.order:
                     if group not in self._launched:
                         self._launch(group)
+                used = self._say_who_was_used()  # behind all groups: some ranks have launched them before
                 while self._in_flight:
                     self._settle()
                 self._hear_who_was_used(used)

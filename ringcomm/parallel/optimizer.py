@@ -138,8 +138,9 @@ class Attached:
                 yield owners[fragment.segment], segment.offset, segment.end, (fragment.segment,)
 
     def show(self) -> None:
-        """Gives the optimizer the gradients that were reduced. Parts of them only while it works on them: a norm of this
-        rank's part alone would be wrong, so that others get an error.
+        """Gives the optimizer the gradients that were reduced; parts of them only while it works on them.
+
+        A norm of this rank's part alone would be wrong, so whoever else looks gets an error.
         """
         if self._host and self.flat.device.type == "cuda":
             torch.cuda.current_stream(self.flat.device).synchronize()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringcomm.communicator import Communicator
+from ringcomm.devices import EMULATED
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
 
@@ -54,7 +55,7 @@ class Ranks:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """New memory that the peers read in place, where the communicator lends such."""
-        if str(device) == self.comm.device or (device.type == "cpu" and self.comm.device == "cpu"):
+        if str(device) == self.comm.device or (device.type == "cpu" and (self.comm.device == "cpu" or EMULATED)):
             return self.comm.empty(numel, dtype=dtype, like="torch")
         if "," in self.comm.device or self.comm.kind.startswith("torch.distributed"):
             return torch.empty(numel, dtype=dtype, device=device)

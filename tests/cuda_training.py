@@ -1,0 +1,72 @@
+"""What tests/test_cuda_training.py runs in a Python that has the emulated CUDA engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ringcomm
+
+Outcome = tuple[list[bytes], dict[str, bytes]]
+
+
+class Net(nn.Module):
+    """Two blocks between a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 12)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.linear(x, self.embed.weight)
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return x.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def train(comm: ringcomm.Communicator, model: nn.Module, stage: int, precision: Any) -> Outcome:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.002, mixed_precision=precision)
+    losses = []
+    for step in range(3):
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + comm.rank)
+            tokens = torch.randint(17, (2, 5), generator=generator)
+            loss = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten().roll(1))
+            if part == 0:
+                with ringcomm.no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(bits(loss))
+        losses.append(bits(ringcomm.clip_grad_norm_(model, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: bits(value) for name, value in model.state_dict().items()}
+
+
+def outcome(world_size: int, stage: int, device: str, precision: Any) -> list[Outcome]:
+    models = []
+    for _ in range(world_size):
+        torch.manual_seed(0)
+        models.append(Net())
+
+    def rank(comm: ringcomm.Communicator) -> Outcome:
+        return train(comm, models[comm.rank], stage, precision)
+
+    return ringcomm.run_ranks(rank, world_size, device=device, timeout=60)
+
+
+def stages(world_size: int, dtype: str) -> None:
+    precision = ringcomm.MixedPrecision(getattr(torch, dtype)) if dtype else None
+    expected = outcome(world_size, 0, "cpu", precision)
+    for stage in range(4):
+        assert outcome(world_size, stage, "cuda:0", precision) == expected, f"stage {stage} differs from the CPU engine"
