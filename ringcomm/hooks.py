@@ -7,7 +7,6 @@ communicator, whatever the backend of their process group.
 
 # No `from __future__ import annotations`: torch compares the annotations of a hook of DDP with classes.
 import ctypes
-import hashlib
 import math
 import weakref
 from collections.abc import Sequence
@@ -22,11 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-from ringcomm import libraries, rendezvous
+from ringcomm import libraries
 from ringcomm.communicator import Communicator
 from ringcomm.devices import Device
 from ringcomm.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from ringcomm.process_group import ProcessGroupCommunicator
+from ringcomm.rendezvous import beside
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PREMUL_SUM: "premul_sum"}
 
@@ -280,21 +280,6 @@ def attach(model: nn.Module, comm: Communicator | None = None) -> nn.Module:
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)
     return model
-
-
-def beside(group: dist.ProcessGroup | None = None, device: Any = "cpu") -> Communicator:
-    """A communicator of our own engines over the ranks of a process group; a collective of these ranks.
-
-    Args:
-        group: of any backend; None: the default one. Only torch.distributed's store is used, no call of the group.
-        device: where the arrays lie: "cpu", or such as "cuda:0".
-    Returns: the communicator, with the group's rank numbers. It does not end with the group: close it.
-    Raises:  as ringcomm.init.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    name = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
-    store = dist.PrefixStore(f"ringcomm/beside/{name}", dist.distributed_c10d._get_default_store())
-    return rendezvous.init(dist.get_rank(group), len(ranks), store=store, device=device)
 
 
 def _param_groups(module: nn.Module) -> list[Any]:

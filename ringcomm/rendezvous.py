@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import struct
 import sys
@@ -63,6 +64,23 @@ def init(
     end.connect(_exchange(store, rank, world_size, handle, limit))
     end.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
     return Communicator(end)
+
+
+def beside(group: Any = None, device: Any = "cpu") -> Communicator:
+    """A communicator of our own engines over the ranks of a process group; a collective of these ranks.
+
+    Args:
+        group: of torch.distributed and any backend; None: the default one. Only its ranks and the store are used.
+        device: where the arrays lie: "cpu", or such as "cuda:0".
+    Returns: the communicator, with the group's rank numbers. It does not end with the group: close it.
+    Raises:  as `init`.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(group)
+    name = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
+    store = dist.PrefixStore(f"ringcomm/beside/{name}", dist.distributed_c10d._get_default_store())
+    return init(dist.get_rank(group), len(ranks), store=store, device=device)
 
 
 def _default_group() -> Any:

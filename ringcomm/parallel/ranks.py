@@ -12,8 +12,8 @@ import torch
 
 from ringcomm.communicator import Communicator
 from ringcomm.devices import EMULATED
-from ringcomm.endpoint import Endpoint
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
+from ringcomm.rendezvous import beside
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -178,32 +178,9 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
     if dist.get_rank(group) < 0:
         raise InvalidArgumentError(f"{call}: this process is not in the process group; call it on members only")
     where = torch.device("cpu") if device is None else device
-    if BACKEND not in group._get_backend(where).name():
-        return Communicator.from_process_group(group)
-    return _own_engine(group, where)
-
-
-def _own_engine(group: Any, device: torch.device) -> Communicator:
-    import torch.distributed as dist
-
-    from ringcomm.devices import choose
-
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    kind, where = choose(None, device, "ringcomm.parallel", rank)
-    end = Endpoint(kind, rank, world_size, round(1e3 * _limit_of(group)), where)
-    handles: list[Any] = [None] * world_size
-    dist.all_gather_object(handles, end.handle(), group=group)
-    end.connect(handles)
-    dist.barrier(group)
-    return Communicator(end)
-
-
-def _limit_of(group: Any) -> float:
-    from torch.distributed.constants import default_pg_timeout
-
-    found = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    limit = getattr(found, "_timeout", None) or default_pg_timeout
-    return float(limit.total_seconds())
+    if BACKEND in group._get_backend(where).name():
+        return beside(group, where)
+    return Communicator.from_process_group(group)
 
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
