@@ -1,183 +1,329 @@
 """
 Data parallel training: every rank computes on its own data, gradients are averaged while backward still runs.
 
-The gradients live in a few flat buckets, laid out once, at construction, in reverse order of the parameters (about the
-order in which backward finishes them) and never again. A parameter's gradient is a view of its bucket, so nothing is
-copied on the way, and where the communicator offers memory that the peers use in place, nothing is copied there either.
-
     backward:    grad of last layer done ... grad of first layer done     end of backward
     bucket 0     [all gradients arrived] -> all_reduce(avg), asynchronous ---+
     bucket 1                  [all arrived] -> all_reduce(avg) --------------+-> wait for all
+
+`DistributedDataParallel` is stage 0 of `ringcomm.shard` under torch's name and arguments. `NaiveDataParallel` is the
+scheme that came before: all gradients to one rank, and back.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.comm_hook import CommHook, Hook
+from ringcomm.parallel.flat_model import FlatModel
+from ringcomm.parallel.group import FlatGroup
+from ringcomm.parallel.join import join
+from ringcomm.parallel.module_state import keep_ordinary_state
+from ringcomm.parallel.partition import (
+    Recipe,
+    facts_of,
+    kept_in_their_type,
+    measured_bucket_bytes,
+    named_parameters,
+)
+from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from ringcomm.communicator import Communicator
-
-ALIGN_BYTES = 64  # a gradient starts on a cache line
-
-
-class Bucket:
-    """A flat buffer of gradients that travel together.
-
-    Its last elements, one per parameter, are 1 where this rank has a gradient. They are averaged with the rest, so that
-    afterwards a parameter's element is 0 only if no rank has used it.
-    """
-
-    def __init__(self, params: list[nn.Parameter], names: list[str], comm: Communicator) -> None:
-        self.params, self.names = params, names
-        first = params[0]
-        align = max(1, ALIGN_BYTES // first.element_size())
-        starts, count = [], 0
-        for p in params:
-            starts.append(count)
-            count += -(-p.numel() // align) * align
-        count += len(params)
-        if first.is_cpu:
-            self.flat = comm.empty(count, dtype=first.dtype).zero_()
-        else:
-            self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
-        self.views = [_view(self.flat, start, p) for start, p in zip(starts, params, strict=True)]
-        self.used = self.flat[count - len(params) :]
-        self.reset()
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.params)
-
-    def reset(self) -> None:
-        """Forgets the last backward pass."""
-        self.arrived: set[int] = set()
-        self.work: Any = None  # the all_reduce in flight
-
-    def attach(self, i: int) -> None:
-        """Makes parameter i's gradient the view, with the gradient's values."""
-        p, view = self.params[i], self.views[i]
-        if p.grad is not None and p.grad is not view:
-            if p.grad.is_sparse:
-                raise InvalidArgumentError(
-                    f"DistributedDataParallel: got a sparse gradient of {self.names[i]}, expected a dense one; build "
-                    "its module with sparse=False"
-                )
-            view.copy_(p.grad.detach())
-            p.grad = view
-
-    def fill(self) -> None:
-        """Prepares the buffer for travel: gradients that did not arrive are what they were before, or zero."""
-        if self.complete:
-            self.used.fill_(1)
-            return
-        for i, p in enumerate(self.params):
-            if p.grad is None:
-                self.views[i].zero_()
-            else:
-                self.attach(i)
-            self.used[i] = float(p.grad is not None)
-
-    def finish(self) -> None:
-        """Gives the averaged gradient to a parameter that only other ranks have used."""
-        missing = [i for i, p in enumerate(self.params) if p.grad is None]
-        if missing:
-            used = self.used.tolist()
-            for i in missing:
-                if used[i] != 0:
-                    self.params[i].grad = self.views[i]
-
-
-def _view(flat: torch.Tensor, start: int, p: torch.Tensor) -> torch.Tensor:
-    """The parameter's place in the bucket, in the parameter's own memory format where that has no gaps."""
-    last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
-    if p.numel() and last + 1 == p.numel():
-        return flat.as_strided(p.shape, p.stride(), start)
-    return flat[start : start + p.numel()].view(p.shape)
-
-
-def _buckets(module: nn.Module, cap_bytes: int, comm: Communicator) -> list[Bucket]:
-    """Reverse order of the parameters; one dtype and device each, at most `cap_bytes` unless one tensor is more."""
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], list[str]]] = {}
-    closed: list[tuple[list[nn.Parameter], list[str]]] = []
-    for name, p in reversed(list(module.named_parameters())):
-        if not p.requires_grad:
-            continue
-        key = (p.dtype, p.device)
-        params, names = open_groups.setdefault(key, ([], []))
-        if params and sum(q.nbytes for q in params) + p.nbytes > cap_bytes:
-            closed.append(open_groups[key])
-            params, names = open_groups[key] = ([], [])
-        params.append(p)
-        names.append(name)
-    return [Bucket(params, names, comm) for params, names in [*closed, *open_groups.values()]]
+CALL = "DistributedDataParallel"
+Devices = Sequence[int | str | torch.device]
 
 
 class DistributedDataParallel(nn.Module):
     """Wraps a module so that plain ``loss.backward()`` leaves the mean of all ranks' gradients on every rank.
 
-    Every rank makes the same number of backward passes outside ``no_sync``. A parameter that a pass does not use counts
-    as a zero gradient; one that no rank uses keeps ``grad`` as it was. Outside the scope: sparse gradients, parameters
-    added or frozen after construction, reentrant activation checkpointing of a parameter that is used twice.
+    Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Every rank
+    makes the same number of backward passes outside ``no_sync`` unless it is inside ``join``. A parameter that a pass
+    does not use counts as a zero gradient; one that no rank uses keeps ``grad`` as it was. The optimizer is an ordinary
+    one over ``parameters()``. ``ringcomm.shard(model, optimizer)`` attaches it where its state is to be moved with
+    `ringcomm.restage` or kept alike by ``join``, and is needed with a ``param_dtype`` of ``mixed_precision``.
 
     Args:
-        module: on its device already; all ranks get rank 0's parameters and buffers.
-        comm: a Communicator; None: one over ``process_group``, else ``ringcomm.init()`` from torchrun's environment.
-        process_group: a group of torch.distributed, in place of ``comm``.
-        bucket_cap_mb: size of a bucket, in MiB.
-        broadcast_buffers: whether all ranks get rank 0's buffers before every synchronised forward pass in training.
+        module: on its device already. Its parameters become views of flat buffers, in contiguous memory.
+        comm: a Communicator; a list is taken for ``device_ids``; None: one over ``process_group``, else over
+            torch.distributed's default group, else ``ringcomm.init()`` from torchrun's environment.
+        output_device: None, or the module's device.
+        dim: 0.
+        broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
+            training; None: True.
+        init_sync: whether all ranks are compared and get rank 0's parameters and buffers. False: they are alike already.
+        process_group: a group of torch.distributed, in place of ``comm``. Over one with several devices the module may
+            lie on several, too.
+        bucket_cap_mb: MiB of a bucket, which is no more than that unless one parameter is; None: from which on latency
+            is a small part of its time, as measured now.
+        find_unused_parameters, static_graph, skip_all_reduce_unused_params: accepted, and not needed: unused parameters
+            are found in every pass.
+        gradient_as_bucket_view, batched_grad_copy: accepted, and not needed: gradients are views of the buckets.
+        check_reduction: accepted and without a meaning, as in torch.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
+        mixed_precision: ringcomm.MixedPrecision, or torch's.
+        device_mesh: of one axis, in place of ``process_group``.
+        forward_sync_buffers: as ``broadcast_buffers``, for the forward passes alone; it goes before.
+        device_ids: None, or the module's one device; inputs are moved there.
     Order:   the communicator's: canonical on the CPU engine, where the bits do not depend on ``bucket_cap_mb``.
-    Cost:    one all_reduce of the gradients per backward pass, overlapped with it.
-    Raises:  InvalidArgumentError: nothing to train, or both ``comm`` and ``process_group``.
+    Cost:    one all_reduce of the gradients per backward pass, overlapped with it, and of a byte for each parameter.
+    Raises:  InvalidArgumentError: nothing to train, a module that is wrapped already, contradictory arguments.
+             UnsupportedError: an argument that is refused. MismatchError: the ranks have different modules.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        comm: Communicator | None = None,
-        *,
+        comm: Communicator | Devices | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25.0,
-        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        device_ids: Devices | None = None,
     ) -> None:
         super().__init__()
+        if comm is not None and not isinstance(comm, Communicator):
+            comm, device_ids = None, _only(device_ids, comm)
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            bucket_cap_mb_list=bucket_cap_mb_list or None,
+            dim=dim or None,
+        )
+        ranks = _ranks(module, comm, process_group, device_mesh)
+        self.comm = ranks.comm
+        self._inputs_to = _device_of(module, ranks.rank, device_ids, output_device)
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        flat = _flat(module, ranks, bucket_cap_mb, _precision(mixed_precision), sends, init_sync)
+        if init_sync and (sends or forward_sync_buffers is not None):
+            flat.send_buffers()
+        self._flat = flat
         self.module = module
-        self.comm = _communicator(comm, process_group)
-        self.broadcast_buffers = broadcast_buffers
-        self.communication_seconds = 0.0  # this thread's time in the calls and waits of the gradients' all_reduce
-        self._sync = True
-        self._scheduled = False  # whether this backward pass has asked for its `_finish`
-        self._next = 0  # the bucket to start next
-        if not any(p.requires_grad for p in module.parameters()):
-            raise InvalidArgumentError(
-                f"DistributedDataParallel: rank {self.comm.rank} got a module without parameters that require a "
-                "gradient, expected at least one; call the module itself"
-            )
-        self._broadcast([*module.parameters(), *module.buffers()])
-        self.buckets = _buckets(module, int(bucket_cap_mb * (1 << 20)), self.comm)
-        self._reset()
-        for bucket in self.buckets:
-            for i, p in enumerate(bucket.params):
-                p.register_post_accumulate_grad_hook(partial(self._arrived, bucket, i))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        if torch.is_grad_enabled() and self._sync:
-            if self._scheduled:  # the last backward pass raised half-way
-                self._wait()
-                self._reset()
-            if self.broadcast_buffers and self.training:
-                self._broadcast(list(self.module.buffers()))
+        device = self._inputs_to
+        if device is not None:
+            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside averages the sums."""
+        with self._flat.no_sync():
+            yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside, ranks may have different numbers of inputs: see `ringcomm.join`."""
+        return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Puts ``hook(state, bucket)``, of torch's form, in the place of the buckets' all_reduce; once.
+
+        torch's own hooks send through torch.distributed: they need a process group. The hook's tensor is taken for the
+        mean of all ranks, as it is.
+        """
+        flat = self._flat
+        where = f"register_comm_hook: rank {flat.ranks.rank}"
+        if not callable(hook):
+            raise InvalidArgumentError(f"{where} got {type(hook).__name__}, expected a function; pass (state, hook)")
+        if any(group.hook is not None for group in flat.groups):
+            raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
+        if flat.stage:
+            raise UnsupportedError(f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook")
+        for number, group in enumerate(flat.order):
+            group.hook = Hook(state, hook, group, number, number == len(flat.order) - 1)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes average the gradients; False inside of ``no_sync``."""
+        return self._flat.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._flat.sync = value
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether every synchronised forward pass in training begins with rank 0's buffers."""
+        return self._flat.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self._flat.broadcast_buffers = value
+
+    forward_sync_buffers = broadcast_buffers
+
+    @property
+    def communication_seconds(self) -> float:
+        """This thread's time in the calls and waits of collectives."""
+        return self._flat.communication_seconds
+
+    @communication_seconds.setter
+    def communication_seconds(self, value: float) -> None:
+        self._flat.communication_seconds = value
+
+    @property
+    def buckets(self) -> list[FlatGroup]:
+        """The buckets, in the order of their reductions."""
+        return list(self._flat.order)
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{CALL}: got {name}={type(value).__name__}, expected none: buckets follow the parameters' order and one "
+                "size, and the module is on one device; leave it out"
+            )
+
+
+def _only(device_ids: Devices | None, positional: Any) -> Any:
+    if device_ids is not None:
+        raise InvalidArgumentError(f"{CALL}: got device_ids twice, expected them once; leave one out")
+    if not isinstance(positional, (list, tuple)):
+        raise InvalidArgumentError(
+            f"{CALL}: got {type(positional).__name__} as the second argument, expected a Communicator, or a list of one "
+            "device; pass one of these"
+        )
+    return positional
+
+
+def _ranks(
+    module: nn.Module, comm: Communicator | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> Ranks:
+    given = {"comm": comm, "process_group": group, "device_mesh": mesh}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise InvalidArgumentError(f"{CALL}: got a mesh of {mesh.ndim} axes, expected one; pass mesh[name]")
+        return ranks_of_mesh(mesh, CALL, device)
+    return Ranks(comm if comm is not None else communicator_of(group, CALL, device))
+
+
+def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output: Any) -> torch.device | None:
+    """Where inputs are moved to; None: they stay."""
+    here = {str(p.device): p.device for p in module.parameters()}
+    for name, given in (("device_ids", device_ids), ("output_device", None if output is None else [output])):
+        wanted = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given or ()]
+        if wanted and (len(wanted) > 1 or [str(wanted[0])] != list(here)):
+            raise InvalidArgumentError(
+                f"{CALL}: rank {rank} got {name}={[str(each) for each in wanted]} for a module on {', '.join(here)}, "
+                "expected its one device; move the module there, or leave it out"
+            )
+    return next(iter(here.values())) if device_ids else None
+
+
+def _precision(given: Any) -> MixedPrecision:
+    if given is None or isinstance(given, MixedPrecision):
+        return given or MixedPrecision()
+    if not hasattr(given, "param_dtype"):
+        raise InvalidArgumentError(
+            f"{CALL}: got mixed_precision={type(given).__name__}, expected ringcomm.MixedPrecision; pass that"
+        )
+    if getattr(given, "buffer_dtype", None) is not None:
+        raise UnsupportedError(
+            f"{CALL}: got mixed_precision with buffer_dtype={given.buffer_dtype}, expected none: buffers keep their "
+            "type; leave it out"
+        )
+    return MixedPrecision(given.param_dtype, given.reduce_dtype)
+
+
+def _flat(
+    module: nn.Module,
+    ranks: Ranks,
+    bucket_cap_mb: float | None,
+    precision: MixedPrecision,
+    sends_buffers: bool,
+    init_sync: bool,
+) -> FlatModel:
+    """The module's one unit, at stage 0."""
+    params = named_parameters(module, CALL, ranks.rank)
+    if not any(p.requires_grad for _, p in params):
+        raise InvalidArgumentError(
+            f"{CALL}: rank {ranks.rank} got a module without parameters that require a gradient, expected at least one; "
+            "call the module itself"
+        )
+    if init_sync:
+        ranks.agree(CALL, facts_of(module))
+    cap = measured_bucket_bytes(ranks.comm) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+    recipe = Recipe(
+        ranks=ranks,
+        stage=0,
+        precision=precision,
+        bucket_bytes=max(1, cap),
+        atom="element",
+        tree=False,
+        master_device=None,
+        optimizer_group={},
+        kept=kept_in_their_type(module),
+        send=init_sync,
+    )
+    unit = recipe.unit("", [module], params, False)
+    flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
+    keep_ordinary_state(flat)
+    return flat
+
+
+class NaiveDataParallel(nn.Module):
+    """Data parallel training over a parameter server: to learn from, and to compare with.
+
+    After backward, one gradient after the other goes to rank 0, which adds them up and sends the mean back. Nothing
+    overlaps with backward, nothing is joined into buckets, and rank 0 receives and sends what all others have.
+
+    Args:
+        comm: None: that of ``ringcomm.init()``.
+    Cost:    for each parameter a reduce and a broadcast: rank 0 moves 2 (W-1) of its bytes, each other rank 2.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.comm = comm if comm is not None else communicator_of(None, "NaiveDataParallel")
+        self._sync, self._waiting = True, False
+        for x in [*module.parameters(), *module.buffers()]:
+            self.comm.broadcast(x.detach(), 0)
+        for p in module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._arrived)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        self._waiting = False  # also after a backward pass that raised
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -189,69 +335,19 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._sync = before
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        for x in tensors:
-            self.comm.broadcast(x.detach(), 0)
+    def _arrived(self, _: torch.Tensor) -> None:
+        if self._sync and not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
-    def _arrived(self, bucket: Bucket, i: int, _: torch.Tensor) -> None:
-        """A parameter's gradient is complete on this rank."""
-        bucket.attach(i)
-        if not self._sync:
-            return
-        if not self._scheduled:
-            self._scheduled = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if bucket.work is not None:
-            raise InvalidArgumentError(
-                f"DistributedDataParallel: rank {self.comm.rank} got a second gradient of {bucket.names[i]} in one "
-                "backward pass, expected one; use non-reentrant activation checkpointing"
-            )
-        bucket.arrived.add(i)
-        while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self._launch()
-
-    def _launch(self) -> None:
-        """Starts the next bucket: every rank starts them in the same order."""
-        bucket = self.buckets[self._next]
-        self._next += 1
-        bucket.fill()
-        start = time.perf_counter()
-        bucket.work = self.comm.all_reduce(bucket.flat, "avg", async_op=True)
-        self.communication_seconds += time.perf_counter() - start
-
-    def _finish(self) -> None:
-        """End of backward: starts what is left, waits for all."""
-        try:
-            while self._next < len(self.buckets):
-                self._launch()
-            self._wait()
-            for bucket in self.buckets:
-                bucket.finish()
-        finally:
-            self._reset()
-
-    def _wait(self) -> None:
-        start = time.perf_counter()
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-        self.communication_seconds += time.perf_counter() - start
-
-    def _reset(self) -> None:
-        self._scheduled, self._next = False, 0
-        for bucket in self.buckets:
-            bucket.reset()
-
-
-def _communicator(comm: Communicator | None, group: dist.ProcessGroup | None) -> Communicator:
-    import torch.distributed as dist
-
-    import ringcomm
-
-    if comm is not None and group is not None:
-        raise InvalidArgumentError("DistributedDataParallel: got both comm and process_group, expected one of them")
-    if comm is not None:
-        return comm
-    if group is not None or (dist.is_available() and dist.is_initialized()):
-        return ringcomm.Communicator.from_process_group(group)
-    return ringcomm.init()
+    def _average(self) -> None:
+        """The end of backward. A gradient that a rank does not have counts as zero."""
+        self._waiting = False
+        for p in self.module.parameters():
+            if p.requires_grad:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                self.comm.reduce(grad, 0, "sum")
+                if self.comm.rank == 0:
+                    grad.div_(self.comm.world_size)
+                self.comm.broadcast(grad, 0)
+                p.grad = grad

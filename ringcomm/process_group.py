@@ -181,7 +181,8 @@ class ProcessGroupCommunicator(Communicator):
         target = flat(piece_of(call.output))
         if call.input_parts is None:
             source = self._source(call, piece_of(call.input))
-            work = dist.reduce_scatter_tensor(target, source, op, group=self.pg, async_op=True)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+            work = scatter(target, source, op, group=self.pg, async_op=True)
             return [work], lambda: self._divide(target, divisor)
         works, finishes = [], []  # uneven parts: one reduction for each
         for root, piece in enumerate(call.input_parts):
@@ -202,7 +203,8 @@ class ProcessGroupCommunicator(Communicator):
         source = flat(piece_of(call.input))
         if call.output_parts is None:
             target = flat(piece_of(call.output))
-            return [dist.all_gather_into_tensor(target, source.clone(), group=self.pg, async_op=True)], nothing
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+            return [gather(target, source.clone(), group=self.pg, async_op=True)], nothing
         works = []  # uneven parts: one broadcast from each rank
         for root, piece in enumerate(call.output_parts):
             part = flat(piece)
