@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ringcomm.errors import UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class Unit:
         for module in self.modules:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after_forward))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"copy: rank {self.flat.ranks.rank} got a wrapped module ({type(self.flat.module).__name__}), expected a plain "
+            "one; copy it before it is wrapped, or load its state_dict() into a new one"
+        )
 
     def unhook(self) -> None:
         """Takes the hooks off."""
