@@ -1,7 +1,9 @@
 """
-Trains a small GPT on text, data parallel, over ringcomm or Gloo.
+Trains a small GPT on text over several ranks: nothing, optimizer state, gradients or parameters sharded.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py                     # our collectives, our data parallel
+    torchrun --nproc-per-node 2 examples/train_gpt.py                     # data parallel (stage 0)
+    torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3           # parameters sharded too
+    torchrun --nproc-per-node 2 examples/train_gpt.py --stages            # 0, 1, 2, 3 in turn: the same bits
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel torch    # our collectives under torch's DDP
     torchrun --nproc-per-node 2 examples/train_gpt.py --backend gloo      # Gloo
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare           # both, step by step in turns
@@ -14,106 +16,25 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpt import GPT, Batches, read_text
+from stages import Peak, Run, plot, table, wire
 from torch import nn
 
 import ringcomm
+from ringcomm.parallel import checkpoint, memory
+from ringcomm.parallel.flat_model import flat_model_of
 
-VOCABULARY = 256  # bytes
 ENOUGH_STEPS = 200  # before them, what the model writes is noise
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """A decoder over bytes; the output layer shares the embedding's weight."""
-
-    def __init__(self, layers: int, dim: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.context = context
-        self.token, self.position = nn.Embedding(VOCABULARY, dim), nn.Embedding(context, dim)
-        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY, bias=False)
-        self.apply(self._init)
-        for block in self.blocks:
-            for last in (block.proj, block.mlp[2]):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
-        self.head.weight = self.token.weight
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
-
-    @torch.no_grad()
-    def sample(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> str:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.tensor([list(prompt)])
-        for _ in range(count):
-            logits = self(tokens[:, -self.context :])[0, -1] / temperature
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)[None]], 1)
-        return printable(bytes(tokens[0].tolist()))
-
-
-def printable(data: bytes) -> str:
-    """Text for a terminal: line ends stay, and what is no printable character becomes a dot."""
-    return "".join(
-        c if c == "\n" or (c.isprintable() and c != "\ufffd") else "." for c in data.decode(errors="replace")
-    )
-
-
-def read_text(path: str | None) -> torch.Tensor:
-    """Bytes of a file, or of Python's own language reference."""
-    if path is None:
-        from pydoc_data.topics import topics
-
-        data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    else:
-        with open(path, "rb") as file:
-            data = file.read()
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-class Batches:
-    """Random windows of the text; every rank draws its own, the same for every copy of the model."""
-
-    def __init__(self, text: torch.Tensor, a: argparse.Namespace, rank: int) -> None:
-        if len(text) <= a.context + 1:
-            raise SystemExit(f"train_gpt: the text has {len(text)} bytes, expected more than --context {a.context} + 1")
-        self.text, self.batch, self.context = text, a.batch, a.context
-        self.generator = torch.Generator().manual_seed(1000 * a.seed + rank)
-
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(self.text) - self.context - 1, (self.batch,), generator=self.generator)
-        windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -124,7 +45,9 @@ class Copy:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
     blocked: Callable[[], float]  # seconds in communication since the start
+    clip: float = 0.0
     seconds: list[float] = field(default_factory=list)
     blocked_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -134,17 +57,48 @@ class Copy:
         """This rank's, the mean of the last 50 steps."""
         return statistics.fmean(self.losses[-50:])
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def no_sync(self) -> Any:
+        """Inside, gradients only add up on this rank."""
+        if flat_model_of(self.model) is not None:
+            return ringcomm.no_sync(self.model)
+        return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
+
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """One optimizer step on the mean of the batches' losses."""
         start, blocked = time.perf_counter(), self.blocked()
-        loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
-        loss.backward()
+        total = 0.0
+        for number, (x, y) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self.no_sync():
+                loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten()) / len(batches)
+                self.scaler.scale(loss).backward()
+            total += float(loss.detach())
         now_blocked = self.blocked()
-        self.optimizer.step()
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            ringcomm.clip_grad_norm_(self.model, self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.losses.append(float(loss.detach()))
+        self.losses.append(total)
         self.seconds.append(time.perf_counter() - start)
         self.blocked_seconds.append(now_blocked - blocked)
+
+    def save(self, path: str, batches: Batches) -> None:
+        """All that training goes on from; a collective."""
+        state = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict(), "losses": self.losses}
+        checkpoint.save(path, self.model, self.optimizer, generator=batches.generator.get_state(), **state)
+
+    def resume(self, path: str, batches: Batches) -> int:
+        """Takes up what was saved, and returns the steps that were made; a collective."""
+        state = checkpoint.load(path, self.model, self.optimizer)
+        if not isinstance(state["generator"], torch.Tensor):
+            raise SystemExit("train_gpt: the checkpoint is of another number of ranks, whose data it goes on with")
+        batches.generator.set_state(state["generator"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.losses = list(state["losses"])
+        return len(self.losses)
 
 
 class TorchMeter:
@@ -178,21 +132,29 @@ def learning_rate(step: int, steps: int) -> float:
     return min((step + 1) / warm, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
 
-def make_copy(a: argparse.Namespace, backend: str) -> Copy:
+def make_copy(a: argparse.Namespace, backend: str, stage: int = 0) -> Copy:
     """The model, the same on every rank, under `backend` ("none": without communication)."""
     torch.manual_seed(a.seed)
     module = GPT(a.layers, a.dim, a.heads, a.context)
     optimizer = torch.optim.AdamW(module.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, a.steps))
+    rest = (optimizer, schedule, ringcomm.GradScaler(init_scale=2.0**14, enabled=a.precision == "fp16"))
     if backend == "none":
-        return Copy("no communication", module, optimizer, schedule, lambda: 0.0)
+        return Copy("no communication", module, *rest, lambda: 0.0, a.clip)
     if a.parallel == "torch":
         group = dist.new_group(backend=backend)
         stock = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-        return Copy(backend, stock, optimizer, schedule, TorchMeter(stock, group).blocked)
+        return Copy(backend, stock, *rest, TorchMeter(stock, group).blocked, a.clip)
     comm = ringcomm.init() if backend == "ringcomm" else ringcomm.Communicator.from_process_group(dist.group.WORLD)
-    ours = ringcomm.DistributedDataParallel(module, comm, bucket_cap_mb=a.bucket_mb)
-    return Copy(backend, ours, optimizer, schedule, lambda: ours.communication_seconds)
+    precision = ringcomm.MixedPrecision(PRECISIONS[a.precision], output_dtype=torch.float32)
+    ringcomm.shard(module, optimizer, stage, comm, mixed_precision=precision, bucket_cap_mb=a.bucket_mb)
+    flat = flat_model_of(module)
+    return Copy(backend, module, *rest, lambda: flat.communication_seconds, a.clip)
+
+
+def batches_of(a: argparse.Namespace, text: torch.Tensor) -> Batches:
+    """This rank's."""
+    return Batches(text, a.batch, a.context, 1000 * a.seed + dist.get_rank())
 
 
 def mean_over_ranks(value: float) -> float:
@@ -208,20 +170,20 @@ def slowest(seconds: list[float]) -> list[float]:
     return x.tolist()
 
 
-def train(a: argparse.Namespace, copies: list[Copy], batches: Batches) -> None:
+def train(a: argparse.Namespace, copies: list[Copy], batches: Batches, done: int = 0) -> None:
     """Every copy makes every step, on the same batch; the order of the copies turns around every second step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    tokens = a.batch * a.context * dist.get_world_size()
+    tokens = a.batch * a.context * a.accumulate * dist.get_world_size()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=dist.get_rank() != 0) as bar:
-        task = bar.add_task("training", total=a.steps)
-        for step in range(a.steps):
-            x, y = batches.draw()
+        task = bar.add_task("training", total=a.until, completed=done)
+        for step in range(done, a.until):
+            drawn = [batches.draw() for _ in range(a.accumulate)]
             for copy in copies if step % 2 == 0 else reversed(copies):
                 if len(copies) > 1:
                     dist.barrier()
-                copy.step(x, y)
+                copy.step(drawn)
             first = copies[0]
             seconds, blocked = sum(first.seconds[-20:]), sum(first.blocked_seconds[-20:])
             rate = tokens * len(first.seconds[-20:]) / seconds
@@ -233,15 +195,65 @@ def train(a: argparse.Namespace, copies: list[Copy], batches: Batches) -> None:
             if (
                 dist.get_rank() == 0
                 and not bar.console.is_terminal
-                and (step % max(1, a.steps // 10) == 0 or step + 1 == a.steps)
+                and (step % max(1, a.steps // 10) == 0 or step + 1 == a.until)
             ):
                 print(f"step {step:5d}  loss {first.loss:.4f}  {rate:,.0f} tokens/s", flush=True)
 
 
+# ---- all stages --------------------------------------------------------------------------------------------------
+
+
+def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor) -> Run:
+    """Trains anew, with the same data; memory is watched in the first steps, time is taken from the others."""
+    watched = min(5, max(1, a.steps // 4))
+    with Peak() as peak:
+        copy = make_copy(a, a.backend, stage)
+        batches = batches_of(a, text)
+        train(argparse.Namespace(**{**vars(a), "until": watched}), [copy], batches)
+    traffic = flat_model_of(copy.model).ranks.traffic
+    before = Counter(traffic)
+    train(a, [copy], batches, done=watched)
+    ranks, times = dist.get_world_size(), [1e3 * x for x in slowest(copy.seconds)[watched:]]
+    measured = asdict(memory.memory(copy.model))
+    plan = memory.Plan(copy.model, stage, ranks, accumulation=a.accumulate)
+    return Run(
+        stage,
+        copy.losses,
+        {name: x.clone() for name, x in copy.model.state_dict().items()},
+        measured | {"wire": wire(traffic - before, ranks) / (a.steps - watched)},
+        asdict(plan.memory) | {"wire": wire(plan.traffic, ranks)},
+        mean_over_ranks(peak.most - peak.before),
+        (statistics.median(times), min(times), max(times)),
+        mean_over_ranks(copy.loss),
+    )
+
+
+def run_stages(a: argparse.Namespace, text: torch.Tensor) -> None:
+    """Every stage, and whether they agree to the last bit on every rank."""
+    make_copy(a, "none").step([batches_of(a, text).draw()])  # what torch loads at its first step is no stage's memory
+    runs: list[Run] = []
+    for stage in range(4):
+        if dist.get_rank() == 0:
+            print(f"\nstage {stage}")
+        runs.append(run_stage(a, stage, text))
+        here, first = runs[-1], runs[0]
+        same = here.losses == first.losses and all(torch.equal(x, first.weights[n]) for n, x in here.weights.items())
+        here.same = mean_over_ranks(float(same)) == 1.0
+    if dist.get_rank() == 0:
+        print(table(runs))
+        if a.plot:
+            plot(runs, a.plot, f"{dist.get_world_size()} ranks, {a.precision}")
+    if not all(run.same for run in runs):
+        raise SystemExit("train_gpt: the stages' losses or parameters differ, expected the same bits")
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
 def report(a: argparse.Namespace, copies: list[Copy]) -> None:
     """The figures of every copy; the first steps are left out as warm-up."""
-    skip = min(5, a.steps // 4)
-    tokens = a.batch * a.context * dist.get_world_size()
+    skip = min(5, len(copies[0].seconds) // 4)
+    tokens = a.batch * a.context * a.accumulate * dist.get_world_size()
     steps = {c.name: slowest(c.seconds)[skip:] for c in copies}
     blocked = {c.name: mean_over_ranks(statistics.fmean(c.blocked_seconds[skip:])) for c in copies}
     losses = {c.name: mean_over_ranks(c.loss) for c in copies}
@@ -258,8 +270,8 @@ def report(a: argparse.Namespace, copies: list[Copy]) -> None:
             f"{losses[name]:.5f}"
         )
     print(
-        "blocked: time per step in which a rank's training thread is inside the gradients' all_reduce, starting it or\n"
-        "waiting for it, the wait for slower ranks included; mean over the ranks. What overlaps backward is not in it."
+        "blocked: time per step in which a rank's training thread is inside collectives up to the end of backward,\n"
+        "starting them or waiting, the wait for slower ranks included; mean over the ranks. What overlaps is not in it."
     )
     if "gloo" in steps and "ringcomm" in steps:
         predict(tokens, steps, blocked)
@@ -296,14 +308,27 @@ def parse() -> argparse.Namespace:
         ("steps", 1500, "optimizer steps"), ("batch", 4, "windows per rank and step"),
         ("context", 64, "bytes per window"), ("layers", 4, "transformer blocks"), ("dim", 128, "width"),
         ("heads", 4, "attention heads"), ("seed", 0, "of everything"),
-        ("sample", 300, "bytes of text to generate at the end"),
+        ("sample", 300, "bytes of text to generate at the end"), ("accumulate", 1, "batches in a step"),
+        ("until", 0, "stop after this step (--steps)"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     p.add_argument("--lr", type=float, default=3e-3, help="learning rate (0.003)")
-    p.add_argument(
-        "--bucket-mb", type=float, default=25.0, help="gradient bucket, MiB, of our DistributedDataParallel (25)"
-    )
-    return p.parse_args()
+    p.add_argument("--bucket-mb", type=float, default=None, help="messages of our stages, MiB (as measured)")
+    p.add_argument("--stage", type=int, choices=range(4), default=0, help="what is sharded, see above (0)")
+    p.add_argument("--stages", action="store_true", help="every stage: do they agree, and what does each keep")
+    p.add_argument("--plot", metavar="FILE", help="of --stages: a picture")
+    p.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward (fp32)")
+    p.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: any)")
+    p.add_argument("--save", metavar="PATH", help="a checkpoint at the end")
+    p.add_argument("--resume", metavar="PATH", help="go on from a checkpoint, of any stage")
+    a = p.parse_args()
+    a.until = a.until or a.steps
+    ours = a.parallel == "ringcomm" and not a.compare
+    if not ours and (a.stage or a.stages or a.precision != "fp32" or a.save or a.resume):
+        p.error("--stage, --stages, --precision, --save and --resume are of our data parallel, without --compare")
+    if a.stages and (a.save or a.resume or a.until != a.steps):
+        p.error("--stages runs from beginning to end, without --save, --resume and --until")
+    return a
 
 
 def main() -> None:
@@ -312,25 +337,42 @@ def main() -> None:
         os.environ.setdefault(name, value)  # without torchrun: a world of one
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo" if a.compare else a.backend)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    copies = [make_copy(a, backend) for backend in (["ringcomm", "gloo", "none"] if a.compare else [a.backend])]
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     text = read_text(a.text)
+    if a.stages:
+        run_stages(a, text)
+    else:
+        run_one(a, text)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_one(a: argparse.Namespace, text: torch.Tensor) -> None:
+    """A training, or a comparison step by step."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    copies = [
+        make_copy(a, backend, a.stage) for backend in (["ringcomm", "gloo", "none"] if a.compare else [a.backend])
+    ]
+    batches = batches_of(a, text)
+    done = copies[0].resume(a.resume, batches) if a.resume else 0
     if rank == 0:
         count = sum(p.numel() for p in copies[0].model.parameters())
         print(
             f"{count / 1e6:.2f} M parameters, {len(text):,} bytes of text, {world_size} rank{'s' * (world_size > 1)}, "
-            f"{a.batch * a.context * world_size} tokens per step"
+            f"{a.batch * a.context * a.accumulate * world_size} tokens per step"
         )
-    train(a, copies, Batches(text, a, rank))
+    train(a, copies, batches, done)
+    if a.save:
+        copies[0].save(a.save, batches)
     report(a, copies)
-    if rank == 0 and a.sample and a.steps < ENOUGH_STEPS:
-        print(f"\nNo sample of generated text: {a.steps} steps are too few for words, {ENOUGH_STEPS} are enough.")
-    elif rank == 0 and a.sample:
-        model = copies[0].model
-        print("\n" + "-" * 40 + "\n" + getattr(model, "module", model).sample(b"The ", a.sample, a.seed))
-    dist.barrier()
-    dist.destroy_process_group()
+    if a.sample and a.until < ENOUGH_STEPS:
+        if rank == 0:
+            print(f"\nNo sample of generated text: {a.until} steps are too few for words, {ENOUGH_STEPS} are enough.")
+    elif a.sample:
+        model = copies[0].model  # every rank writes the same: at stage 3 each has a part of the parameters
+        text = getattr(model, "module", model).sample(b"The ", a.sample, a.seed)
+        if rank == 0:
+            print("\n" + "-" * 40 + "\n" + text)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from ringcomm._C import build_info as build_info
     from ringcomm.communicator import Communicator as Communicator
     from ringcomm.data_parallel import DistributedDataParallel as DistributedDataParallel
+    from ringcomm.data_parallel import NaiveDataParallel as NaiveDataParallel
     from ringcomm.errors import AbortedError as AbortedError
     from ringcomm.errors import ClosedError as ClosedError
     from ringcomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -42,8 +43,13 @@ if _TYPE_CHECKING:
     from ringcomm.errors import ShapeError as ShapeError
     from ringcomm.errors import UnsupportedError as UnsupportedError
     from ringcomm.launch import run_ranks as run_ranks
+    from ringcomm.parallel import checkpoint as checkpoint
     from ringcomm.parallel import random as random
     from ringcomm.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from ringcomm.parallel.fully_shard import fully_shard as fully_shard
+    from ringcomm.parallel.fully_shard import register_forward_method as register_forward_method
+    from ringcomm.parallel.join import join as join
+    from ringcomm.parallel.memory import memory as memory
     from ringcomm.parallel.precision import GradScaler as GradScaler
     from ringcomm.parallel.precision import MixedPrecision as MixedPrecision
     from ringcomm.parallel.shard import no_sync as no_sync
@@ -51,6 +57,8 @@ if _TYPE_CHECKING:
     from ringcomm.parallel.shard import shard as shard
     from ringcomm.parallel.shard import stage_of as stage_of
     from ringcomm.parallel.shard import whole as whole
+    from ringcomm.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from ringcomm.rendezvous import init as init
     from ringcomm.work import Work as Work
 
@@ -67,15 +75,22 @@ _HOMES = {
     "InvalidArgumentError": "errors",
     "MismatchError": "errors",
     "MixedPrecision": "parallel.precision",
+    "NaiveDataParallel": "data_parallel",
     "RankFailedError": "errors",
     "RingcommError": "errors",
     "ShapeError": "errors",
+    "SyncBatchNorm": "parallel.sync_batch_norm",
     "UnsupportedError": "errors",
     "Work": "work",
+    "ZeroRedundancyOptimizer": "parallel.zero_optimizer",
     "build_info": "_C",
     "clip_grad_norm_": "parallel.clip",
+    "fully_shard": "parallel.fully_shard",
     "init": "rendezvous",
+    "join": "parallel.join",
+    "memory": "parallel.memory",
     "no_sync": "parallel.shard",
+    "register_forward_method": "parallel.fully_shard",
     "restage": "parallel.shard",
     "run_ranks": "launch",
     "shard": "parallel.shard",
@@ -84,6 +99,7 @@ _HOMES = {
 }
 
 _MODULES = {
+    "checkpoint": "parallel.checkpoint",
     "errors": "errors",
     "hooks": "hooks",
     "random": "parallel.random",
@@ -103,19 +119,27 @@ __all__ = [
     "InvalidArgumentError",
     "MismatchError",
     "MixedPrecision",
+    "NaiveDataParallel",
     "RankFailedError",
     "RingcommError",
     "ShapeError",
+    "SyncBatchNorm",
     "UnsupportedError",
     "Work",
+    "ZeroRedundancyOptimizer",
     "__version__",
     "build_info",
+    "checkpoint",
     "clip_grad_norm_",
     "errors",
+    "fully_shard",
     "hooks",
     "init",
+    "join",
+    "memory",
     "no_sync",
     "random",
+    "register_forward_method",
     "restage",
     "run_ranks",
     "schedule",

@@ -10,6 +10,7 @@ USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
 commands:
   bench   bandwidth and latency of the collectives, as nccl-tests measures them
   doctor  what was built, what is usable on this machine, and what is not and why (or: info)
+  memory  bytes on each rank at every ZeRO stage, from a number of parameters
   tune    the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
 
 ringcomm COMMAND --help describes a command.
@@ -40,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.tune import main as tune
 
         return tune(words[1:])
+    if command == "memory":
+        from ringcomm.parallel.budget import main as memory
+
+        return memory(words[1:])
     if command in ("doctor", "info"):
         return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor or tune; ringcomm --help describes them",
+        f"ringcomm: got the command {command!r}, expected bench, doctor, memory or tune; ringcomm --help describes "
+        "them",
         file=sys.stderr,
     )
     return 2

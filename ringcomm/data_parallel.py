@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.Module):
         dim: 0.
         broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
             training; None: True.
-        init_sync: whether all ranks are compared and get rank 0's parameters and buffers. False: they are alike already.
+        init_sync: whether all ranks are compared and get rank 0's parameters and buffers. False: they are alike.
         process_group: a group of torch.distributed, in place of ``comm``. Over one with several devices the module may
             lie on several, too.
         bucket_cap_mb: MiB of a bucket, which is no more than that unless one parameter is; None: from which on latency
@@ -161,7 +161,9 @@ class DistributedDataParallel(nn.Module):
         if any(group.hook is not None for group in flat.groups):
             raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
         if flat.stage:
-            raise UnsupportedError(f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook")
+            raise UnsupportedError(
+                f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
+            )
         for number, group in enumerate(flat.order):
             group.hook = Hook(state, hook, group, number, number == len(flat.order) - 1)
 
@@ -204,8 +206,8 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"{CALL}: got {name}={type(value).__name__}, expected none: buckets follow the parameters' order and one "
-                "size, and the module is on one device; leave it out"
+                f"{CALL}: got {name}={type(value).__name__}, expected none: buckets follow the parameters' order and "
+                "one size, and the module is on one device; leave it out"
             )
 
 
@@ -214,8 +216,8 @@ def _only(device_ids: Devices | None, positional: Any) -> Any:
         raise InvalidArgumentError(f"{CALL}: got device_ids twice, expected them once; leave one out")
     if not isinstance(positional, (list, tuple)):
         raise InvalidArgumentError(
-            f"{CALL}: got {type(positional).__name__} as the second argument, expected a Communicator, or a list of one "
-            "device; pass one of these"
+            f"{CALL}: got {type(positional).__name__} as the second argument, expected a Communicator, or a list of "
+            "one device; pass one of these"
         )
     return positional
 
@@ -275,12 +277,12 @@ def _flat(
     params = named_parameters(module, CALL, ranks.rank)
     if not any(p.requires_grad for _, p in params):
         raise InvalidArgumentError(
-            f"{CALL}: rank {ranks.rank} got a module without parameters that require a gradient, expected at least one; "
-            "call the module itself"
+            f"{CALL}: rank {ranks.rank} got a module without parameters that require a gradient, expected at least "
+            "one; call the module itself"
         )
     if init_sync:
         ranks.agree(CALL, facts_of(module))
-    cap = measured_bucket_bytes(ranks.comm) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+    cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
     recipe = Recipe(
         ranks=ranks,
         stage=0,

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.bench_check import tree_sum
 from ringcomm.data_parallel import DistributedDataParallel
+from ringcomm.errors import InvalidArgumentError, MismatchError
 
 Gradients = dict[str, "torch.Tensor | None"]
 WORLD = 4  # a power of two: the mean is exact once the sum is
@@ -100,13 +102,14 @@ def test_gradients_are_the_canonical_mean_for_every_bucket_size(bucket_cap_mb: f
         assert equal(found, expected)
 
 
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.0001])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_other_world_sizes(world_size: int) -> None:
+def test_other_world_sizes(world_size: int, bucket_cap_mb: float | None) -> None:
     base = make()
     models = [copy.deepcopy(base) for _ in range(world_size)]
 
     def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm)
+        model = DistributedDataParallel(models[comm.rank], comm, bucket_cap_mb=bucket_cap_mb)
         loss_of(model, comm.rank).backward()
         return gradients(model.module)
 
@@ -132,8 +135,9 @@ def test_zero_grad_keeps_views_and_leaves_nothing_stale(set_to_none: bool) -> No
             loss_of(model, comm.rank, step).backward()
             found.append(gradients(model.module))
             for bucket in model.buckets:
-                for p, view in zip(bucket.params, bucket.views, strict=True):
-                    assert p.grad is None or p.grad.data_ptr() == view.data_ptr()
+                flat = bucket.gradient.buffer
+                for p, segment in zip(bucket.params, bucket.layout.segments, strict=True):
+                    assert p.grad is None or p.grad.data_ptr() == flat[segment.offset :].data_ptr()
         return found
 
     expected = [reference(base, step) for step in range(3)]
@@ -273,17 +277,114 @@ def test_the_module_survives_a_backward_pass_that_raises() -> None:
         assert torch.equal(found["mid.weight"], reference(base)["mid.weight"])
 
 
+class Twice(nn.Module):
+    """A block whose weights are used twice in a pass, and whose activations may be computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = False
+        self.inner, self.head = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0001])
+def test_activation_checkpointing_gives_the_same_bits(bucket_cap_mb: float) -> None:
+    base = make(Twice)
+    models = [[copy.deepcopy(base) for _ in range(2)] for _ in range(3)]
+
+    def rank(comm: ringcomm.Communicator) -> list[Gradients]:
+        found = []
+        for again, module in zip((False, True), models[comm.rank], strict=True):
+            module.again = again
+            model = DistributedDataParallel(module, comm, bucket_cap_mb=bucket_cap_mb)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+            model(x).square().sum().backward()
+            found.append(gradients(module))
+        return found
+
+    results = on_ranks(rank, 3)
+    for plain, again in results:
+        assert all(grad is not None for grad in plain.values())
+        assert equal(plain, again)
+        assert equal(plain, results[0][0])
+
+
 def test_bad_arguments_are_refused() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
-        with pytest.raises(ringcomm.errors.InvalidArgumentError, match="without parameters that require a gradient"):
+        with pytest.raises(InvalidArgumentError, match="without parameters that require a gradient"):
             DistributedDataParallel(nn.ReLU(), comm)
-        with pytest.raises(ringcomm.errors.InvalidArgumentError, match="both comm and process_group"):
+        with pytest.raises(InvalidArgumentError, match="both comm and process_group"):
             DistributedDataParallel(nn.Linear(1, 1), comm, process_group=object())  # type: ignore[arg-type]
-        model = DistributedDataParallel(nn.Embedding(3, 2, sparse=True), comm)
-        with pytest.raises(ringcomm.errors.InvalidArgumentError, match="got a sparse gradient"):
-            model(torch.tensor([1])).sum().backward()
+        with pytest.raises(InvalidArgumentError, match="int as the second argument"):
+            DistributedDataParallel(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
+        wrapped = DistributedDataParallel(nn.Linear(1, 1), comm)
+        for again in (wrapped, wrapped.module, nn.Sequential(nn.Linear(1, 1), wrapped)):
+            with pytest.raises(InvalidArgumentError, match=r"rank 0 got .*weight, which is wrapped already"):
+                DistributedDataParallel(again, comm)
 
     on_ranks(rank, 1)
+
+
+def test_a_sparse_gradient_is_refused_on_every_rank_by_name() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2)), comm)
+        with pytest.raises(InvalidArgumentError, match=f"rank {comm.rank} got a sparse gradient of 0.weight"):
+            model(torch.tensor([1])).sum().backward()
+
+    on_ranks(rank, 3)
+
+
+def test_another_model_on_a_rank_is_told_by_parameter_and_rank() -> None:
+    def rank(comm: ringcomm.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + (comm.rank == 1)))
+        with pytest.raises(MismatchError) as error:
+            DistributedDataParallel(model, comm)
+        return str(error.value)
+
+    found = on_ranks(rank, 3)
+    assert "rank 1 got 1.weight (3, 2)" in found[1]
+    assert "where rank 0 has 1.weight (2, 2)" in found[1]
+    assert all("rank 1 has 1.weight (3, 2)" in found[r] for r in (0, 2))
+
+
+def _add(module: nn.Sequential) -> None:
+    module.add_module("2", nn.Linear(2, 2))
+
+
+def _freeze(module: nn.Sequential) -> None:
+    module[1].weight.requires_grad_(False)
+
+
+def _replace(module: nn.Sequential) -> None:
+    module[1].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(_add, "new parameter 2.weight"), (_freeze, "1.weight with requires_grad=False"), (_replace, "1.weight")],
+)
+def test_a_change_after_wrapping_is_refused(change: Callable[[nn.Module], None], told: str) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = DistributedDataParallel(module, comm)
+        change(module)
+        with pytest.raises(InvalidArgumentError, match=f"rank {comm.rank} got .*{told}"):
+            model(torch.zeros(1, 2))
+
+    on_ranks(rank, 3)
+
+
+def test_another_type_after_wrapping_is_refused() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = DistributedDataParallel(nn.Linear(2, 2), comm)
+        with pytest.raises(InvalidArgumentError, match=r"torch\.float64"):
+            model.double()(torch.zeros(1, 2))
+
+    on_ranks(rank, 3)
 
 
 def over_process_groups(comm: ringcomm.Communicator, store: str, expected: Gradients) -> list[bool]:

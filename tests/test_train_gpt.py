@@ -1,86 +1,117 @@
-"""The main job, small: it runs under torchrun over either backend and either data parallel, and compares both."""
+"""The main job, small: over either backend and either data parallel, at every stage, interrupted and taken up again."""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
+import io
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch_ranks
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-SMALL = [
-    "--steps",
-    "6",
-    "--batch",
-    "2",
-    "--context",
-    "32",
-    "--layers",
-    "1",
-    "--dim",
-    "32",
-    "--heads",
-    "2",
-    "--sample",
-    "20",
-]
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ("--steps", "6", "--batch", "2", "--context", "32", "--layers", "1", "--dim", "32", "--heads", "2")
 
 
-def train(*words: str, ranks: int = 2) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        str(EXAMPLE),
-        *SMALL,
-        *words,
-    ]
+def run_main(words: tuple[str, ...], port: int) -> str:
+    """What the program prints, on one rank of a pool."""
+    os.environ["MASTER_PORT"] = str(port)
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    train_gpt = importlib.import_module("train_gpt")
+    before, sys.argv = sys.argv, ["train_gpt.py", *words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train_gpt.main()
+    finally:
+        sys.argv = before
+    return out.getvalue()
+
+
+def train(*words: str) -> str:
+    """What the first of three ranks prints."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    return str(torch_ranks.run(run_main, (*SMALL, *words), port, backend="", timeout_s=100)[0])
+
+
+def launch(*words: str) -> str:
+    """The same as one types it, on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "train_gpt.py"), *SMALL, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def final_losses(text: str) -> dict[str, str]:
+    """By copy of the model."""
     lines = text[text.index("final loss") :].splitlines()[1:4]
     return {line.split("  ")[0].strip(): line.split()[-1] for line in lines if line[:1].isalpha()}
 
 
-@pytest.mark.timeout(150)
-def test_our_stack_trains() -> None:
-    text = train()
+def steps(text: str) -> list[list[str]]:
+    """The step's number and the mean loss up to there, of every line on the way."""
+    return [line.split()[1:4:2] for line in text.splitlines() if line.startswith("step ")]
+
+
+def test_it_runs_under_torchrun_and_backends_train_alike() -> None:
+    text = launch("--compare")
     assert "bytes of text, 2 ranks, 128 tokens per step" in text
     assert "No sample of generated text: 6 steps are too few" in text
+    losses = final_losses(text)
+    assert losses["ringcomm"] == losses["gloo"]  # two ranks: every order of summation gives the same bits
+    assert losses["ringcomm"] != losses["no communication"]
+    assert "measured:" in text
 
 
-def test_a_sample_is_printable() -> None:
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    text = module.printable(bytes(range(256)) + "\u00e9\x1b[31m\u202e".encode())
+def test_a_sample_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    text = importlib.import_module("gpt").printable(bytes(range(256)) + "\u00e9\x1b[31m\u202e".encode())
     assert all(c == "\n" or c.isprintable() for c in text)
     assert "A" in text
     assert "\u00e9" in text
 
 
-@pytest.mark.timeout(150)
-def test_backends_compared_step_by_step_train_alike() -> None:
-    text = train("--compare")
-    losses = final_losses(text)
-    assert losses["ringcomm"] == losses["gloo"]  # two ranks: every order of summation gives the same bits
-    assert "measured:" in text
-
-
-@pytest.mark.timeout(150)
 def test_torchs_own_data_parallel_over_our_backend(tmp_path: Path) -> None:
     own = tmp_path / "text.txt"
     own.write_text("to be, or not to be; that is the question. " * 50)
-    assert "final loss" in train("--parallel", "torch", "--text", str(own))
+    words = ("--text", str(own), "--accumulate", "2")
+    assert steps(train("--parallel", "torch", *words))[0] == steps(train(*words))[0]
+
+
+def test_all_stages_agree_and_keep_what_is_predicted(tmp_path: Path) -> None:
+    picture = tmp_path / "stages.png"
+    text = train("--stages", "--precision", "bf16", "--accumulate", "2", "--clip", "0.5", "--plot", str(picture))
+    rows = [line.split() for line in text.splitlines() if line.startswith("stage ") and "ed " in line]
+    assert [row[1:3] for row in rows] == [[str(k), kind] for k in range(4) for kind in ("measured", "predicted")]
+    assert [row[4] for row in rows[::2]] == ["yes"] * 4
+    assert len({row[3] for row in rows[::2]}) == 1
+    for measured, predicted in zip(rows[::2], rows[1::2], strict=True):
+        assert measured[5:11] == predicted[3:9]  # bytes of memory, exactly
+        assert float(measured[11]) == pytest.approx(float(predicted[9]), rel=0.01)  # on the wire; clipping adds a few
+    assert float(rows[6][5]) == pytest.approx(float(rows[0][5]) / 3, rel=0.05)  # parameters at stage 3
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_checkpoint_goes_on_at_another_stage(tmp_path: Path) -> None:
+    rules = ("--precision", "fp16", "--accumulate", "2", "--clip", "0.5")
+    saved = str(tmp_path / "saved")
+    first = train(*rules, "--stage", "3", "--until", "3", "--save", saved)
+    second = train(*rules, "--stage", "1", "--resume", saved)
+    whole = train(*rules, "--stage", "2")
+    assert len(steps(first)) == len(steps(second)) == 3
+    assert steps(first) + steps(second) == steps(whole)
+    assert final_losses(second) == final_losses(whole)

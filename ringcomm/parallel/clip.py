@@ -42,6 +42,8 @@ def clip_grad_norm_(
     for p in chosen:
         _, group, i = p._ringcomm
         picked.setdefault(group, set()).add(i)
+    which = sorted((group.number, i) for group, some in picked.items() for i in some)
+    flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
     for group in flat.order:
         group.gradient.reconcile()
     count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
@@ -104,7 +106,7 @@ def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
 
 def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tensor) -> None:
     gradient = group.gradient
-    elsewhere = [copy for attached in flat.optimizers for copy in attached.gradients_elsewhere(group)]
+    copies = [attached.host.of(group) for attached in flat.optimizers]
     for first, last in _ranges(group, some, group.start, group.end):
-        for held in [gradient.reduced, *elsewhere]:
+        for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
             held[first - group.start : last - group.start].mul_(factor.to(held.device, held.dtype))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
@@ -58,6 +58,8 @@ class FlatModel:
         self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
         self.units, self.root = list(units), units[-1]
         self.groups = [group for unit in units for group in unit.groups]
+        for number, group in enumerate(self.groups):
+            group.number = number
         # About the order in which backward finishes; the module's own parameters are used at both of its ends.
         launched = [*reversed(self.units[:-1]), self.root]
         self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
@@ -103,9 +105,12 @@ class FlatModel:
             self._abandon()
         self._check()
         self._last, self._seen = self._seen or self._last, []
-        for unit in self.units:
-            unit.pending = 0
-        if self.broadcast_buffers and self.sync and self.module.training and torch.is_grad_enabled():
+        sends = self.broadcast_buffers and self.sync and self.module.training and torch.is_grad_enabled()
+        sends = sends and any(True for _ in self.module.buffers())
+        if sends or self.stage == LAST_STAGE:
+            self.ranks.announce("forward")
+        if sends:
+            self.ranks.announce("buffers")
             self.timed(self.send_buffers)
 
     def enter(self, unit: Unit) -> None:
@@ -118,7 +123,7 @@ class FlatModel:
         ahead = unit.forward_prefetch
         if ahead is None:
             expected = self._last[at : at + 2]
-            ahead = expected[1:] if expected[:1] == [unit] else []
+            ahead = expected[1:] if self.ranks.background and expected[:1] == [unit] else []
         for each in ahead:
             each.start_gather()
 
@@ -129,7 +134,9 @@ class FlatModel:
                 unit.release()
 
     def before(self, unit: Unit) -> list[Unit]:
-        """The unit whose forward came before this one's."""
+        """The unit whose forward came before this one's, if it is to be sent for while this one computes."""
+        if not self.ranks.background:
+            return []
         at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
         return self._seen[at - 1 : at] if at else []
 
@@ -150,6 +157,8 @@ class FlatModel:
         """Something of a backward pass has come; its end is to be noticed."""
         if not self._scheduled:
             self._scheduled = True
+            if self.sync or self.stage == LAST_STAGE:
+                self.ranks.announce("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _before(self, group: FlatGroup, _: torch.Tensor) -> None:
@@ -175,14 +184,16 @@ class FlatModel:
             group.gradient.collect()
         elif self.stage < 2:
             while self._next < len(self.order) and self._complete(self.order[self._next]):
-                self._launch(self.order[self._next])
+                self.launch(self.order[self._next])
 
     def _complete(self, group: FlatGroup) -> bool:
         return self._arrived.get(group, 0) == len(group.params)
 
-    def _launch(self, group: FlatGroup) -> None:
+    def launch(self, group: FlatGroup) -> None:
         """Starts a group's reduction."""
         gradient = group.gradient
+        while self.stage >= 2 and len(self._in_flight) >= IN_FLIGHT:
+            self._settle()
         if gradient.opened:
             gradient.collect()
         else:
@@ -190,11 +201,12 @@ class FlatModel:
         self._launched.add(group)
         while self._next < len(self.order) and self.order[self._next] in self._launched:
             self._next += 1
-        if self.stage >= 2:
-            while len(self._in_flight) >= IN_FLIGHT:
-                self._settle()
+        self.ranks.announce("reduce", group.number, gradient.has_reduced)
         self.timed(gradient.launch)
         self._in_flight.append(group)
+        # The future of a hook may send more, from another thread, at another time on each rank.
+        if not self.ranks.background or (group.hook is not None and group.device.type == "cpu"):
+            self._settle()
 
     def _settle(self) -> None:
         group = self._in_flight.popleft()
@@ -208,7 +220,7 @@ class FlatModel:
             if not group.trainable or group in self._launched:
                 continue
             if self.sync:
-                self._launch(group)
+                self.launch(group)
             elif group.gradient.opened:
                 group.gradient.collect()
 
@@ -218,20 +230,26 @@ class FlatModel:
             if self.sync:
                 for group in self.order:
                     if group not in self._launched:
-                        self._launch(group)
-                used = self._say_who_was_used()  # behind all groups: some ranks have launched them before
-                while self._in_flight:
-                    self._settle()
-                self._hear_who_was_used(used)
-            for group in self.order:
-                if group.gradient.opened:
-                    group.gradient.collect()
-                group.gradient.show()
-            for attached in self.optimizers:
-                attached.show()
+                        self.launch(group)
+                self.ranks.announce("used")
+            self.conclude()
         except BaseException:
             self._abandon()
             raise
+
+    def conclude(self) -> None:
+        """All groups are on their way: waits for them, and shows their gradients."""
+        if self.sync:
+            used = self._say_who_was_used()  # behind all groups: some ranks have launched them before
+            while self._in_flight:
+                self._settle()
+            self._hear_who_was_used(used)
+        for group in self.order:
+            if group.gradient.opened:
+                group.gradient.collect()
+            group.gradient.show()
+        for attached in self.optimizers:
+            attached.show()
         self._reset()
 
     def _say_who_was_used(self) -> tuple[torch.Tensor, Any]:
@@ -294,6 +312,11 @@ class FlatModel:
 
     def restage(self, stage: int) -> None:
         """Moves everything to another stage."""
+        if stage and any(group.hook is not None for group in self.groups):
+            raise UnsupportedError(
+                f"restage: rank {self.ranks.rank} got stage={stage} for a module with a communication hook, which "
+                "gives whole gradients, expected 0; train it without the hook"
+            )
         for unit in self.units:
             unit.release()
         states = [attached.take_state() for attached in self.optimizers]
@@ -331,7 +354,7 @@ class FlatModel:
 
     def _what_changed(self) -> str | None:
         for owner, params, children in self._census:
-            if [*map(id, owner._parameters.values())] != params or len(owner._modules) != children:
+            if [*map(id, owner._parameters.values())] != params or [*map(id, owner._modules.values())] != children:
                 known = {id(p) for group in self.groups for p in group.params}
                 new = [name for name, p in self.module.named_parameters() if id(p) not in known]
                 return f"the new parameter {new[0]}" if new else "other submodules"
@@ -351,9 +374,9 @@ class FlatModel:
         return group.whole.data_ptr() + segment.offset * group.whole.itemsize if segment.numel else 0
 
 
-def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], int]]:
-    """Every submodule with its parameters' identities and its number of children."""
-    return [(each, [*map(id, each._parameters.values())], len(each._modules)) for each in module.modules()]
+def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
+    """Every submodule with the identities of its parameters and children."""
+    return [(m, [*map(id, m._parameters.values())], [*map(id, m._modules.values())]) for m in module.modules()]
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:

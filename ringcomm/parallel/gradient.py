@@ -12,7 +12,7 @@ Means are added to what was reduced before, and local sums to local sums, so eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +42,10 @@ class Gradient:
         numel = self.layout.numel if whole else self.layout.shard_numel
         self.buffer = self.ranks.empty(numel, self.dtype, group.device).zero_()
         self.reduced = self.buffer[self.start : self.end] if whole else self.buffer
-        self.reduced_whole = self.buffer if stage == 0 else None
         self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
+        # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
+        alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
+        self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
         self.views: list[torch.Tensor] | None = None
         self.standins = [ShardedGradient.of(p, name) for p, name in zip(group.params, group.names, strict=True)]
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
@@ -63,12 +65,17 @@ class Gradient:
         """Whether there are sums that were not reduced."""
         return any(level is not None for level in self.levels)
 
+    @property
+    def has_any(self) -> set[int]:
+        """Who has a gradient."""
+        return self.has | self.contributed
+
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
-        self.opened = True
         self.reconcile()
+        self.opened = True
         in_place = self.plain and not self.tree and self.has_local
         for i, p in enumerate(self.group.params):
             if in_place:
@@ -108,11 +115,13 @@ class Gradient:
     def show(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
         for i, p in enumerate(self.group.params):
-            if self.has_reduced:
+            if self.has_reduced and i in self.has:
                 standing = self.stage > 0 or not self.plain
-                p.grad = (self.standins[i] if standing else self._reduced_view(i)) if i in self.has else None
+                p.grad = self.standins[i] if standing else self._reduced_view(i)
             elif self.has_local and i in self.contributed:
                 p.grad = self.standins[i] if self.views is None else self.views[i]
+            elif self.has_reduced:
+                p.grad = None
 
     def drop(self) -> None:
         """Forgets everything."""
@@ -155,16 +164,18 @@ class Gradient:
             local = self._new_whole()
             local.zero_()
         self.levels, self.views = [local], None
+        if self.group.hook is not None:
+            self.work = (self.group.hook(local), local, local, None)
+            return
         wire, scales = self._on_the_wire(local)
+        op = self.ranks.mean_op(wire.dtype)
         if self.stage == 0:
-            self.work = (self.ranks.all_reduce(wire), wire, wire, scales)
-        elif wire is self.buffer and not self.has_reduced:
-            self.work = (self.ranks.reduce_scatter(wire, self.reduced), wire, self.reduced, scales)
+            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales)
         else:
-            direct = self.stage > 1 and not self.has_reduced and wire.dtype == self.dtype
+            direct = not self.has_reduced and wire.dtype == self.dtype
             numel = self.layout.shard_numel
             out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.group.device)
-            self.work = (self.ranks.reduce_scatter(wire, out), wire, out, scales)
+            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
 
     def settle(self) -> None:
         """Waits for the reduction, and adds its result to what was reduced before."""
@@ -173,8 +184,10 @@ class Gradient:
         self.work = None
         self.ranks.average_replicas(out)
         target = self.buffer if self.stage == 0 else self.reduced
+        mean = out if out.dtype == self.dtype else out.to(self.dtype)
+        if self.group.hook is None:
+            self.ranks.correct(mean, wire.dtype)
         if out.data_ptr() != target.data_ptr():
-            mean = out if out.dtype == self.dtype else out.to(self.dtype)
             if scales is not None:
                 for fragment in self.layout.fragments(self.start, self.end):
                     mean[fragment.offset : fragment.offset + fragment.numel].mul_(scales[fragment.segment])
@@ -215,8 +228,10 @@ class Gradient:
     def _reduced_view(self, i: int) -> torch.Tensor:
         return self._part(self.buffer, i)
 
-    def _packed(self, fresh: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """A new whole buffer with these gradients, and zeros elsewhere."""
+    def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """A whole buffer with these gradients, and zeros elsewhere."""
+        if self.sent_as_it_is and fresh[0][1].is_contiguous():
+            return fresh[0][1].view(-1)
         whole = self._new_whole()
         self.group.pack(dict(fresh), whole)
         return whole

@@ -10,7 +10,8 @@ What a rank's optimizer works on, the owned range, is the whole buffer at stage 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class FlatGroup:
         params: by segment.
         tree: see `Gradient`.
         master_device: where master weights and the optimizer's state lie; None: beside the weights.
+        send: whether all ranks get the first one's values.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class FlatGroup:
         *,
         tree: bool = False,
         master_device: torch.device | None = None,
+        send: bool = True,
     ) -> None:
         self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
         self.names = [segment.name for segment in layout.segments]
@@ -52,6 +55,8 @@ class FlatGroup:
         self.tree = tree
         self.master_device = master_device
         self.gathering: Any = None  # the all_gather in flight
+        self.number = 0  # among the model's groups
+        self.hook: Callable[[torch.Tensor], Any] | None = None  # reduces in the communicator's place; see comm_hook.py
         self._classes = [type(p) for p in params]
         self._nothing = (
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
@@ -64,7 +69,8 @@ class FlatGroup:
         values = ranks.empty(layout.numel, types.master, self.device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
             values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
-        ranks.broadcast(values)
+        if send:
+            ranks.broadcast(values)
         self._place(stage, values)
 
     # ---- placement ------------------------------------------------------------------------------------------------
@@ -90,9 +96,9 @@ class FlatGroup:
             self._bind()
         self.separate = self.types.master != compute or self.master_device is not None
         if self.separate:
-            self.master = torch.empty(
-                self.end - self.start, dtype=self.types.master, device=self.master_device or self.device
-            )
+            where = self.master_device or self.device
+            pinned = where.type == "cpu" and self.device.type == "cuda"
+            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
             self.master.copy_(values[self.start : self.end])
         else:
             self.master = self.weight
@@ -117,6 +123,18 @@ class FlatGroup:
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Other names for the parameters, by id: those that they have in a larger module."""
+        self.names = [names[id(p)] for p in self.params]
+        renamed = zip(self.layout.segments, self.names, strict=True)
+        self.layout = replace(self.layout, segments=tuple(replace(segment, name=name) for segment, name in renamed))
+        for p, name in zip(self.params, self.names, strict=True):
+            p._name = name
+        if self.trainable:
+            self.gradient.layout = self.layout
+            for standin, name in zip(self.gradient.standins, self.names, strict=True):
+                standin._name = name
 
     def part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
         """A parameter's part of a whole buffer."""
@@ -144,7 +162,9 @@ class FlatGroup:
         """Stage 3: starts to collect the parameters. Every rank does, in the same order."""
         if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
             return
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.ranks.note_gathered(self.whole.nbytes)
+        self.ranks.announce("gather", self.number)
         self.gathering = self.ranks.all_gather(self.weight, self.whole)
 
     def finish_gather(self) -> None:
@@ -160,13 +180,15 @@ class FlatGroup:
             self.finish_gather()
             if self._allocated:
                 self._free()
+                self.ranks.note_gathered(-self.whole.nbytes)
 
     def publish(self) -> Any:
         """After a change of the master weights: the parameters follow, here and on the other ranks. A Work or None."""
         if self.separate:
-            self.weight.copy_(self.master)
+            self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
+        self.release()  # stage 3: what is whole now is the old values
         return None
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:

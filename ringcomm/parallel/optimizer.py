@@ -7,9 +7,11 @@ optimizer's; its `state_dict()` is the ordinary one, by parameter and in the par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
+from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State
 from ringcomm.parallel.standin import ShardedGradient
 
@@ -33,6 +36,31 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether every element is updated from its own gradient and state alone, so that shards may cut tensors."""
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return owner.__module__.startswith("torch.optim.") and owner.__name__ in _ELEMENTWISE
+
+
+def attached_of(optimizer: Any, call: str) -> Attached | None:
+    """What an optimizer is attached to; one over parameters of `fully_shard` is attached now. None: to nothing."""
+    found: Attached | None = getattr(optimizer, "_ringcomm", None)
+    if found is not None:
+        return found
+    flats = {id(flat): flat for group in optimizer.param_groups for p in group["params"] if (flat := _composed(p))}
+    if not flats:
+        return None
+    flat = next(iter(flats.values()))
+    if len(flats) > 1:
+        raise InvalidArgumentError(
+            f"{call}: rank {flat.ranks.rank} got an optimizer over parameters of {len(flats)} modules of fully_shard, "
+            "expected one; call fully_shard on the module that holds them all, last"
+        )
+    refuse_unusable(optimizer, call, flat.ranks.rank)
+    return Attached(flat, optimizer, call)
+
+
+def _composed(p: Any) -> FlatModel | None:
+    """The flat model of a parameter that an optimizer cannot step by itself."""
+    flat: FlatModel | None = getattr(p, "_ringcomm_flat", None)
+    alone = flat is None or not flat.composed or not (flat.stage or any(group.separate for group in flat.groups))
+    return None if alone else flat
 
 
 def refuse_unusable(optimizer: Any, call: str, rank: int) -> None:
@@ -67,6 +95,8 @@ class Entry:
 class Attached:
     """An optimizer whose parameters are those of a flat model.
 
+    Of a model of fully_shard it may have others too, such as ignored and frozen ones, which stay as they are.
+
     Raises:  InvalidArgumentError: a parameter that is not the model's, by name where it has one.
              UnsupportedError: an optimizer that no shard can serve.
     """
@@ -74,24 +104,35 @@ class Attached:
     def __init__(self, flat: FlatModel, optimizer: torch.optim.Optimizer, call: str) -> None:
         self.flat, self.optimizer = flat, optimizer
         self.elementwise = is_elementwise(optimizer)
-        self.places = [[_place_of(p, flat, call) for p in group["params"]] for group in optimizer.param_groups]
+        # By group, parameters that stay as they are, by their place among the group's.
+        self._plain = [
+            {k: p for k, p in enumerate(group["params"]) if _is_plain(p, flat)} for group in optimizer.param_groups
+        ]
+        self.places = [
+            [_place_of(p, flat, call) for k, p in enumerate(group["params"]) if k not in plain]
+            for group, plain in zip(optimizer.param_groups, self._plain, strict=True)
+        ]
         self._group_of = {
             id(group.params[i]): number for number, group_ in enumerate(self.places) for group, i in group_
         }
         self.entries: list[Entry] = []
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what a step must not change, and its values
         self._working = False
-        self._host: dict[FlatGroup, torch.Tensor] = {}  # gradients beside master weights that lie elsewhere
+        self._stepped: dict[FlatGroup, set[int]] = {group: set() for group in flat.order}  # who ever had a gradient
+        self.host = HostGradients()
         before = optimizer.state_dict() if optimizer.state else None
         self.place()
         flat.optimizers.append(self)
-        flat.on_reduced.append(self._fetch)
+        flat.on_reduced.append(self.host.fetch)
+        for group in flat.order:
+            if group.gradient.has_reduced:  # backward was before
+                self.host.fetch(group)
         optimizer._ringcomm = self
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step())
         optimizer.register_step_post_hook(lambda _, args, kwargs: self._after_step())
         optimizer.register_state_dict_post_hook(lambda _, state: self._ordinary(state))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._sharded(state))
         optimizer.zero_grad = MethodType(_zero_grad, optimizer)
+        optimizer.add_param_group = MethodType(_refuse_param_group, optimizer)
         if before is not None:
             optimizer.load_state_dict(before)
 
@@ -100,9 +141,11 @@ class Attached:
     def place(self) -> None:
         """Makes the optimizer's parameters anew for the flat groups' stage, without state."""
         self.entries = []
-        self._host.clear()
-        self.optimizer.state.clear()
-        params: list[list[nn.Parameter]] = [[] for _ in self.places]
+        params: list[list[nn.Parameter]] = [list(plain.values()) for plain in self._plain]
+        state = self.optimizer.state
+        stays = {p: state[p] for plain in params for p in plain if p in state}
+        state.clear()
+        state.update(stays)
         for group in self.flat.groups:
             if not group.trainable:
                 continue
@@ -114,14 +157,43 @@ class Attached:
                 param = nn.Parameter(values)
                 self.entries.append(Entry(group, start, end, segments, param))
                 params[number].append(param)
-            if group.master.device != group.device and any(number >= 0 for number in owners):
-                pinned = group.device.type == "cuda"
-                self._host[group] = torch.empty_like(group.master, pin_memory=pinned)
+        self.host.place([group for group in self.flat.order if any(id(p) in self._group_of for p in group.params)])
         for number, mine in enumerate(params):
             self.optimizer.param_groups[number]["params"] = mine
+        self._represent()
+
+    def _represent(self) -> None:
         self._standins = [
             ShardedGradient.of(entry.param, entry.group.names[entry.segments[0]]) for entry in self.entries
         ]
+
+    def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:
+        """Cuts the optimizer's parameters where neighbouring segments are of different kinds, such as with and without
+        a gradient: each then has its own count of steps, and one without a gradient is left out of a step."""
+        entries, parts_of = [], {}
+        for entry in self.entries:
+            stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.group))]
+            parts = [entry] if len(stretches) < 2 else self._cut(entry, stretches)
+            entries += parts
+            parts_of[id(entry.param)] = [part.param for part in parts]
+        if len(entries) == len(self.entries):
+            return
+        self.entries = entries
+        for group in self.optimizer.param_groups:
+            group["params"] = [part for p in group["params"] for part in parts_of.get(id(p), [p])]
+        self._represent()
+
+    def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
+        starts = [entry.start, *(entry.group.layout.segments[some[0]].offset for some in stretches[1:])]
+        state = self.optimizer.state.pop(entry.param, {})
+        parts = []
+        for some, start, end in zip(stretches, starts, [*starts[1:], entry.end], strict=True):
+            piece = slice(start - entry.start, end - entry.start)
+            param = nn.Parameter(entry.param.detach()[piece])
+            if state:
+                self.optimizer.state[param] = {key: _cut_state(v, entry.param, piece) for key, v in state.items()}
+            parts.append(Entry(entry.group, start, end, tuple(some), param))
+        return parts
 
     def _pieces(self, group: FlatGroup, owners: list[int]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         if self.elementwise:
@@ -142,28 +214,18 @@ class Attached:
 
         A norm of this rank's part alone would be wrong, so whoever else looks gets an error.
         """
-        if self._host and self.flat.device.type == "cuda":
-            torch.cuda.current_stream(self.flat.device).synchronize()
+        self.host.arrive()
         for entry, standin in zip(self.entries, self._standins, strict=True):
             gradient = entry.group.gradient
-            if not gradient.has_reduced:
+            if not gradient.has_reduced or gradient.has.isdisjoint(entry.segments):
                 entry.param.grad = None
             elif self._working or self.flat.ranks.world_size == 1 or self.flat.stage == 0:
-                source = self._host.get(entry.group, gradient.reduced)
+                copy = self.host.of(entry.group)
+                source = gradient.reduced if copy is None else copy
                 first = entry.start - entry.group.start
                 entry.param.grad = source[first : first + entry.end - entry.start].view(entry.param.shape)
             else:
                 entry.param.grad = standin
-
-    def _fetch(self, group: FlatGroup) -> None:
-        """A group was reduced: its gradient follows to where the master weights are."""
-        host = self._host.get(group)
-        if host is not None:
-            host.copy_(group.gradient.reduced, non_blocking=True)
-
-    def gradients_elsewhere(self, group: FlatGroup) -> list[torch.Tensor]:
-        """Copies of a group's gradient that must be scaled with it."""
-        return [self._host[group]] if group in self._host else []
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +241,8 @@ class Attached:
     def _begin_work(self) -> None:
         for group in self.flat.order:
             group.gradient.reconcile()
+        if any(0 < len(group.gradient.has) < len(group.params) for group in self.flat.order):
+            self.separate(lambda group, i: i in group.gradient.has)
         self._working = True
         self.show()
 
@@ -187,27 +251,18 @@ class Attached:
         self.show()
 
     def _before_step(self) -> None:
+        self.flat.ranks.announce("step", self.flat.optimizers.index(self), more=self._options())
         self._begin_work()
         for entry in self.entries:
             gradient = entry.group.gradient
             if gradient.has_reduced:
-                self._keep(entry, [i for i in entry.segments if i not in gradient.has])
+                self._stepped[entry.group] |= gradient.has
 
-    def _keep(self, entry: Entry, unused: list[int]) -> None:
-        """Notes the values of parameters without a gradient: an optimizer with weight decay would change them."""
-        state = self.optimizer.state.get(entry.param, {})
-        alike = [value for value in state.values() if torch.is_tensor(value) and value.shape == entry.param.shape]
-        for i in unused:
-            segment = entry.group.layout.segments[i]
-            first, last = max(segment.offset, entry.start) - entry.start, min(segment.end, entry.end) - entry.start
-            for whole in [entry.param.detach(), *alike]:
-                part = whole.reshape(-1)[first:last]
-                self._kept.append((part, part.clone()))
+    def _options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of every group."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def _after_step(self) -> None:
-        for part, values in self._kept:
-            part.copy_(values)
-        self._kept.clear()
         self._end_work()
         works = [group.publish() for group in self.flat.groups if group.trainable]
         for work in works:
@@ -221,11 +276,13 @@ class Attached:
         by_group: dict[FlatGroup, list[tuple[Entry, State]]] = {group: [] for group in self.flat.order}
         for entry in self.entries:
             by_group[entry.group].append((entry, self.optimizer.state.get(entry.param, {})))
-        return [GroupState.gathered(group, pieces) for group, pieces in by_group.items()]
+        return [GroupState.gathered(group, pieces, self._stepped[group]) for group, pieces in by_group.items()]
 
     def put_state(self, states: list[GroupState]) -> None:
         """Gives this rank its part of the whole state."""
         by_group = dict(zip(self.flat.order, states, strict=True))
+        self._stepped = {group: set(state.present) for group, state in by_group.items()}
+        self.separate(lambda group, i: by_group[group].kind(i))
         for entry in self.entries:
             state = by_group[entry.group].piece(entry.start, entry.end, entry.segments, entry.param)
             if state:
@@ -235,21 +292,26 @@ class Attached:
         """An ordinary state dict of the same optimizer on the model's parameters; a collective."""
         whole = dict(zip(self.flat.order, self.take_state(), strict=True))
         state, groups, index = {}, [], 0
-        for group, places in zip(state_dict["param_groups"], self.places, strict=True):
-            indices = []
-            for home, i in places:
-                found = whole[home].of_parameter(i)
+        for group, places, plain in zip(state_dict["param_groups"], self.places, self._plain, strict=True):
+            of_plain = iter(group["params"])  # in front, in order
+            shared = iter(places)
+            indices = list(range(index, index + len(places) + len(plain)))
+            for k, number in enumerate(indices):
+                if k in plain:
+                    found = state_dict["state"].get(next(of_plain))
+                else:
+                    home, i = next(shared)
+                    found = whole[home].of_parameter(i)
                 if found:
-                    state[index] = found
-                indices.append(index)
-                index += 1
+                    state[number] = found
+            index += len(indices)
             groups.append({**group, "params": indices})
         return {**state_dict, "state": state, "param_groups": groups}
 
     def _sharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict for this rank's parameters, from an ordinary one."""
         groups = state_dict["param_groups"]
-        expected = [len(places) for places in self.places]
+        expected = [len(places) + len(plain) for places, plain in zip(self.places, self._plain, strict=True)]
         got = [len(group["params"]) for group in groups]
         if expected != got:
             raise InvalidArgumentError(
@@ -257,28 +319,47 @@ class Attached:
                 f"parameters, expected {expected}; load the state of the same model and groups"
             )
         parameters: dict[FlatGroup, dict[int, State]] = {group: {} for group in self.flat.order}
-        for group, places in zip(groups, self.places, strict=True):
-            for index, (home, i) in zip(group["params"], places, strict=True):
+        of_plain: dict[int, State] = {}
+        for group, places, plain in zip(groups, self.places, self._plain, strict=True):
+            shared = iter(places)
+            for k, index in enumerate(group["params"]):
+                home, i = (None, 0) if k in plain else next(shared)
                 if index in state_dict["state"]:
-                    parameters[home][i] = state_dict["state"][index]
+                    found = state_dict["state"][index]
+                    if home is None:
+                        of_plain[id(plain[k])] = found
+                    else:
+                        parameters[home][i] = found
         whole = {home: GroupState.of(home, each, self.flat.ranks.rank) for home, each in parameters.items()}
-        numbers = {id(entry.param): number for number, entry in enumerate(self._in_order())}
-        state, number = {}, 0
-        ours = []
+        self._stepped = {home: set(state.present) for home, state in whole.items()}
+        self.separate(lambda group, i: whole[group].kind(i))
+        entries = {id(entry.param): entry for entry in self.entries}
+        state, ours, number = {}, [], 0
         for group, mine in zip(groups, self.optimizer.param_groups, strict=True):
-            indices = [numbers[id(p)] for p in mine["params"]]
+            indices = list(range(number, number + len(mine["params"])))
             number += len(indices)
             ours.append({**group, "params": indices})
-        for index, entry in enumerate(self._in_order()):
-            piece = whole[entry.group].piece(entry.start, entry.end, entry.segments, entry.param)
-            if piece:
-                state[index] = piece
+            for index, p in zip(indices, mine["params"], strict=True):
+                entry = entries.get(id(p))
+                if entry is None:
+                    piece = of_plain.get(id(p), {})
+                else:
+                    piece = whole[entry.group].piece(entry.start, entry.end, entry.segments, entry.param)
+                if piece:
+                    state[index] = piece
         return {**state_dict, "state": state, "param_groups": ours}
 
-    def _in_order(self) -> list[Entry]:
-        """Entries in the order of the optimizer's parameters."""
-        by_param = {id(entry.param): entry for entry in self.entries}
-        return [by_param[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
+    if not torch.is_tensor(value):
+        return value
+    return (value[piece] if value.shape == param.shape else value).clone()
+
+
+def _is_plain(p: Any, flat: FlatModel) -> bool:
+    """Whether an optimizer of a composed model steps a parameter by itself, or never, as a frozen one."""
+    home = getattr(p, "_ringcomm_flat", None)
+    return flat.composed and (home is None or (home is flat and not hasattr(p, "_ringcomm")))
 
 
 def _place_of(p: Any, flat: FlatModel, call: str) -> tuple[FlatGroup, int]:
@@ -294,9 +375,22 @@ def _place_of(p: Any, flat: FlatModel, call: str) -> tuple[FlatGroup, int]:
     return home[1], home[2]
 
 
+def _refuse_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
+    del param_group
+    raise UnsupportedError(
+        f"add_param_group: rank {optimizer._ringcomm.flat.ranks.rank} got a sharded {type(optimizer).__name__}, "
+        "expected one that is not sharded yet; make all groups first"
+    )
+
+
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
     """Forgets the gradients, of the model's parameters and the optimizer's own."""
     attached: Attached = optimizer._ringcomm
+    if not set_to_none:
+        attached.flat.ranks.announce("zero_grad", attached.flat.optimizers.index(attached))
+    for group in attached.flat.order:
+        group.gradient.reconcile()
+    held = [(group, i) for places in attached.places for group, i in places if i in group.gradient.has_any]
     type(optimizer).zero_grad(optimizer, set_to_none=True)
     for places in attached.places:
         for group, i in places:
@@ -304,6 +398,5 @@ def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
     for group in attached.flat.order:
         group.gradient.reconcile()
     if not set_to_none:
-        for places in attached.places:
-            for group, i in places:
-                group.gradient.contributed.add(i)  # counts as used, with a gradient of zero
+        for group, i in held:
+            group.gradient.contributed.add(i)  # counts as used, with a gradient of zero

@@ -34,35 +34,43 @@ class GroupState:
         alike: state of one value for each element, such as moments, as long as the group's buffer.
         other: by segment, everything else: counters, factored moments.
         present: segments that have any state.
+        holders: by key of ``alike``, the segments that have it.
     """
 
     group: FlatGroup
     alike: dict[str, torch.Tensor] = field(default_factory=dict)
     other: dict[int, State] = field(default_factory=dict)
     present: set[int] = field(default_factory=set)
+    holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(group: FlatGroup, pieces: Sequence[tuple[Piece, State]]) -> GroupState:
-        """From every rank's pieces; a collective."""
+    def gathered(group: FlatGroup, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> GroupState:
+        """From every rank's pieces; a collective.
+
+        Args:
+            stepped: segments that had a gradient in a step: the others have no state, whoever travels with them.
+        """
         owned: dict[str, torch.Tensor] = {}
         other: dict[int, State] = {}
+        holders: dict[str, set[int]] = {}
         for piece, state in pieces:
             for key, value in state.items():
                 if _is_alike(key, value, piece.param):
                     if key not in owned:
                         owned[key] = torch.zeros(group.end - group.start, dtype=value.dtype, device=value.device)
                     owned[key][piece.start - group.start : piece.end - group.start] = value.reshape(-1)
+                    holders.setdefault(key, set()).update(stepped & {*piece.segments})
                 else:
-                    for segment in piece.segments:
+                    for segment in stepped & {*piece.segments}:
                         other.setdefault(segment, {})[key] = value
-        known = {segment for piece, state in pieces if state for segment in piece.segments}
+        known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
         if group.stage > 0:
-            keys, other, known = _shared(group, owned, other, known)
+            keys, other, known, holders = _shared(group, owned, other, known, holders)
             for key, dtype in keys:
                 if key not in owned:
                     owned[key] = torch.zeros(group.end - group.start, dtype=dtype, device=group.master.device)
             owned = {key: group.gather_owned(owned[key]) for key, _ in keys}
-        return GroupState(group, owned, other, known)
+        return GroupState(group, owned, other, known, holders)
 
     @staticmethod
     def of(group: FlatGroup, parameters: dict[int, State], rank: int) -> GroupState:
@@ -79,6 +87,7 @@ class GroupState:
                     dtype = group.types.master if value.is_floating_point() else value.dtype
                     found.alike[key] = torch.zeros(group.layout.numel, dtype=dtype, device=group.master.device)
                 found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(group.master.device)
+                found.holders.setdefault(key, set()).add(i)
         return found
 
     def piece(self, start: int, end: int, segments: tuple[int, ...], param: torch.Tensor) -> State:
@@ -86,7 +95,11 @@ class GroupState:
         here = [i for i in segments if i in self.present]
         if not here:
             return {}
-        state: State = {key: value[start:end].clone().view(param.shape) for key, value in self.alike.items()}
+        state: State = {
+            key: value[start:end].clone().view(param.shape)
+            for key, value in self.alike.items()
+            if not self.holders[key].isdisjoint(here)
+        }
         for i in here:
             for key, value in self.other.get(i, {}).items():
                 if key in state and not _same(state[key], value):
@@ -99,16 +112,28 @@ class GroupState:
                 state[key] = value.clone() if torch.is_tensor(value) else value
         return state
 
+    def kind(self, i: int) -> tuple[object, ...]:
+        """What parameters that travel together must have in common: whether there is state, and its counters."""
+        others = sorted(self.other.get(i, {}).items())
+        counters = [(key, v.item() if torch.is_tensor(v) else v) for key, v in others if _is_number(v)]
+        return (i in self.present, *counters)
+
     def of_parameter(self, i: int) -> State:
         """The state of one parameter, in its shape."""
         if i not in self.present:
             return {}
         segment = self.group.layout.segments[i]
         alike = {
-            key: value[segment.offset : segment.end].clone().view(segment.shape) for key, value in self.alike.items()
+            key: value[segment.offset : segment.end].clone().view(segment.shape)
+            for key, value in self.alike.items()
+            if i in self.holders[key]
         }
         rest = {key: value.clone() if torch.is_tensor(value) else value for key, value in self.other.get(i, {}).items()}
         return {**rest, **alike}
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (int, float))
 
 
 def _is_alike(key: str, value: Any, param: Any) -> bool:
@@ -128,18 +153,26 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _shared(
-    group: FlatGroup, owned: dict[str, torch.Tensor], other: dict[int, State], known: set[int]
-) -> tuple[list[tuple[str, torch.dtype]], dict[int, State], set[int]]:
-    """What every rank has: the keys of what is alike, in one order; everything else; the segments with any state."""
+    group: FlatGroup,
+    owned: dict[str, torch.Tensor],
+    other: dict[int, State],
+    known: set[int],
+    holders: dict[str, set[int]],
+) -> tuple[list[tuple[str, torch.dtype]], dict[int, State], set[int], dict[str, set[int]]]:
+    """What every rank has: the keys of what is alike, in one order; everything else; the segments with any state, and
+    with each key."""
     buffer = io.BytesIO()
-    torch.save(([(key, value.dtype) for key, value in owned.items()], other, known), buffer)
+    torch.save(([(key, value.dtype) for key, value in owned.items()], other, known, holders), buffer)
     keys: dict[str, torch.dtype] = {}
     merged: dict[int, State] = {}
     present: set[int] = set()
+    having: dict[str, set[int]] = {}
     for payload in group.ranks.exchange(buffer.getvalue()):
-        theirs_keys, theirs, theirs_known = torch.load(io.BytesIO(payload), weights_only=False)
+        theirs_keys, theirs, theirs_known, theirs_holders = torch.load(io.BytesIO(payload), weights_only=False)
         keys.update(theirs_keys)
         for i, state in theirs.items():
             merged.setdefault(i, {}).update(state)
         present |= theirs_known
-    return sorted(keys.items(), key=lambda item: item[0]), merged, present
+        for key, segments in theirs_holders.items():
+            having.setdefault(key, set()).update(segments)
+    return sorted(keys.items(), key=lambda item: item[0]), merged, present, having

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec, up
@@ -17,9 +16,10 @@ from ringcomm.parallel.precision import MixedPrecision, Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
 
-LATENCY_SHARE = 0.1  # of a reduction's time, at the bucket size chosen
+LATENCY_SHARE = 0.25  # of a reduction's time, at the bucket size chosen
+HOST_SECONDS = 2e-4  # of Python for each group and step, which count as latency
 PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the messages that are timed
-LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 64 << 10, 64 << 20
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20  # larger blocks come from the system anew each time
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Recipe:
     master_device: torch.device | None
     optimizer_group: Mapping[int, int]  # by id of the parameter
     kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
+    send: bool = True  # whether all ranks get the first one's values
 
     def unit(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
@@ -73,7 +74,14 @@ class Recipe:
         by_name = dict(params)
         ordered = [by_name[segment.name] for segment in layout.segments]
         return FlatGroup(
-            layout, ordered, self.ranks, types, self.stage, tree=self.tree, master_device=self.master_device
+            layout,
+            ordered,
+            self.ranks,
+            types,
+            self.stage,
+            tree=self.tree,
+            master_device=self.master_device,
+            send=self.send,
         )
 
 
@@ -176,13 +184,14 @@ def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> 
 # ---- buckets -----------------------------------------------------------------------------------------------------
 
 
-def measured_bucket_bytes(comm: Communicator) -> int:
+def measured_bucket_bytes(ranks: Ranks) -> int:
     """The message from which on latency is a small part of a reduction's time; the same on every rank. A collective.
 
     Two sizes are timed: time = a + b * bytes, with a the latency. The least size with a <= LATENCY_SHARE of the time.
     """
     import time
 
+    comm = ranks.comm
     if comm.world_size == 1:
         return MOST_BUCKET_BYTES
     seconds = []
@@ -198,10 +207,10 @@ def measured_bucket_bytes(comm: Communicator) -> int:
             spent.append(time.perf_counter() - start)
         seconds.append(min(spent))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    comm.all_reduce(slowest, "max")
+    ranks.reduce_over_all(slowest, "max")
     low, high = slowest.tolist()
     per_byte = max(1e-12, (high - low) / (PROBES[1][0] - PROBES[0][0]))
-    latency = max(0.0, low - per_byte * PROBES[0][0])
+    latency = HOST_SECONDS + max(0.0, low - per_byte * PROBES[0][0])
     wanted = latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / per_byte
     power = up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES)
     return min(max(power, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)

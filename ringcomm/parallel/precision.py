@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -87,9 +87,16 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, *args, **kwargs)
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
-        attached = getattr(optimizer, "_ringcomm", None)
+        from ringcomm.parallel.optimizer import attached_of
+
+        attached = attached_of(optimizer, "GradScaler")
         if attached is None:
             return super()._unscale_grads_(optimizer, *args, **kwargs)
+        if attached.flat.ranks.joining is not None:
+            raise UnsupportedError(
+                f"GradScaler: rank {attached.flat.ranks.rank} is inside of join, where the other ranks do not hear of "
+                "a loss scale, expected none; train in bfloat16 there"
+            )
         with attached.working():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if not found:

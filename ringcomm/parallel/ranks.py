@@ -3,6 +3,7 @@ that all of them use."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,19 @@ from ringcomm.rendezvous import beside
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from ringcomm.parallel.join import Join
+
 BACKEND = "ringcomm"
+
+
+class _Done:
+    """The handle of a collective that has run."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+_DONE = _Done()
 
 
 class Ranks:
@@ -27,14 +40,23 @@ class Ranks:
     Args:
         comm: cuts the shards.
         replicas: for hybrid sharding: the ranks that hold the same shard; None: each shard exists once.
+
+    Attributes:
+        background: whether collectives run beside backward and forward. On the cpu engine they need a core: without one
+            to spare a collective runs where it is started, which takes less time in all.
     """
 
     def __init__(self, comm: Communicator, replicas: Communicator | None = None) -> None:
         self.comm = comm
+        self.background = comm.kind != "cpu" or len(os.sched_getaffinity(0)) >= 2 * comm.world_size
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
         self.pool_nbytes = 0
+        self.gathered_nbytes = self.gathered_peak_nbytes = 0  # of parameters that stage 3 has brought; the most so far
+        self.joining: Join | None = None
+        self.root = 0  # whose values all ranks get: the first that still has input
+        self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
 
     @property
     def rank(self) -> int:
@@ -69,7 +91,7 @@ class Ranks:
         nbytes = numel * dtype.itemsize
         fits = [each for each in self._free if each.numel() >= nbytes and each.device == device]
         if fits:
-            raw = min(fits, key=torch.Tensor.numel)
+            raw = min(reversed(fits), key=torch.Tensor.numel)  # of equals the one used last, which caches still hold
             self._free = [each for each in self._free if each is not raw]
         else:
             raw = self.empty(nbytes, torch.uint8, device)
@@ -82,6 +104,29 @@ class Ranks:
         """Ends a `take`."""
         self._free.append(lent._ringcomm_pool)
 
+    def note_gathered(self, nbytes: int) -> None:
+        """Parameters of so many bytes were brought, or went (below 0)."""
+        self.gathered_nbytes += nbytes
+        self.gathered_peak_nbytes = max(self.gathered_peak_nbytes, self.gathered_nbytes)
+
+    # ---- uneven inputs ---------------------------------------------------------------------------------------------
+
+    def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
+        """Inside of `join`: tells the ranks that have joined what comes now."""
+        if self.joining is not None:
+            self.joining.announce(kind, which, flag, more)
+
+    def mean_op(self, dtype: torch.dtype) -> str:
+        """How gradients in ``dtype`` are combined; `correct` makes their mean of it. A sum may overflow 16 bits."""
+        return "sum" if self.counted < self.world_size and dtype.itemsize >= 4 else "avg"
+
+    def correct(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        """Makes the mean over the ranks that still have input of what was combined in ``dtype``, in place."""
+        if self.mean_op(dtype) == "sum":
+            x.div_(self.counted)
+        elif self.counted < self.world_size:
+            x.mul_(self.world_size / self.counted)
+
     # ---- collectives, counted ------------------------------------------------------------------------------------
 
     def count(self, op: str, nbytes: int) -> None:
@@ -89,20 +134,23 @@ class Ranks:
         self.traffic[f"{op} calls"] += 1
         self.traffic[f"{op} bytes"] += nbytes
 
-    def all_reduce(self, x: torch.Tensor, op: str = "avg", async_op: bool = True) -> Any:
-        """Combines ``x`` of all ranks, in place."""
+    def all_reduce(self, x: torch.Tensor, op: str = "avg") -> Any:
+        """Starts to combine ``x`` of all ranks, in place."""
         self.count("all_reduce", x.nbytes)
-        return self.comm.all_reduce(x, op, async_op=async_op)
+        return self._started(self.comm.all_reduce(x, op, async_op=self.background))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
         """Starts to combine ``x`` of all ranks; this rank gets its shard."""
         self.count("reduce_scatter", x.nbytes)
-        return self.comm.reduce_scatter(x, op, out=out, async_op=True)
+        return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
     def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
         """Starts to collect every rank's shard."""
         self.count("all_gather", whole.nbytes)
-        return self.comm.all_gather(shard, out=whole, async_op=True)
+        return self._started(self.comm.all_gather(shard, out=whole, async_op=self.background))
+
+    def _started(self, result: Any) -> Any:
+        return result if self.background else _DONE
 
     def average_replicas(self, x: torch.Tensor) -> None:
         """The mean over the ranks that hold the same shard, in place."""
@@ -112,12 +160,14 @@ class Ranks:
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Every rank gets the first one's ``x``, in place."""
+        self.count("broadcast", x.nbytes)
         if self.replicas is not None:
             self.replicas.broadcast(x, 0)
-        self.comm.broadcast(x, 0)
+        self.comm.broadcast(x, self.root)
 
     def reduce_over_all(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """Combines ``x`` of all ranks and replicas, in place, at once."""
+        self.count("agreement", x.nbytes)
         self.comm.all_reduce(x, op)
         if self.replicas is not None:
             self.replicas.all_reduce(x, op)
@@ -143,7 +193,7 @@ def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str
     pairs = zip(mine + ["nothing"] * (longest - len(mine)), theirs + ["nothing"] * (longest - len(theirs)), strict=True)
     here, there = next((a, b) for a, b in pairs if a != b)
     raise MismatchError(
-        f"{call}: rank {rank} got {here} where rank {other} has {there}; build the same model, in the same order, on "
+        f"{call}: rank {rank} got {here} where rank {other} has {there}; ask for the same, with the same model, on "
         "every rank"
     )
 

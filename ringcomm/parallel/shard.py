@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from ringcomm.parallel.partition import (
 )
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
+from ringcomm.parallel.unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +41,7 @@ def shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     stage: int = 2,
-    comm: Communicator | None = None,
+    comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
     mesh: DeviceMesh | None = None,
     units: Units = None,
@@ -60,7 +62,8 @@ def shard(
         optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
             whole tensors dealt out to the ranks. None: gradients only.
         stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too.
-        comm: the ranks; None: those of torch.distributed, or of torchrun's environment.
+        comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
+            the shards, over those that hold the same one.
         mesh: in place of ``comm``; of two axes the first replicates and the second shards.
         units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
             joined while they are small. What is in no unit belongs to the module itself.
@@ -78,46 +81,78 @@ def shard(
     Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
              optimizer that no shard can serve. MismatchError: the ranks have different modules.
     """
-    if stage not in range(LAST_STAGE + 1):
-        raise InvalidArgumentError(f"shard: got stage={stage!r}, expected 0, 1, 2 or 3; pass one of these")
-    if accumulation not in ("sequential", "tree"):
-        raise InvalidArgumentError(
-            f"shard: got accumulation={accumulation!r}, expected 'sequential' or 'tree'; pass one of these"
-        )
+    wish = _Wish(
+        stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward, broadcast_buffers,
+        accumulation, atom, _host(offload),
+    )  # fmt: skip
     flat = flat_model_of(module)
-    if flat is not None and flat.composed and optimizer is not None:
-        refuse_unusable(optimizer, "shard", flat.ranks.rank)  # a module of fully_shard
-        Attached(flat, optimizer, "shard")
-        return module, optimizer
-    ranks = _ranks(comm, mesh, module)
-    params = _checked(module, optimizer, ranks)
-    if atom is None:
-        atom = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
-    least = measured_bucket_bytes(ranks.comm) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    groups = [] if optimizer is None else optimizer.param_groups
-    recipe = Recipe(
-        ranks=ranks,
-        stage=stage,
-        precision=mixed_precision or MixedPrecision(),
-        bucket_bytes=max(1, least),
-        atom=atom,
-        tree=accumulation == "tree",
-        master_device=_host(offload),
-        optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
-        kept=kept_in_their_type(module),
-    )
-    flat = _build(
-        module, recipe, params, _blocks(module, units), reshard_after_forward, broadcast_buffers, units is None
-    )
+    if flat is not None and flat.composed and optimizer is not None:  # a module of fully_shard
+        refuse_unusable(optimizer, "shard", flat.ranks.rank)
+    else:
+        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish)
     if optimizer is not None:
         Attached(flat, optimizer, "shard")
     return module, optimizer
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """The arguments of `shard` that say how."""
+
+    stage: int
+    units: Units
+    precision: MixedPrecision
+    bucket_cap_mb: float | None
+    reshard_after_forward: bool
+    broadcast_buffers: bool
+    accumulation: str
+    atom: Atom | None
+    master_device: torch.device | None
+
+    def __post_init__(self) -> None:
+        if self.stage not in range(LAST_STAGE + 1):
+            raise InvalidArgumentError(f"shard: got stage={self.stage!r}, expected 0, 1, 2 or 3; pass one of these")
+        if self.accumulation not in ("sequential", "tree"):
+            raise InvalidArgumentError(
+                f"shard: got accumulation={self.accumulation!r}, expected 'sequential' or 'tree'; pass one of these"
+            )
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise InvalidArgumentError(
+                f"shard: got bucket_cap_mb={self.bucket_cap_mb}, expected more than 0; pass MiB, or None"
+            )
+
+    def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+        """What ranks must agree on, a line for each argument."""
+        named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
+        return [f"{name}={value}" for name, value in named.items()]
+
+
+def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, wish: _Wish) -> FlatModel:
+    blocks = _blocks(module, wish.units)
+    params = _checked(module, optimizer, ranks, wish.facts(blocks))
+    needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
+    cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
+    groups = [] if optimizer is None else optimizer.param_groups
+    recipe = Recipe(
+        ranks=ranks,
+        stage=wish.stage,
+        precision=wish.precision,
+        bucket_bytes=max(1, cap),
+        atom=needed if wish.atom is None else wish.atom,
+        tree=wish.accumulation == "tree",
+        master_device=wish.master_device,
+        optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
+        kept=kept_in_their_type(module),
+    )
+    return _build(
+        module, recipe, params, blocks, wish.reshard_after_forward, wish.broadcast_buffers, wish.units is None
+    )
+
+
 def _checked(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, asks: list[str]
 ) -> list[tuple[str, nn.Parameter]]:
-    """The module's parameters, if it and the optimizer can be sharded and are alike on all ranks."""
+    """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
     if optimizer is not None:
         refuse_unusable(optimizer, "shard", ranks.rank)
     params = named_parameters(module, "shard", ranks.rank)
@@ -128,7 +163,18 @@ def _checked(
         )
     _refuse_foreign(optimizer, params, ranks.rank)
     ranks.agree("shard", facts_of(module))
+    ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, nn.Parameter]]) -> list[str]:
+    """What ranks must agree on of an optimizer, a line for each parameter group."""
+    names = {id(p): name for name, p in params}
+    kind = type(optimizer).__name__
+    return [
+        f"group {number} of {kind} with {', '.join(names[id(p)] for p in group['params'])}"
+        for number, group in enumerate(optimizer.param_groups if optimizer is not None else ())
+    ]
 
 
 def _build(
@@ -140,9 +186,30 @@ def _build(
     broadcast_buffers: bool,
     join: bool,
 ) -> FlatModel:
+    units = units_of(module, recipe, params, blocks, reshard, join)
+    flat = FlatModel(module, recipe.ranks, recipe.stage, recipe.precision, units, broadcast_buffers)
+    flat.send_buffers()
+    keep_ordinary_state(flat)
+    return flat
+
+
+def units_of(
+    module: nn.Module,
+    recipe: Recipe,
+    params: list[tuple[str, nn.Parameter]],
+    blocks: list[tuple[str, nn.Module]],
+    reshard: bool,
+    join: bool,
+) -> list[Unit]:
+    """The units of a module: runs of its blocks, and last the module itself with what is in no block.
+
+    Args:
+        join: whether small blocks are joined to runs of a bucket.
+    """
     owned = owned_by_one(blocks, module)
     runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
-    units, taken = [], set()
+    units: list[Unit] = []
+    taken: set[int] = set()
     for name, modules in runs:
         inside = {id(p) for each in modules for p in each.parameters()}
         mine = [(key, p) for key, p in params if id(p) in inside and id(p) in owned]
@@ -150,18 +217,19 @@ def _build(
             taken |= {id(p) for _, p in mine}
             units.append(recipe.unit(name, modules, mine, reshard))
     units.append(recipe.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
-    flat = FlatModel(module, recipe.ranks, recipe.stage, recipe.precision, units, broadcast_buffers)
-    flat.send_buffers()
-    keep_ordinary_state(flat)
-    return flat
+    return units
 
 
-def _ranks(comm: Communicator | None, mesh: DeviceMesh | None, module: nn.Module) -> Ranks:
+def _ranks(
+    comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | None, module: nn.Module
+) -> Ranks:
     if comm is not None and mesh is not None:
         raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if mesh is not None:
         return ranks_of_mesh(mesh, "shard", device)
+    if isinstance(comm, tuple):
+        return Ranks(*comm)
     return Ranks(comm if comm is not None else communicator_of(None, "shard", device))
 
 

@@ -82,6 +82,8 @@ class ShardedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after ours
+            return args[0]
         asked = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in _FACTS or (name == "__get__" and asked in _VALUES):
             mine = next((each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, cls)), None)

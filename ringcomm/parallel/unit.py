@@ -9,7 +9,8 @@ whole and there is nothing to bring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
+    from ringcomm.parallel.precision import MixedPrecision
 
 
 class Unit:
@@ -36,10 +38,12 @@ class Unit:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
         self.pending = 0  # forward passes whose backward has not come by
         self.in_backward = False
+        self.around: list[Unit] = []  # units that hold this one's modules, the outermost left out
         self.flat: FlatModel
         self._handles: list[Any] = []
 
@@ -52,7 +56,7 @@ class Unit:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"copy: rank {self.flat.ranks.rank} got a wrapped module ({type(self.flat.module).__name__}), expected a plain "
+            f"copy: rank {self.flat.ranks.rank} got a wrapped {type(self.flat.module).__name__}, expected a plain "
             "one; copy it before it is wrapped, or load its state_dict() into a new one"
         )
 
@@ -68,6 +72,13 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the parameters can be read."""
         return all(group.is_whole for group in self.groups)
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a forward pass now is one of activation checkpointing; outside of a backward pass, one that failed
+        has left the marks."""
+        inside = self.in_backward or any(unit.in_backward for unit in self.around)
+        return inside and torch._C._current_graph_task_id() >= 0
 
     def start_gather(self) -> None:
         """Stage 3: starts to collect the parameters."""
@@ -89,14 +100,14 @@ class Unit:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat = self.flat
-        again = self.in_backward  # activation checkpointing
+        again = self.recomputing
         if module is flat.module and not again:
             flat.begin_forward()
         if module is self.modules[0] and not again:
             flat.enter(self)
         else:
             flat.timed(self.gather)
-        precision = flat.precision
+        precision = self.precision or flat.precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = precision.cast((args, kwargs), precision.param_dtype)
         if (
@@ -122,18 +133,23 @@ class Unit:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         del args
         flat = self.flat
-        if self.in_backward:
-            return None
+        if self.recomputing:
+            return self._cast_output(output)
         if flat.stage >= 2 and torch.is_grad_enabled():
-            for x in tree_flatten(output)[0]:
-                if isinstance(x, torch.Tensor) and x.requires_grad:
+            for x in _tensors(output):
+                if x.requires_grad:
                     x.register_hook(self._before_backward)
         if module is self.modules[-1] and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.release()
         if module is flat.module:
             flat.end_forward()
             return flat.precision.cast(output, flat.precision.output_dtype)
-        return None
+        return self._cast_output(output)
+
+    def _cast_output(self, output: Any) -> Any:
+        """A hook's answer: the output in the unit's own type for it; None: as it is."""
+        dtype = None if self.precision is None else self.precision.output_dtype
+        return None if self.precision is None or dtype is None else self.precision.cast(output, dtype)
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
@@ -169,3 +185,18 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.unit.after_backward()
         return (None, *grads)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returns, also in dataclasses, mappings and sequences of their own classes."""
+    found = []
+    for x in tree_flatten(output)[0]:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif is_dataclass(x) and not isinstance(x, type):
+            found += _tensors([getattr(x, field.name) for field in fields(x)])
+        elif isinstance(x, Mapping):
+            found += _tensors(list(x.values()))
+        elif isinstance(x, (list, tuple)):
+            found += _tensors(list(x))
+    return found

@@ -1,0 +1,485 @@
+"""`ringcomm.fully_shard`: stage 3 module by module, with the keywords of torch's function of the same name.
+
+    for block in model.blocks:
+        ringcomm.fully_shard(block)
+    ringcomm.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+Each call makes a unit of the parameters that no call below has taken; the last one, on the module that holds all the
+others, joins them. The bits are those of `ringcomm.shard` at stage 3.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.flat_model import FlatModel
+from ringcomm.parallel.group import LAST_STAGE
+from ringcomm.parallel.layout import Atom
+from ringcomm.parallel.module_state import keep_state_of
+from ringcomm.parallel.optimizer import attached_of
+from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
+from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
+from ringcomm.parallel.unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
+CommunicatorPair = tuple[Communicator, Communicator]
+_WHOLE = 1 << 62  # bytes: a unit is not cut into buckets
+
+
+@dataclass
+class _Composed:
+    """What a module knows of its call."""
+
+    unit: Unit
+    reshard_after_forward: bool | None  # as it was asked for
+
+
+# ---- what a module can do ----------------------------------------------------------------------------------------
+
+
+class UnshardHandle:
+    """Parameters on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Returns when they can be read."""
+        self._unit.gather()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class."""
+
+    _ringcomm_composed: _Composed
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Collects the parameters of this module's own unit; every rank does. Returns a handle with ``async_op``."""
+        unit = self._ringcomm_composed.unit
+        unit.start_gather()
+        if async_op:
+            return UnshardHandle(unit)
+        unit.gather()
+        return None
+
+    def reshard(self) -> None:
+        """Lets go of the other ranks' parameters of this module's own unit."""
+        self._ringcomm_composed.unit.release()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the backward passes from now on only accumulate on this rank. For the outermost module alone."""
+        self._everything("set_requires_gradient_sync", recurse).sync = bool(requires_gradient_sync)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        with self._everything("no_sync", True).no_sync():
+            yield
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted, and of no effect: every backward pass waits for its reductions."""
+
+    def reset_iter_state(self) -> None:
+        """Forgets a forward or backward pass that raised, and the gradients. The next forward pass does so anyway."""
+        self._ringcomm_composed.unit.flat._abandon()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the parameters go between forward and backward."""
+        for composed in self._composed(recurse):
+            composed.reshard_after_forward = bool(reshard_after_forward)
+            composed.unit.reshard_after_forward = bool(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the parameters go after backward. With False they stay until the optimizer's step."""
+        for composed in self._composed(recurse):
+            composed.unit.reshard_after_backward = bool(reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Whose parameters are sent for when this module's forward begins; by default of the module that came next in
+        the last pass. Every rank names the same."""
+        self._ringcomm_composed.unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Whose parameters are sent for when this module's backward begins; by default of the module before it in
+        forward."""
+        self._ringcomm_composed.unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+
+    def _composed(self, recurse: bool) -> list[_Composed]:
+        modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
+        return [each._ringcomm_composed for each in modules if isinstance(each, FSDPModule)]
+
+    def _everything(self, call: str, recurse: bool) -> FlatModel:
+        """The flat model, of which this module must be all."""
+        flat = self._ringcomm_composed.unit.flat
+        if {id(composed.unit) for composed in self._composed(recurse)} != {id(unit) for unit in flat.units}:
+            raise UnsupportedError(
+                f"{call}: rank {flat.ranks.rank} got a part of the sharded module, expected all of it; call it on the "
+                "outermost module of fully_shard, with recurse=True"
+            )
+        return flat
+
+
+_REFUSED = {
+    "set_requires_all_reduce": "gradients are averaged over replicas as soon as over shards",
+    "set_custom_all_gather": "the collectives are ringcomm's own",
+    "set_custom_reduce_scatter": "the collectives are ringcomm's own",
+    "set_all_reduce_hook": "a reduction's result is not shown before backward has ended",
+    "set_post_optim_event": "a step and the next gather are ordered already",
+    "set_reduce_scatter_divide_factor": "gradients are averaged over all ranks",
+    "set_gradient_divide_factor": "gradients are averaged over all ranks",
+    "set_force_sum_reduction_for_comms": "the average is one operation here",
+    "set_reduce_scatter_unused_params": "unused parameters always take part",
+    "set_reduce_scatter_max_input_buffers": "two reductions are in flight at most",
+    "set_separate_reduce_scatter_group": "all collectives share one communicator",
+    "set_unshard_in_backward": "backward brings what it passes",
+    "set_allocate_memory_from_process_group_for_comm": "buffers are visible to the peers already",
+    "set_symm_mem_for_comm": "buffers are visible to the peers already",
+}
+
+
+def _refusal(name: str, why: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        rank = self._ringcomm_composed.unit.flat.ranks.rank
+        raise UnsupportedError(
+            f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
+        )
+
+    method.__name__, method.__doc__ = name, f"Raises UnsupportedError: {why}."
+    return method
+
+
+for _name, _why in _REFUSED.items():
+    setattr(FSDPModule, _name, _refusal(_name, _why))
+
+
+def _no_copy(self: Any, memo: Any) -> Any:
+    raise UnsupportedError(
+        f"deepcopy: got {type(self).__name__}, whose parameters are in the ranks' shards, expected a plain module; "
+        "copy it before fully_shard, or load its state_dict() into another one"
+    )
+
+
+_classes: dict[type, type] = {}
+_lock = threading.Lock()
+
+
+def _mix_in(module: nn.Module) -> None:
+    kind = type(module)
+    with _lock:
+        if kind not in _classes:
+            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": _no_copy})
+    module.__class__ = _classes[kind]
+
+
+def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
+    for each in modules:
+        if not isinstance(each, FSDPModule):
+            raise InvalidArgumentError(
+                f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
+                "was called on; pass those"
+            )
+    return [each._ringcomm_composed.unit for each in modules]
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Lets another method of a module of `fully_shard` bring the parameters as ``forward`` does, such as "encode".
+
+    Nothing happens to a plain module.
+
+    Raises: InvalidArgumentError: no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise InvalidArgumentError(
+            f"register_forward_method: got {name!r}, which {type(module).__name__} does not have, expected a method's "
+            "name; pass one"
+        )
+    unit = module._ringcomm_composed.unit
+
+    @wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit._before_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+        changed = unit._after_forward(module, args, output)
+        return output if changed is None else changed
+
+    setattr(module, name, forward)
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------
+
+
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: Any = MixedPrecision(),  # noqa: B008  it is frozen
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    comm: Communicator | CommunicatorPair | None = None,
+    atom: Atom = "element",
+    broadcast_buffers: bool = True,
+) -> _M:
+    """Shards a module's parameters, gradients and optimizer state over all ranks, composed module by module.
+
+    Call it on the parts first and on the whole last, each with the same ranks. Make the optimizer afterwards; it works
+    on the shards from its first step, or its first `ringcomm.shard(model, optimizer)`, on.
+
+    Args:
+        module: takes the parameters below it that no other call has taken; of a list, those of all its modules, which
+            are called one after the other in this order.
+        mesh: the ranks; of two axes the first replicates and the second shards.
+        reshard_after_forward: whether the parameters go between forward and backward; None: not those of the
+            outermost module.
+        mp_policy: a MixedPrecision, or torch's MixedPrecisionPolicy. In torch's a ``reduce_dtype`` of None is read as
+            torch reads it, ``param_dtype``; in ours it is the master weights' type.
+        offload_policy: torch's CPUOffloadPolicy, or True: master weights, optimizer state and step on the host.
+        ignored_params: stay as they are, whole on every rank; so do their gradients.
+        comm: in place of ``mesh``, also a pair: over those that share the shards, over those that hold the same one.
+        atom: what a shard's end must not cut; "tensor" for optimizers that look at whole tensors.
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+    Returns: ``module``, whose class has become one with the methods of FSDPModule.
+    Raises:  InvalidArgumentError: a module that is wrapped already, a parameter shared with a module outside.
+             UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward, the meta device.
+             MismatchError: the ranks have different modules.
+    """
+    reshard = _reshard(reshard_after_forward)
+    _refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    top = modules[0] if isinstance(module, nn.Module) else nn.ModuleList(modules)
+    ranks = _ranks_for(comm, mesh, _device_of(top))
+    below = _below(top, modules, ranks)
+    taken = {id(p): p for unit in below for group in unit.groups for p in group.params}
+    ignored = list(ignored_params or ())
+    params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored])
+    if not params and not taken:
+        raise InvalidArgumentError(
+            f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
+            "leave it out"
+        )
+    precision = _precision(mp_policy)
+    ranks.agree("fully_shard", [type(top).__name__, *_facts(params), str(precision), str(reshard)])
+    recipe = Recipe(
+        ranks=ranks,
+        stage=LAST_STAGE,
+        precision=precision,
+        bucket_bytes=_WHOLE,
+        atom=atom,
+        tree=False,
+        master_device=_host(offload_policy),
+        optimizer_group={},
+        kept=kept_in_their_type(top),
+    )
+    unit = recipe.unit("", modules, params, bool(reshard))
+    unit.precision = precision
+    _join(top, ranks, precision, below, unit, broadcast_buffers)
+    for each in modules:
+        each._ringcomm_composed = _Composed(unit, reshard)
+        keep_state_of(each, unit.groups)
+        _mix_in(each)
+    _watch_optimizers()
+    return module
+
+
+def _reshard(asked: Any) -> bool | None:
+    if asked is None or isinstance(asked, bool):
+        return asked
+    raise UnsupportedError(
+        f"fully_shard: got reshard_after_forward={asked!r}, expected True, False or None; between forward and backward "
+        "parameters are whole or in all ranks' shards"
+    )
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"fully_shard: got {name}={value!r}, expected None; parameters are cut by the flat layout, over one or "
+                "two axes of a mesh"
+            )
+
+
+def _join(
+    top: nn.Module, ranks: Ranks, precision: MixedPrecision, below: list[Unit], unit: Unit, broadcast_buffers: bool
+) -> None:
+    """Makes the flat model of the unit and those below it."""
+    for flat in {id(each.flat): each.flat for each in below}.values():
+        flat.detach()
+    for each in below:
+        asked = next(m for m in each.modules if isinstance(m, FSDPModule))._ringcomm_composed.reshard_after_forward
+        each.reshard_after_forward = asked is None or asked
+    names = {id(p): name for name, p in top.named_parameters()}
+    paths = {id(m): name for name, m in top.named_modules()}
+    inside = {id(each): {id(m) for outer in each.modules for m in outer.modules()} for each in below}
+    for each in below:
+        each.around = [other for other in below if other is not each and id(each.modules[0]) in inside[id(other)]]
+        each.name = paths[id(each.modules[0])]
+        for group in each.groups:
+            group.rename(names)
+    flat = FlatModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
+    flat.send_buffers()
+
+
+def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]:
+    """The units of earlier calls on modules below, in the order of the modules."""
+    wrong = next((m for m in modules if isinstance(m, FSDPModule)), None)
+    if wrong is not None:
+        raise InvalidArgumentError(
+            f"fully_shard: rank {ranks.rank} got {type(wrong).__name__}, which is sharded already, expected a plain "
+            "module; call it once"
+        )
+    inside = {id(m) for m in top.modules()}
+    units = {id(m._ringcomm_composed.unit): m._ringcomm_composed.unit for m in top.modules() if _is_composed(m)}
+    for unit in units.values():
+        mine = {id(each) for each in unit.flat.units}
+        if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):
+            raise InvalidArgumentError(
+                f"fully_shard: rank {ranks.rank} got {type(top).__name__}, which holds only a part of what an earlier "
+                "call has joined, expected all of it; call it on the parts first and on the whole last"
+            )
+        if unit.flat.ranks is not ranks:
+            raise UnsupportedError(
+                f"fully_shard: rank {ranks.rank} got other ranks than for a module below, expected the same; pass "
+                "equal comm and mesh in every call"
+            )
+        if unit.flat.optimizers:
+            raise InvalidArgumentError(
+                f"fully_shard: rank {ranks.rank} got a module whose parts have an optimizer that has stepped, expected "
+                "none; step after the last call"
+            )
+        _refuse_shared(top, unit, ranks.rank)
+    return list(units.values())
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
+    """Raises for a parameter of the unit that a module outside uses, where it would not be whole."""
+    inside = {id(m) for each in unit.modules for m in each.modules()}
+    names = {id(p): name for group in unit.groups for p, name in zip(group.params, group.names, strict=True)}
+    for path, m in top.named_modules():
+        for key, p in m._parameters.items():
+            if p is not None and id(p) in names and id(m) not in inside:
+                raise InvalidArgumentError(
+                    f"fully_shard: rank {rank} got {path}.{key}, which is {names[id(p)]} of a module that is sharded "
+                    "by itself, expected its users in one call; leave that module to an outer call, or pass both in a "
+                    "list"
+                )
+
+
+def _facts(params: list[tuple[str, nn.Parameter]]) -> list[str]:
+    return [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in params]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    found = (p.device for p in module.parameters() if p.device.type != "meta")
+    return next(found, torch.device("cpu"))
+
+
+def _precision(policy: Any) -> MixedPrecision:
+    if isinstance(policy, MixedPrecision):
+        return policy
+    known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if any(not hasattr(policy, name) for name in known):
+        raise InvalidArgumentError(
+            f"fully_shard: got mp_policy={policy!r}, expected a MixedPrecision or torch's MixedPrecisionPolicy; pass "
+            "one"
+        )
+    param, reduce, output, cast = (getattr(policy, name) for name in known)
+    return MixedPrecision(param, param if reduce is None else reduce, output, cast)
+
+
+def _host(policy: Any) -> torch.device | None:
+    names = {kind.__name__ for kind in type(policy).__mro__}
+    if policy is True or "CPUOffloadPolicy" in names:
+        return torch.device("cpu")
+    if policy is None or policy is False or "OffloadPolicy" in names:
+        return None
+    raise InvalidArgumentError(
+        f"fully_shard: got offload_policy={policy!r}, expected None, True or torch's CPUOffloadPolicy; pass one of "
+        "these"
+    )
+
+
+# ---- ranks: the same communicator for every call -----------------------------------------------------------------
+
+_known: weakref.WeakKeyDictionary[Ranks, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _ranks_for(comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
+    """The ranks of an earlier call with the same arguments while its modules live, else new ones: a collective."""
+    import torch.distributed as dist
+
+    if comm is not None and mesh is not None:
+        raise InvalidArgumentError("fully_shard: got both comm and mesh, expected one of them; leave one out")
+    source: tuple[Any, ...] = ()
+    if comm is not None:
+        source = comm if isinstance(comm, tuple) else (comm,)
+    elif mesh is not None:
+        source = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    elif dist.is_available() and dist.is_initialized():
+        source = (dist.group.WORLD,)
+    key = (device, *source)
+    with _lock:
+        known = list(_known.items())
+    for ranks, theirs in known:
+        if len(key) == len(theirs) and key[0] == theirs[0] and all(map(operator.is_, key[1:], theirs[1:])):
+            return ranks
+    if comm is not None:
+        ranks = Ranks(*source)
+    elif mesh is not None:
+        ranks = ranks_of_mesh(mesh, "fully_shard", device)
+    else:
+        ranks = Ranks(communicator_of(None, "fully_shard", device))
+    with _lock:
+        _known[ranks] = key
+    return ranks
+
+
+# ---- optimizers that are made later ------------------------------------------------------------------------------
+
+_watching: list[Any] = []  # the hook's handle, once there is one
+_calls = 0  # of fully_shard: what an optimizer was looked at after need not be looked at again
+
+
+def _watch_optimizers() -> None:
+    global _calls
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    with _lock:
+        _calls += 1
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Attaches an optimizer over parameters of `fully_shard` at its first step. One of others is looked at once."""
+    del args, kwargs
+    now = (_calls, len(optimizer.param_groups))
+    if optimizer.__dict__.get("_ringcomm_seen") != now:
+        attached_of(optimizer, "step")
+        optimizer._ringcomm_seen = now

@@ -1,0 +1,55 @@
+"""Offload: gradients follow the master weights into the host's memory, group by group while backward runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringcomm.parallel.group import FlatGroup
+
+
+class HostGradients:
+    """This rank's part of the gradients of groups whose master weights lie in the host's memory, for the optimizer.
+
+    From a device they come on a stream of their own, into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[FlatGroup, torch.Tensor] = {}
+        self._streams: dict[torch.device, Any] = {}
+
+    def place(self, groups: list[FlatGroup]) -> None:
+        """Makes the memory anew."""
+        self._copies = {
+            group: torch.empty_like(group.master, pin_memory=group.device.type == "cuda")
+            for group in groups
+            if group.master_device is not None
+        }
+
+    def fetch(self, group: FlatGroup) -> None:
+        """A group was reduced: its gradient sets off."""
+        copy = self._copies.get(group)
+        if copy is None:
+            return
+        if group.device.type != "cuda":
+            copy.copy_(group.gradient.reduced)
+            return
+        stream = self._streams.setdefault(group.device, torch.cuda.Stream(group.device))
+        stream.wait_stream(torch.cuda.current_stream(group.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(group.gradient.reduced, non_blocking=True)
+
+    def arrive(self) -> None:
+        """Waits for all that have set off."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def of(self, group: FlatGroup) -> torch.Tensor | None:
+        """A group's gradient here; None: the group is not offloaded."""
+        return self._copies.get(group)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+        return sum(copy.nbytes for copy in self._copies.values())

@@ -1,0 +1,168 @@
+"""Batch normalisation over the batches of all ranks, on every device that the communicator serves.
+
+torch.nn.SyncBatchNorm takes GPU tensors alone, and torch.distributed.
+
+    forward    count, mean and sum of squared deviations of every rank -> those of the whole batch
+    backward   sums of dy and dy * x^ of every rank -> the gradient through the whole batch's mean and variance
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm of any number of dimensions whose statistics in training are those of all ranks' inputs together.
+
+    Ranks may have different batches, also empty ones. In eval, and with one rank, it is torch's BatchNorm.
+
+    Args:
+        comm: the ranks. `convert` gives a communicator of its own to the norms, so that their messages and the
+            gradients' cannot get mixed up.
+    Shapes:  (batch, num_features, ...).
+    Order:   ranks' statistics are combined in rank order, in float64: the same bits on every rank.
+    Cost:    an all_gather of 2 C + 1 float64 in forward, an all_reduce of 2 C in backward; neither overlaps.
+    Raises:  InvalidArgumentError: an input of another shape, or one element in each channel on all ranks together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        comm: Communicator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.comm = comm
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise InvalidArgumentError(
+                f"SyncBatchNorm: got an input of shape {tuple(input.shape)}, expected (batch, {self.num_features}, "
+                "...); pass channels in the second place"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input, with mean 0 and variance 1 in each channel, times weight plus bias."""
+        if not self.training or self.comm is None or self.comm.world_size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.comm)
+        if self.track_running_stats and self.running_mean is not None:
+            self._track(mean, var, float(count))
+        return output
+
+    def _track(self, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = var * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+
+    @staticmethod
+    def convert(module: nn.Module, comm: Communicator) -> nn.Module:
+        """The module with its BatchNorms, torch's SyncBatchNorms too, replaced by these; a collective.
+
+        Parameters and buffers are the same objects. Convert before wrapping.
+        """
+        found = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+        if any(getattr(p, "_ringcomm_flat", None) is not None for each in found for p in each.parameters()):
+            raise InvalidArgumentError(
+                f"SyncBatchNorm: rank {comm.rank} got a module that is wrapped already, expected a plain one; convert "
+                "it first and wrap it then"
+            )
+        return _convert(module, comm.dup()) if found else module
+
+
+def _convert(module: nn.Module, comm: Communicator) -> nn.Module:
+    for name, child in module.named_children():
+        module.register_module(name, _convert(child, comm))
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module
+    made = SyncBatchNorm(module.num_features, module.eps, module.momentum, False, False, comm)
+    made.affine, made.track_running_stats = module.affine, module.track_running_stats
+    made._parameters.update(module._parameters)
+    made._buffers.update(module._buffers)
+    return made.train(module.training)
+
+
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    """Of a channel's value beside ``x``."""
+    return (1, -1) + (1,) * (x.dim() - 2)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        comm: Communicator,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = x if x.dtype == torch.float64 else x.float()
+        mean, var, count = _statistics(wide, comm)
+        scale = torch.rsqrt(var + eps).to(wide.dtype)
+        normal = (wide - mean.to(wide.dtype).view(_shape(x))) * scale.view(_shape(x))
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.comm, ctx.count, ctx.dtype = comm, float(count), x.dtype
+        output = normal
+        if weight is not None:
+            output = output * weight.view(_shape(x))
+        if bias is not None:
+            output = output + bias.view(_shape(x))
+        ctx.mark_non_differentiable(mean, var, count)
+        return output.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normal, scale, weight = ctx.saved_tensors
+        grad = grads[0].to(normal.dtype)
+        over = [i for i in range(grad.dim()) if i != 1]
+        sums = torch.stack([grad.sum(over, dtype=torch.float64), (grad * normal).sum(over, dtype=torch.float64)])
+        total = torch.empty_like(sums)
+        ctx.comm.all_reduce(sums, out=total)
+        mean_grad, mean_product = (total / ctx.count).to(normal.dtype).view(2, *_shape(grad))
+        back = (grad - mean_grad - normal * mean_product) * scale.view(_shape(grad))
+        if weight is not None:
+            back = back * weight.view(_shape(grad))
+        of_weight = sums[1].to(weight.dtype) if weight is not None else None
+        of_bias = sums[0].to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        return back.to(ctx.dtype), of_weight, of_bias, None, None
+
+
+def _statistics(x: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, variance, and number of elements, of each channel over all ranks, in float64."""
+    channels = x.shape[1]
+    over = [i for i in range(x.dim()) if i != 1]
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    count = x.numel() // channels
+    if count:
+        var, mean = torch.var_mean(x, over, correction=0)
+        mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, var.double() * count
+    told = torch.empty(comm.world_size * mine.numel(), dtype=torch.float64, device=x.device)
+    comm.all_gather(mine, out=told)
+    counts, means, squares = told.view(comm.world_size, -1).split([1, channels, channels], 1)
+    total = counts.sum()
+    if float(total) <= 1:
+        raise InvalidArgumentError(
+            f"SyncBatchNorm: rank {comm.rank} got {int(total)} elements in each channel on all ranks together, "
+            "expected more than one; give it more data, or use eval()"
+        )
+    mean = (counts * means).sum(0) / total
+    var = (squares + counts * (means - mean).square()).sum(0) / total
+    return mean, var, total

@@ -1,0 +1,439 @@
+"""DistributedDataParallel under torch's arguments, methods and communication hooks; and NaiveDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from torch import nn
+
+import ringcomm
+from ringcomm.data_parallel import DistributedDataParallel, NaiveDataParallel
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.shard import restage, shard
+from ringcomm.parallel.sync_batch_norm import SyncBatchNorm
+
+Values = dict[str, torch.Tensor]
+WORLD = 3
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(8, 24), nn.ReLU(), nn.BatchNorm1d(24), nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3)
+    )
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step)).float() - 1).square().mean()
+
+
+def train(
+    model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None
+) -> torch.optim.Optimizer:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return optimizer
+
+
+def values(model: nn.Module) -> Values:
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def equal(a: Values, b: Values) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def on_ranks(fn: Callable[[Any], Any], world_size: int = WORLD) -> list[Any]:
+    return ringcomm.run_ranks(fn, world_size, ranks="threads", timeout=30)
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"device_ids": None, "output_device": "cpu", "dim": 0, "broadcast_buffers": True, "init_sync": True},
+    {"bucket_cap_mb": None, "find_unused_parameters": True, "check_reduction": True, "gradient_as_bucket_view": True},
+    {"static_graph": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [], "batched_grad_copy": True},
+    {"mixed_precision": MixedPrecision(), "forward_sync_buffers": True, "device_mesh": None, "device_ids": ["cpu"]},
+]
+
+
+def test_arguments_that_change_no_bits() -> None:
+    base = make()
+    models = [[copy.deepcopy(base) for _ in OPTIONS] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> list[Values]:
+        found = []
+        for options, module in zip(OPTIONS, models[comm.rank], strict=True):
+            train(DistributedDataParallel(module, comm, **options), comm.rank)
+            found.append(values(module))
+        return found
+
+    results = on_ranks(rank)
+    assert not equal(results[0][0], values(base))
+    for found in results:
+        for each in found:
+            assert equal(
+                {k: v for k, v in each.items() if "." in k and "running" not in k},
+                {k: v for k, v in results[0][0].items() if "running" not in k},
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"delay_all_reduce_named_params": []}, "delay_all_reduce_named_params"),
+        ({"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))}, "param_to_hook_all_reduce"),
+        ({"bucket_cap_mb_list": [1, 2]}, "bucket_cap_mb_list"),
+        ({"dim": 1}, "dim"),
+    ],
+)
+def test_arguments_that_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        with pytest.raises(UnsupportedError, match=f"got {told}="):
+            DistributedDataParallel(make(), comm, **options)
+
+    on_ranks(rank, 1)
+
+
+def test_arguments_that_contradict() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        for options, told in (
+            ({"device_ids": [0]}, r"device_ids=\['cuda:0'\] for a module on cpu"),
+            ({"device_ids": ["cpu", "cpu"]}, "its one device"),
+            ({"output_device": "cuda:1"}, r"output_device=\['cuda:1'\]"),
+            ({"mixed_precision": torch.float16}, "expected ringcomm.MixedPrecision"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=told):
+                DistributedDataParallel(make(), comm, **options)
+        with pytest.raises(InvalidArgumentError, match="device_ids twice"):
+            DistributedDataParallel(make(), ["cpu"], device_ids=["cpu"])
+
+    on_ranks(rank, 1)
+
+
+def test_whose_values_and_buffers_a_rank_gets() -> None:
+    modules = [[make(seed) for _ in range(4)] for seed in range(WORLD)]
+    for r, mine in enumerate(modules):
+        for module in mine:
+            module[2].running_mean.fill_(r)
+    options = ({}, {"init_sync": False}, {"broadcast_buffers": False}, {"forward_sync_buffers": False})
+
+    def rank(comm: ringcomm.Communicator) -> list[tuple[bool, float, bool]]:
+        found = []
+        for module, chosen in zip(modules[comm.rank], options, strict=True):
+            own = module[0].weight.detach().clone()
+            model = DistributedDataParallel(module, comm, **chosen)
+            kept = torch.equal(module[0].weight, own)
+            first = float(module[2].running_mean[0])
+            loss_of(model, comm.rank, 0).backward()
+            module[2].running_mean.fill_(comm.rank + 10)
+            module[2].momentum = 0.0
+            loss_of(model, comm.rank, 0).backward()
+            found.append((kept, first, float(module[2].running_mean[0]) == comm.rank + 10))
+        return found
+
+    for r, found in enumerate(on_ranks(rank)):
+        assert found[0] == (r == 0, 0.0, r == 0)
+        assert found[1] == (True, float(r), r == 0)
+        assert found[2] == (r == 0, float(r), True)
+        assert found[3] == (r == 0, 0.0, True)
+
+
+def test_state_dicts_have_torch_s_names_and_load() -> None:
+    models = [make(seed) for seed in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> Values:
+        model = DistributedDataParallel(models[comm.rank], comm)
+        train(model, comm.rank, 1)
+        state = values(model)
+        train(model, comm.rank, 2)
+        model.load_state_dict(state)
+        assert equal(values(model), state)
+        return state
+
+    assert list(on_ranks(rank)[0]) == [f"module.{name}" for name in make().state_dict()]
+
+
+def test_require_backward_grad_sync_is_no_sync() -> None:
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        by_flag, by_context = (DistributedDataParallel(module, comm) for module in models[comm.rank])
+        assert by_flag.require_backward_grad_sync
+        by_flag.require_backward_grad_sync = False
+        loss_of(by_flag, comm.rank, 0).backward()
+        own = by_flag.module[0].weight.grad.clone()
+        by_flag.require_backward_grad_sync = True
+        loss_of(by_flag, comm.rank, 1).backward()
+        with by_context.no_sync():
+            assert not by_context.require_backward_grad_sync
+            loss_of(by_context, comm.rank, 0).backward()
+        assert torch.equal(by_context.module[0].weight.grad, own)
+        loss_of(by_context, comm.rank, 1).backward()
+        assert torch.equal(by_context.module[0].weight.grad, by_flag.module[0].weight.grad)
+        assert by_context.communication_seconds > 0
+
+    on_ranks(rank)
+
+
+def test_an_attached_optimizer_goes_on_at_another_stage() -> None:
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> tuple[Values, Values]:
+        plain, moved = (DistributedDataParallel(module, comm) for module in models[comm.rank])
+        train(plain, comm.rank, 3, train(plain, comm.rank, 2))
+        _, optimizer = shard(moved, torch.optim.SGD(moved.parameters(), lr=0.1, momentum=0.5))
+        assert optimizer is not None
+        train(moved, comm.rank, 2, optimizer)
+        restage(moved, optimizer, 3)
+        train(moved, comm.rank, 3, optimizer)
+        return values(plain), values(moved)
+
+    for plain, moved in on_ranks(rank):
+        assert equal(plain, moved)
+
+
+def test_mixed_precision_of_ours_and_of_torch() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    precisions = (
+        MixedPrecision(torch.bfloat16, torch.float32),
+        _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> list[Values]:
+        found = []
+        for module, precision in zip(models[comm.rank], precisions, strict=True):
+            model = DistributedDataParallel(module, comm, mixed_precision=precision)
+            _, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            assert optimizer is not None
+            train(model, comm.rank, 3, optimizer)
+            assert module[0].weight.dtype == torch.bfloat16
+            found.append({name: x for name, x in values(model).items() if "running" not in name})
+        loss_of(model, comm.rank, 0).backward()
+        with pytest.raises(InvalidArgumentError, match=r"the optimizer that ringcomm\.shard returned"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(UnsupportedError, match="buffer_dtype"):
+            DistributedDataParallel(make(), comm, mixed_precision=_MixedPrecision(buffer_dtype=torch.bfloat16))
+        return found
+
+    results = on_ranks(rank)
+    for ours, theirs in results:
+        assert equal(ours, theirs)
+        assert equal(ours, results[0][0])
+        assert ours["module.0.weight"].dtype == torch.float32
+
+
+# ---- communication hooks -----------------------------------------------------------------------------------------
+
+
+def test_a_hook_of_one_s_own_sees_every_bucket_in_order() -> None:
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> tuple[list[Any], Values, Values]:
+        plain, hooked = (DistributedDataParallel(m, comm, bucket_cap_mb=0.001) for m in models[comm.rank])
+        seen: list[Any] = []
+
+        def hook(state: list[Any], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            parts = bucket.gradients()
+            assert [part.shape for part in parts] == [p.shape for p in bucket.parameters()]
+            assert all(
+                part.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr() for part in parts
+            )
+            state.append((bucket.index(), bucket.is_last(), [tuple(part.shape) for part in parts]))
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(comm.all_reduce(bucket.buffer(), "avg"))
+            return done
+
+        hooked.register_comm_hook(seen, hook)
+        for model in (plain, hooked):
+            train(model, comm.rank, 2)
+        with pytest.raises(InvalidArgumentError, match="second hook"):
+            hooked.register_comm_hook(None, hook)
+        with pytest.raises(UnsupportedError, match="communication hook"):
+            restage(hooked, None, 2)
+        return seen, values(plain.module), values(hooked.module)
+
+    for seen, plain, hooked in on_ranks(rank):
+        count = len(seen) // 2
+        assert [index for index, _, _ in seen] == [*range(count)] * 2
+        assert count > 2
+        assert [last for _, last, _ in seen[:count]] == [False] * (count - 1) + [True]
+        assert sorted(shape for _, _, shapes in seen[:count] for shape in shapes) == sorted(
+            tuple(p.shape) for p in make().parameters()
+        )
+        assert equal(
+            {k: v for k, v in plain.items() if "running" not in k},
+            {k: v for k, v in hooked.items() if "running" not in k},
+        )
+
+
+def test_what_a_hook_must_return() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        with pytest.raises(InvalidArgumentError, match="int, expected a function"):
+            DistributedDataParallel(make(), comm).register_comm_hook(None, 3)  # type: ignore[arg-type]
+        model = DistributedDataParallel(make(), comm)
+        short: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        short.set_result(torch.zeros(1))
+        answers = iter([torch.zeros(1), short])
+        model.register_comm_hook(None, lambda state, bucket: next(answers))  # type: ignore[arg-type, return-value]
+        for told in (
+            "1 elements from <lambda> for bucket 0, expected a torch.futures.Future",
+            "expected a tensor of the",
+        ):
+            with pytest.raises(InvalidArgumentError, match=told):
+                loss_of(model, comm.rank, 0).backward()
+
+    on_ranks(rank)
+
+
+def _hooked(kind: str, wrap: bool, compares: bool) -> tuple[Values, Values, Values, float]:
+    """Parameters after a few steps: torch's wrapper and ours with a hook, and ours without; how much it compresses."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    rank, rate = dist.get_rank(), 1.0
+    found = []
+    for wrapper in (nn.parallel.DistributedDataParallel if compares else None, DistributedDataParallel, None):
+        model: Any = DistributedDataParallel(make()) if wrapper is None else wrapper(make())
+        if wrapper is not None:
+            state: Any = None
+            home: Any = next(m for m in (default_hooks, powerSGD_hook) if hasattr(m, kind))
+            if home is powerSGD_hook:
+                state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+            hook = getattr(home, kind)
+            model.register_comm_hook(state, default_hooks.fp16_compress_wrapper(hook) if wrap else hook)
+        train(model, rank, 6)
+        found.append({name: x for name, x in values(model.module).items() if "running" not in name})
+        if wrapper is DistributedDataParallel and state is not None:
+            rate = float(state.compression_stats()[0])
+    return found[0], found[1], found[2], rate
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
+@pytest.mark.parametrize(
+    ("kind", "wrap", "close"),
+    [
+        ("allreduce_hook", False, 1e-6),
+        ("allreduce_hook", True, 1e-3),
+        ("fp16_compress_hook", False, 1e-3),
+        ("bf16_compress_hook", False, None),  # torch's wrapper wants NCCL for it
+        ("powerSGD_hook", False, None),
+    ],
+)
+def test_torch_s_hooks(kind: str, wrap: bool, close: float | None, backend: str) -> None:
+    """Equal to torch's wrapper where the layout of the bucket does not matter; otherwise near the exact mean."""
+    results = torch_ranks.run(_hooked, kind, wrap, close is not None, backend=backend, timeout_s=100)
+    for theirs, ours, plain, rate in results:
+        assert equal(ours, results[0][1])
+        assert not equal(ours, plain) or kind == "allreduce_hook"
+        if "powerSGD" in kind:
+            assert rate > 1.5
+        for name, x in ours.items():
+            if close is not None:
+                torch.testing.assert_close(x, theirs[name], rtol=close, atol=close)
+            moved = float((plain[name] - make().state_dict()[name]).double().norm())
+            if x.dtype.is_floating_point and "powerSGD" not in kind:
+                assert float((x - plain[name]).double().norm()) <= 0.05 * moved, name
+
+
+# ---- everything at once, over process groups ---------------------------------------------------------------------
+
+
+def _uneven_with_one_batch_norm() -> tuple[Values, Values]:
+    """Uneven inputs over the default group; and ours in the place of a batch norm, which torch's is not on a CPU."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(make(), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        train(model, rank, 1 + rank % 2, optimizer)
+    joined = values(model)
+    theirs = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(make()))
+    with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
+        theirs(batch(rank, 0))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    normed = SyncBatchNorm.convert(make(), DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh).comm)
+    model = DistributedDataParallel(normed, process_group=mesh.get_group())
+    train(model, rank)
+    return joined, values(model.module)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
+def test_join_and_batch_norm_over_process_groups(backend: str) -> None:
+    results = torch_ranks.run(_uneven_with_one_batch_norm, backend=backend, timeout_s=100)
+    for joined, normed in results:
+        assert equal(joined, results[0][0])
+        assert equal(normed, results[0][1])
+    single = make()
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        (single(torch.cat([batch(rank, step) for rank in range(WORLD)])) - 1).square().mean().backward()
+        optimizer.step()
+    for name, x in single.state_dict().items():
+        torch.testing.assert_close(results[0][1][name], x)
+
+
+# ---- the parameter server ----------------------------------------------------------------------------------------
+
+
+def test_the_naive_way_gives_the_same_mean() -> None:
+    models = [[make(7 * r), make()] for r in range(WORLD)]
+    models[0][0] = make()
+
+    def rank(comm: ringcomm.Communicator) -> list[Values]:
+        found = []
+        for kind, module in zip((NaiveDataParallel, DistributedDataParallel), models[comm.rank], strict=True):
+            model = kind(module, comm)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    loss_of(model, comm.rank, step).backward()
+                loss_of(model, comm.rank, step + 10).backward()
+                optimizer.step()
+            found.append({name: x for name, x in values(module).items() if "running" not in name})
+        return found
+
+    results = on_ranks(rank)
+    for naive, ours in results:
+        assert equal(naive, results[0][0])
+        for name, x in naive.items():
+            torch.testing.assert_close(x, ours[name])
+
+
+def test_the_naive_way_survives_a_backward_pass_that_raises() -> None:
+    models = [make() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> torch.Tensor:
+        model = NaiveDataParallel(models[comm.rank], comm)
+
+        def fail(_: torch.Tensor) -> None:
+            raise KeyError
+
+        handle = models[comm.rank][0].weight.register_hook(fail)
+        with pytest.raises(KeyError):
+            loss_of(model, comm.rank, 0).backward()
+        handle.remove()
+        model.zero_grad()
+        loss_of(model, comm.rank, 1).backward()
+        return models[comm.rank][0].weight.grad
+
+    found = on_ranks(rank)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert found[0].any()

@@ -1,0 +1,435 @@
+"""`ringcomm.shard` in the hands of users: unusual loops that must still train alike at every stage."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from parity import differences_of
+from torch import nn
+
+import ringcomm
+
+STAGES = (0, 1, 2, 3)
+_BUILDING = threading.Lock()
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], None]
+Script = Callable[[Wrap, int], list[torch.Tensor]]
+
+
+@dataclass
+class Output:
+    """What pytree does not know."""
+
+    value: torch.Tensor
+    extra: float
+
+
+class Layer(nn.Module):
+    """A block whose inputs and output take a form of choice."""
+
+    def __init__(self, form: str = "plain") -> None:
+        super().__init__()
+        self.form = form
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Any = None, *, scale: float = 1.0, more: torch.Tensor | None = None) -> Any:
+        y = torch.tanh(self.linear(self.norm(x))) * scale
+        if more is not None:
+            y = y + more
+        if self.form == "dict":
+            return {"value": y, "extra": [1.0, None]}
+        if self.form == "tuple":
+            return y, (y.detach(), "text")
+        if self.form == "dataclass":
+            return Output(y, 1.0)
+        return y
+
+
+class Tower(nn.Module):
+    """Blocks in a list, with a projection at each end."""
+
+    def __init__(self, form: str = "plain", blocks: int = 3) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Layer(form) for _ in range(blocks))
+        self.outlet = nn.Linear(6, 2)
+        self.skip: set[int] = set()
+        self.twice: set[int] = set()
+        self.fail_at: int | None = None
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.inlet(x)
+        for i, block in enumerate(self.blocks):
+            if i == self.fail_at:
+                raise ArithmeticError("in forward")
+            for _ in range(0 if i in self.skip else 2 if i in self.twice else 1):
+                x = value_of(block(x=x, scale=scale, more=x))
+        return self.outlet(x)
+
+
+def value_of(y: Any) -> torch.Tensor:
+    """The tensor in a block's output."""
+    if isinstance(y, dict):
+        return y["value"]
+    return y.value if isinstance(y, Output) else y[0] if isinstance(y, tuple) else y
+
+
+def tower(form: str = "plain") -> Tower:
+    """The same values every time; ranks are threads and share torch's generator, so one builds at a time."""
+    with _BUILDING:
+        torch.manual_seed(0)
+        return Tower(form)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step)).pow(2).sum()
+
+
+def state_of(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def step_of(model: nn.Module, opt: torch.optim.Optimizer, rank: int, step: int) -> torch.Tensor:
+    """An ordinary step."""
+    loss = loss_of(model, rank, step)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def made(wrap: Wrap, form: str = "plain") -> tuple[Tower, torch.optim.Optimizer]:
+    model = tower(form)
+    opt = sgd(model)
+    wrap(model, opt)
+    return model, opt
+
+
+# ---- loops ---------------------------------------------------------------------------------------------------------
+
+
+def ordinary(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def backward_twice(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(2):
+        loss = loss_of(model, rank, step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def two_forwards_then_two_backwards(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(2):
+        losses = [loss_of(model, rank, 5 * step + k) for k in range(2)]
+        for loss in losses:
+            loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def two_forwards_one_backward(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(2):
+        sum(loss_of(model, rank, 5 * step + k) for k in range(2)).backward()
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def a_block_twice(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    model.twice = {1}
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def a_block_skipped(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    losses = []
+    for step, skipped in enumerate([{1}, set(), {0, 2}, {2}]):
+        model.skip = skipped
+        losses.append(step_of(model, opt, rank, step))
+    return losses + state_of(model)
+
+
+def a_block_skipped_and_moved(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """Counters that differ inside a group survive a state dict, and a move to other stages."""
+    model, opt = made(wrap)
+    for step, skipped in enumerate([{1}, {0, 2}, {2}, set()]):
+        if step == 2:
+            states = copy.deepcopy((dict(model.state_dict()), opt.state_dict()))
+            model, opt = made(wrap)
+            model.load_state_dict(states[0])
+            opt.load_state_dict(states[1])
+            if hasattr(opt, "_ringcomm"):
+                stage = ringcomm.stage_of(model)
+                ringcomm.restage(model, opt, (stage + 1) % 4)
+                ringcomm.restage(model, opt, stage)
+        model.skip = skipped
+        step_of(model, opt, rank, step)
+    return state_of(model)
+
+
+def evaluation_between(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    seen = []
+    for step in range(3):
+        seen.append(step_of(model, opt, rank, step))
+        model.eval()
+        with torch.no_grad():
+            seen.append(loss_of(model, rank, 7))
+        seen.append(loss_of(model, rank, 8).detach())  # a graph that nobody uses
+        with torch.inference_mode():
+            seen.append(loss_of(model, rank, 9).clone())
+        model.train()
+    return [x.detach() for x in seen] + state_of(model)
+
+
+def evaluation_between_forward_and_backward(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(2):
+        loss = loss_of(model, rank, step)
+        with torch.no_grad():
+            loss_of(model, rank, 9)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def zero_grad_of_the_model(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        opt.step()
+        model.zero_grad()
+    return state_of(model)
+
+
+def zero_grad_to_zeros(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(4):
+        model.skip = {1} if step else set()  # with a gradient of zero, moments go on
+        loss_of(model, rank, step).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+    return state_of(model)
+
+
+def no_zero_grad(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        opt.step()
+    return state_of(model)
+
+
+def gradients_of_some_forgotten(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        loss_of(model, rank, step + 5).backward()
+        for p in model.blocks[1].parameters():
+            p.grad = None
+        loss_of(model, rank, step + 9).backward()
+        model.inlet.bias.grad = None
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def scheduler_before(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model = tower()
+    opt = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    wrap(model, opt)
+    for step in range(3):
+        step_of(model, opt, rank, step)
+        scheduler.step()
+    return state_of(model)
+
+
+def scheduler_after(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=5)
+    for step in range(3):
+        step_of(model, opt, rank, step)
+        scheduler.step()
+    return state_of(model)
+
+
+def step_with_a_closure(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        losses.append(opt.step(closure).detach())
+    return losses + state_of(model)
+
+
+def several_losses(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    for step in range(3):
+        y = model(batch(rank, step))
+        if step == 0:
+            torch.autograd.backward([y[:, 0].sum(), y[:, 1].pow(2).sum()])
+        else:
+            y[:, 0].sum().backward(retain_graph=True)
+            y[:, 1].pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def gradient_of_the_input(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    seen = []
+    for step in range(2):
+        x = batch(rank, step).requires_grad_()
+        seen += torch.autograd.grad(model(x).pow(2).sum(), x)
+        model(x + 0.1 * seen[-1].sign()).pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return seen + state_of(model)
+
+
+def dict_outputs(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap, "dict")
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def tuple_outputs(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap, "tuple")
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def dataclass_outputs(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap, "dataclass")
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def _failing(model: Tower, rank: int, how: str) -> None:
+    if how == "forward":
+        model.fail_at = 1
+        loss_of(model, rank, 50)
+    else:
+        handle = model.blocks[1].norm.register_forward_hook(lambda module, args, y: _Fails.apply(y))
+        try:
+            loss_of(model, rank, 50).backward()
+        finally:
+            handle.remove()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+def _with_failure(how: str) -> Script:
+    def script(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+        model, opt = made(wrap)
+        losses = []
+        for step in range(3):
+            if step:
+                with pytest.raises(ArithmeticError):
+                    _failing(model, rank, how)
+                model.fail_at = None
+                opt.zero_grad()
+            losses.append(step_of(model, opt, rank, step))
+        return losses + state_of(model)
+
+    return script
+
+
+LOOPS = [
+    ordinary,
+    backward_twice,
+    two_forwards_then_two_backwards,
+    two_forwards_one_backward,
+    a_block_twice,
+    a_block_skipped,
+    a_block_skipped_and_moved,
+    evaluation_between,
+    evaluation_between_forward_and_backward,
+    zero_grad_of_the_model,
+    zero_grad_to_zeros,
+    no_zero_grad,
+    gradients_of_some_forgotten,
+    scheduler_before,
+    scheduler_after,
+    step_with_a_closure,
+    several_losses,
+    gradient_of_the_input,
+    dict_outputs,
+    tuple_outputs,
+    dataclass_outputs,
+]
+
+
+PLACES = [(stage, mb) for mb in (0.0003, 25) for stage in STAGES]  # a group for each block or two, and one for all
+
+
+def on_ranks(script: Script, world_size: int) -> list[list[list[torch.Tensor]]]:
+    """A script's results, by rank and place."""
+
+    def rank(comm: ringcomm.Communicator) -> list[list[torch.Tensor]]:
+        def wrap_at(stage: int, mb: float) -> Wrap:
+            return lambda model, opt: ringcomm.shard(model, opt, stage, comm, bucket_cap_mb=mb)
+
+        return [script(wrap_at(*place), comm.rank) for place in PLACES]
+
+    return ringcomm.run_ranks(rank, world_size, ranks="threads", timeout=20)
+
+
+@pytest.mark.parametrize("script", LOOPS, ids=lambda script: script.__name__)
+def test_a_loop_gives_the_same_bits_at_every_stage(script: Script) -> None:
+    for rank, results in enumerate(on_ranks(script, 3)):
+        for place, result in zip(PLACES, results, strict=True):
+            assert differences_of(results[0], result) == [], f"{place}, rank {rank}"
+
+
+@pytest.mark.parametrize("script", LOOPS, ids=lambda script: script.__name__)
+def test_a_loop_on_one_rank_is_that_of_torch(script: Script) -> None:
+    plain = script(lambda model, opt: None, 0)
+    for result in on_ranks(script, 1)[0]:
+        torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_after_an_exception_training_goes_on_as_if_nothing_had_happened(how: str) -> None:
+    expected = on_ranks(ordinary, 3)
+    found = on_ranks(_with_failure(how), 3)
+    for rank in range(3):
+        for number, place in enumerate(PLACES):
+            assert differences_of(expected[rank][number], found[rank][number]) == [], f"{place}, rank {rank}"
