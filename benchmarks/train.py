@@ -262,8 +262,10 @@ def write(a: argparse.Namespace, text: str, all_of_them: dict[str, Contestant]) 
 NOTE = """One step of every contestant in each turn, in the same processes, on the same batch; a ratio is taken within a
 turn. On a shared machine minimum and maximum tell what else was running, quartiles of the ratio how far to trust it.
 CPU is the time of all threads of a rank: where there is a core for each rank and no more, it is what a step takes when
-nothing else runs, but for waiting. For all contestants alike, glibc keeps freed memory instead of giving it back to the
-system and taking it anew (`MALLOC_TRIM_THRESHOLD_` and others): else a step has 0 to 10 ms of page faults at random."""
+nothing else runs, but for waiting. "Not computing" is what a step is longer than one without communication; it can be
+below 0, as from stage 1 on each rank's optimizer works on a shard. For all contestants alike, glibc keeps freed memory
+instead of giving it back to the system and taking it anew (`MALLOC_TRIM_THRESHOLD_` and others): else a step has 0 to
+10 ms of page faults at random."""
 KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -291,8 +293,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks."""
     a = parse()
-    hidden = ("stages", "append", "bucket_mb", "out")
-    words = [f"--{k.replace('_', '-')} {v}" for k, v in vars(a).items() if k not in hidden]
+    hidden = ("stages", "append", "out")
+    words = [f"--{k.replace('_', '-')} {v}" for k, v in vars(a).items() if k not in hidden and v is not None]
+    words += [] if a.stages == [0, 1, 2, 3] else ["--stages " + "".join(map(str, a.stages))]
     a.command = "python benchmarks/train.py " + " ".join(words)
     os.environ.update(KEEP_MEMORY, OMP_NUM_THREADS="1")
     with socket.socket() as s:

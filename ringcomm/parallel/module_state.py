@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.group import LAST_STAGE
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
 
 Places = dict[int, tuple["FlatGroup", int]]
+_done = WeakTensorKeyDictionary()  # tensors of state dicts that are whole
 
 
 def keep_ordinary_state(flat: FlatModel) -> None:
-    """Puts the hooks on the module that was wrapped."""
-    keep_state_of(flat.module, flat.groups)
+    """Puts the hooks on the module that was wrapped, and on the modules of its units."""
+    for unit in flat.units:
+        for module in unit.modules:
+            keep_state_of(module, flat.groups if module is flat.module else unit.groups)
 
 
 def keep_state_of(module: nn.Module, groups: Sequence[FlatGroup]) -> None:
@@ -43,13 +48,16 @@ def _after_state_dict(
 ) -> None:
     """Puts whole parameters in; a collective from stage 1 on."""
     del metadata
-    wholes: dict[int, torch.Tensor] = {}
-    for group in groups:
-        if group.separate or group.stage == 3:
-            wholes[id(group)] = group.gather_owned(group.master)
+    wholes: dict[FlatGroup, torch.Tensor] = {}
     for name, (group, i) in _names(module, groups, prefix).items():
-        if name in state and id(group) in wholes and not state[name].requires_grad:
-            state[name] = group.part(wholes[id(group)], i)
+        if not (group.separate or group.stage == LAST_STAGE) or name not in state:
+            continue
+        if state[name].requires_grad or state[name] in _done:  # keep_vars; done by a module inside
+            continue
+        if group not in wholes:
+            wholes[group] = group.gather_owned(group.master)
+        state[name] = group.part(wholes[group], i)
+        _done[state[name]] = True
 
 
 def _before_load(
@@ -68,11 +76,14 @@ def _before_load(
             f"load_state_dict: rank {groups[0].ranks.rank} got assign=True, expected parameters to stay where they "
             "are; leave it out"
         )
-    names = _names(module, groups, prefix)
+    named = _names(module, groups, prefix)
+    names = {name: (group, i) for name, (group, i) in named.items() if state.get(name) is not group.params[i]}
     fits = {name: at for name, at in names.items() if name in state and _fits(state[name], at)}
     if len(fits) < sum(name in state for name in names):
         for name in fits:  # nothing is changed where something does not fit
             state[name] = names[name][0].params[names[name][1]]
+        return
+    if not fits:  # done by the module around
         return
     for name, (group, i) in fits.items():
         group.load(i, state[name])

@@ -92,7 +92,11 @@ class ShardedParameter(nn.Parameter):
                 "a whole parameter; call the module, enter ringcomm.whole(module), or use state_dict()"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if name == "detach":  # as state_dict() of an inner module does
+                result = result.as_subclass(cls)
+                result._name = args[0]._name
+            return result
 
 
 def _flat(values: Any) -> list[Any]:

@@ -1,0 +1,90 @@
+"""state_dict() and load_state_dict() of a sharded module and of its parts: ordinary names, shapes and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+
+WORLD = 3
+BF16 = ringcomm.MixedPrecision(torch.bfloat16)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def on_ranks(check: Callable[..., None], stage: int, **options: Any) -> None:
+    models = []
+    for _ in range(WORLD):
+        torch.manual_seed(0)
+        models.append(Net())
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = models[comm.rank]
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        ringcomm.shard(model, None, stage, comm, bucket_cap_mb=0.0002, **options)
+        check(model, expected)
+
+    ringcomm.run_ranks(rank, WORLD, timeout=20)
+
+
+def same(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str = "", times: float = 1) -> None:
+    for name, value in state.items():
+        wanted = expected[prefix + name]
+        assert value.dtype == wanted.dtype, name
+        assert torch.equal(value, wanted * times if value.is_floating_point() else wanted), name
+
+
+def of_the_whole_and_its_parts(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    assert list(model.state_dict()) == list(expected)
+    same(model.state_dict(), expected)
+    same(model.blocks.state_dict(), expected, "blocks.")
+    same(model.blocks[1].state_dict(), expected, "blocks.1.")
+
+
+def into_the_whole_and_its_parts(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    twice = {name: value * 2 if value.is_floating_point() else value for name, value in expected.items()}
+    model.load_state_dict(twice)
+    same(model.state_dict(), twice)
+    model.blocks[2].load_state_dict({name: expected[f"blocks.2.{name}"] * 6 for name in model.blocks[2].state_dict()})
+    same(model.blocks[2].state_dict(), expected, "blocks.2.", 6)
+    same(model.blocks[0].state_dict(), twice, "blocks.0.")
+
+
+def one_that_does_not_fit(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    wrong = {name: value * 2 if "weight" in name else value for name, value in expected.items()}
+    wrong["blocks.2.0.weight"] = wrong["blocks.2.0.weight"][:1]
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.2\.0\.weight"):
+        model.load_state_dict(wrong)
+    kept = {name: value for name, value in model.state_dict().items() if not name.startswith("norm")}
+    same(kept, expected)
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "check", [of_the_whole_and_its_parts, into_the_whole_and_its_parts, one_that_does_not_fit], ids=lambda f: f.__name__
+)
+def test_ordinary(check: Callable[..., None], stage: int, precision: ringcomm.MixedPrecision | None) -> None:
+    on_ranks(check, stage, mixed_precision=precision)
+
+
+def test_what_no_rank_has_whole_is_not_read() -> None:
+    def check(model: nn.Module, _: dict[str, torch.Tensor]) -> None:
+        part = model.blocks[0][0].state_dict()["weight"]
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"got blocks\.0\.0\.weight, whose values are in"):
+            part.sum()
+
+    on_ranks(check, 3)
