@@ -29,17 +29,18 @@ class Net(nn.Module):
 
 
 def bits(x: torch.Tensor) -> bytes:
-    return x.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def train(comm: ringcomm.Communicator, model: nn.Module, stage: int, precision: Any) -> Outcome:
+def train(comm: ringcomm.Communicator, model: nn.Module, stage: int, precision: Any, offload: bool = False) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.002, mixed_precision=precision)
+    ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.002, mixed_precision=precision, offload=offload)
+    place = next(model.parameters()).device
     losses = []
     for step in range(3):
         for part in range(2):
             generator = torch.Generator().manual_seed(100 * step + 10 * part + comm.rank)
-            tokens = torch.randint(17, (2, 5), generator=generator)
+            tokens = torch.randint(17, (2, 5), generator=generator).to(place)
             loss = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten().roll(1))
             if part == 0:
                 with ringcomm.no_sync(model):
@@ -51,6 +52,24 @@ def train(comm: ringcomm.Communicator, model: nn.Module, stage: int, precision: 
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: bits(value) for name, value in model.state_dict().items()}
+
+
+def train_on(comm: ringcomm.Communicator, stage: int, dtype: str, place: str, offload: bool = False) -> Outcome:
+    """The same in a process of its own, on torch's device ``place``."""
+    torch.manual_seed(0)
+    precision = ringcomm.MixedPrecision(getattr(torch, dtype)) if dtype else None
+    return train(comm, Net().to(place), stage, precision, offload)
+
+
+def every_stage(comm: ringcomm.Communicator, place: str) -> int:
+    """Trains at every stage; how many runs had the bits of stage 0."""
+    same = 0
+    for dtype in ("", "bfloat16"):
+        expected = train_on(comm, 0, dtype, place)
+        for stage in (1, 2, 3):
+            assert train_on(comm, stage, dtype, place) == expected, f"stage {stage} {dtype} differs from stage 0"
+            same += 1
+    return same
 
 
 def outcome(world_size: int, stage: int, device: str, precision: Any) -> list[Outcome]:

@@ -87,13 +87,18 @@ class Ranks:
         )
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a while; `give` it back."""
+        """Memory for a while; `give` it back. What is lent out at most stays, for the next time."""
         nbytes = numel * dtype.itemsize
         fits = [each for each in self._free if each.numel() >= nbytes and each.device == device]
         if fits:
             raw = min(reversed(fits), key=torch.Tensor.numel)  # of equals the one used last, which caches still hold
             self._free = [each for each in self._free if each is not raw]
         else:
+            small = [each for each in self._free if each.device == device]
+            if small:  # grows, in place of one more
+                largest = max(small, key=torch.Tensor.numel)
+                self._free = [each for each in self._free if each is not largest]
+                self.pool_nbytes -= largest.numel()
             raw = self.empty(nbytes, torch.uint8, device)
             self.pool_nbytes += nbytes
         lent = raw[:nbytes].view(dtype)
