@@ -11,6 +11,7 @@ scheme that came before: all gradients to one rank, and back.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.join import join
 from ringcomm.parallel.module_state import keep_ordinary_state
+from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import (
     Recipe,
     facts_of,
@@ -33,7 +35,7 @@ from ringcomm.parallel.partition import (
     measured_bucket_bytes,
     named_parameters,
 )
-from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.precision import MixedPrecision, precision_of
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
 
 if TYPE_CHECKING:
@@ -50,8 +52,9 @@ class DistributedDataParallel(nn.Module):
     Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Every rank
     makes the same number of backward passes outside ``no_sync`` unless it is inside ``join``. A parameter that a pass
     does not use counts as a zero gradient; one that no rank uses keeps ``grad`` as it was. The optimizer is an ordinary
-    one over ``parameters()``. ``ringcomm.shard(model, optimizer)`` attaches it where its state is to be moved with
-    `ringcomm.restage` or kept alike by ``join``, and is needed with a ``param_dtype`` of ``mixed_precision``.
+    one over ``parameters()``; with a ``param_dtype`` of ``mixed_precision`` it works on the master weights from its
+    first step on. ``ringcomm.shard(model, optimizer)`` attaches it where its state is to be moved with
+    `ringcomm.restage` or kept alike by ``join``.
 
     Args:
         module: on its device already. Its parameters become views of flat buffers, in contiguous memory.
@@ -71,7 +74,8 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view, batched_grad_copy: accepted, and not needed: gradients are views of the buckets.
         check_reduction: accepted and without a meaning, as in torch.
         delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
-        mixed_precision: ringcomm.MixedPrecision, or torch's.
+        mixed_precision: ringcomm.MixedPrecision, or torch's. In torch's a ``reduce_dtype`` of None is read as torch
+            reads it, ``param_dtype``; in ours it is the master weights' type.
         device_mesh: of one axis, in place of ``process_group``.
         forward_sync_buffers: as ``broadcast_buffers``, for the forward passes alone; it goes before.
         device_ids: None, or the module's one device; inputs are moved there.
@@ -120,7 +124,8 @@ class DistributedDataParallel(nn.Module):
         self._inputs_to = _device_of(module, ranks.rank, device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
-        flat = _flat(module, ranks, bucket_cap_mb, _precision(mixed_precision), sends, init_sync)
+        precision = precision_of(mixed_precision or MixedPrecision(), CALL, "mixed_precision")
+        flat = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
             flat.send_buffers()
         self._flat = flat
@@ -250,21 +255,6 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
     return next(iter(here.values())) if device_ids else None
 
 
-def _precision(given: Any) -> MixedPrecision:
-    if given is None or isinstance(given, MixedPrecision):
-        return given or MixedPrecision()
-    if not hasattr(given, "param_dtype"):
-        raise InvalidArgumentError(
-            f"{CALL}: got mixed_precision={type(given).__name__}, expected ringcomm.MixedPrecision; pass that"
-        )
-    if getattr(given, "buffer_dtype", None) is not None:
-        raise UnsupportedError(
-            f"{CALL}: got mixed_precision with buffer_dtype={given.buffer_dtype}, expected none: buffers keep their "
-            "type; leave it out"
-        )
-    return MixedPrecision(given.param_dtype, given.reduce_dtype)
-
-
 def _flat(
     module: nn.Module,
     ranks: Ranks,
@@ -281,7 +271,7 @@ def _flat(
             "one; call the module itself"
         )
     if init_sync:
-        ranks.agree(CALL, facts_of(module))
+        ranks.agree(CALL, [*facts_of(module), f"{bucket_cap_mb=}, {precision}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
     recipe = Recipe(
         ranks=ranks,
@@ -298,6 +288,8 @@ def _flat(
     unit = recipe.unit("", [module], params, False)
     flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
     keep_ordinary_state(flat)
+    if any(group.separate for group in flat.groups):
+        watch_optimizers()
     return flat
 
 
@@ -319,9 +311,16 @@ class NaiveDataParallel(nn.Module):
         self._sync, self._waiting = True, False
         for x in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(x.detach(), 0)
+        arrived = weakref.WeakMethod(self._arrived)  # the garbage collector does not see what these hooks hold
+
+        def hook(p: torch.Tensor) -> None:
+            alive = arrived()
+            if alive is not None:
+                alive(p)
+
         for p in module.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._arrived)
+                p.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

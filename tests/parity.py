@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -249,6 +250,22 @@ def train_alone(case: Case, steps: int = 3) -> Result:
             losses.append(loss.detach())
         norms += update(case, opt, params, scaler, torch.nn.utils.clip_grad_norm_)
     return Result(torch.stack(losses), dict(model.state_dict()), opt.state_dict(), norms)
+
+
+@contextlib.contextmanager
+def background_is(value: bool) -> Iterator[None]:
+    """Ranks whose collectives run in the background, or not, whatever the machine; entered once for all threads."""
+    from ringcomm.parallel import ranks
+
+    made = ranks.Ranks.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.background = value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.Ranks, "__init__", init)
+        yield
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------

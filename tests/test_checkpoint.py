@@ -232,6 +232,68 @@ def test_a_parameter_that_was_used_late_keeps_its_count_of_steps(tmp_path: Path,
         assert steps == {5, 3}
 
 
+class Sometimes(Net):
+    """Has layers that are used in every second, third, ... pass alone, between others that travel with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.ModuleList(nn.Linear(10, 10) for _ in range(5))
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        used = [layer for every, layer in enumerate(self.side, 2) if self.passes % every == 0]
+        return super().forward(x) + sum(torch.tanh(layer(self.embed(x))).mean() for layer in used)
+
+
+def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+
+
+def nadam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=1e-2)
+
+
+def steps_of(found: dict[str, Any]) -> list[int]:
+    """The counters of the weights in `side`."""
+    names = [n for n, p in Sometimes().named_parameters() if p.requires_grad and p.numel() and p.ndim > 1]
+    return [int(found.get(f"{names.index(f'side.{k}.weight')}.step", 0)) for k in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "buckets", "settings"),
+    [
+        ((0, 3), (25.0, 25.0), {}),
+        ((3, 1), (0.0001, 25.0), {"mixed_precision": MixedPrecision(torch.bfloat16)}),
+        ((1, 2), (25.0, 25.0), {"make": nadam}),
+        ((2, 0), (25.0, 25.0), {"make": momentum}),
+        ((2, 3), (25.0, 0.0001), {"make": adafactor}),
+    ],
+    ids=["0-3", "3-1 bf16", "1-2 NAdam", "2-0 momentum", "2-3 Adafactor"],
+)
+def test_parameters_used_in_some_steps_keep_counters_of_their_own(
+    tmp_path: Path, stages: tuple[int, int], buckets: tuple[float, float], settings: dict[str, Any]
+) -> None:
+    counted = settings.get("make") is not momentum
+    there = saved(tmp_path / "c", 3, stages[0], 4, model=Sometimes, bucket_cap_mb=buckets[0], **settings)
+    assert steps_of(there[0]) == [2 * counted, 1 * counted, 1 * counted, 0, 0]
+    others = loaded(tmp_path / "c", 2, stages[1], model=Sometimes, bucket_cap_mb=buckets[1], **settings)
+    assert differing(there[0], others[0]) == []
+
+    def go_on(model: nn.Module, optimizer: Any, comm: Any) -> Any:
+        for number in (8, 9):
+            step(model, optimizer, comm.rank, number)  # so that it has counters, others than the checkpoint's
+        checkpoint.load(tmp_path / "c", model, optimizer)
+        return train(4, 7)(model, optimizer, comm)
+
+    resumed = ranks(3, stages[1], go_on, seed=1, model=Sometimes, bucket_cap_mb=buckets[1], **settings)
+    straight = ranks(3, stages[0], train(0, 7), model=Sometimes, bucket_cap_mb=buckets[0], **settings)
+    for uninterrupted, here in zip(straight, resumed, strict=True):
+        assert torch.equal(uninterrupted.pop("losses")[4:], here.pop("losses"))
+        assert differing(uninterrupted, here) == []
+        assert steps_of(here) == [3 * counted, 2 * counted, 1 * counted, 1 * counted, 1 * counted]
+
+
 def test_restaged_training_saves_and_loads(tmp_path: Path) -> None:
     def body(model: nn.Module, optimizer: Any, comm: Any) -> Any:
         step(model, optimizer, comm.rank, 0)
@@ -303,6 +365,43 @@ def test_a_module_of_fully_shard_goes_on_where_another_stage_was(tmp_path: Path)
     for there, here in zip(ranks(3, 2, train(0, 4)), loaded(tmp_path / "d"), strict=True):
         del there["losses"]
         assert differing(there, here) == []
+
+
+def test_the_optimizers_state_of_ignored_parameters_comes_back(tmp_path: Path) -> None:
+    def with_foreign(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*groups_of(model), {"params": [nn.Parameter(torch.zeros(7))]}])
+
+    def body(comm: Any, made: tuple[nn.Module, Any], first: int) -> Any:
+        model: Any = made[0]
+        fully_shard(model, comm=comm, ignored_params={model.cube, model.scale})
+        optimizer = adamw(groups_of(model))
+        if first:
+            checkpoint.load(tmp_path / "c", model, optimizer)
+        for number in range(first, 4):
+            x = torch.randint(13, (6,), generator=torch.Generator().manual_seed(100 * number + comm.rank))
+            nn.functional.cross_entropy(model(x), x.roll(1)).backward()
+            comm.all_reduce(model.cube.grad, "avg")  # and the other stays the rank's own
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                checkpoint.save(tmp_path / "c", model, optimizer)
+                with pytest.raises(InvalidArgumentError, match=r"of shape \(7,\) that is not the module's"):
+                    checkpoint.save(tmp_path / "d", model, with_foreign(model))
+        return result(model, optimizer)
+
+    made = [plain() for _ in range(3)], [plain(1) for _ in range(3)]
+    straight = run(3, lambda comm: body(comm, made[0][comm.rank], 0))
+    resumed = run(3, lambda comm: body(comm, made[1][comm.rank], 2))
+    assert "scale" in differing(straight[0], straight[1])
+    for there, here in zip(straight, resumed, strict=True):
+        assert differing(there, here) == []
+
+    def go_on(model: nn.Module, optimizer: Any, comm: Any) -> Any:
+        checkpoint.load(tmp_path / "c", model, optimizer)  # where nothing is ignored
+        return optimizer.state_dict()["state"]
+
+    for state in ranks(2, 2, go_on, seed=1):
+        assert {float(each["step"]) for each in state.values()} == {2.0}
 
 
 def hybrid(path: str, first: int, last: int, resume: bool) -> dict[str, Any]:
@@ -623,6 +722,15 @@ def test_what_is_not_sharded_is_refused(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / "c", nn.ModuleList([model, nn.Linear(2, 2)]))
 
     ranks(2, 2, body)
+    made = [plain()[0] for _ in range(2)]
+
+    def with_zero(comm: Any) -> None:
+        model = ringcomm.DistributedDataParallel(made[comm.rank], comm)
+        dealt_out = ringcomm.ZeroRedundancyOptimizer(groups_of(model), torch.optim.AdamW, comm=comm)
+        with pytest.raises(ringcomm.UnsupportedError, match="a ZeroRedundancyOptimizer, which holds its state itself"):
+            checkpoint.save(tmp_path / "c", model, dealt_out)
+
+    run(2, with_zero)
     assert list(tmp_path.iterdir()) == []
 
 

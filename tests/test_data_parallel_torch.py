@@ -215,27 +215,30 @@ def test_mixed_precision_of_ours_and_of_torch() -> None:
         MixedPrecision(torch.bfloat16, torch.float32),
         _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
-    models = [[make(), make()] for _ in range(WORLD)]
+    models = [[make() for _ in range(3)] for _ in range(WORLD)]
 
     def rank(comm: ringcomm.Communicator) -> list[Values]:
         found = []
-        for module, precision in zip(models[comm.rank], precisions, strict=True):
+        for module, precision in zip(models[comm.rank][:2], precisions, strict=True):
             model = DistributedDataParallel(module, comm, mixed_precision=precision)
-            _, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            assert optimizer is not None
-            train(model, comm.rank, 3, optimizer)
+            train(model, comm.rank, 3)  # an optimizer that nobody has attached
             assert module[0].weight.dtype == torch.bfloat16
             found.append({name: x for name, x in values(model).items() if "running" not in name})
-        loss_of(model, comm.rank, 0).backward()
-        with pytest.raises(InvalidArgumentError, match=r"the optimizer that ringcomm\.shard returned"):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        module = models[comm.rank][2]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        shard(module, optimizer, 3, comm, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+        train(module, comm.rank, 3, optimizer)
+        found.append({f"module.{name}": x for name, x in values(module).items() if "running" not in name})
+        model = DistributedDataParallel(make(), comm, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+        assert {bucket.types.wire for bucket in model.buckets} == {torch.bfloat16}  # torch's None
         with pytest.raises(UnsupportedError, match="buffer_dtype"):
             DistributedDataParallel(make(), comm, mixed_precision=_MixedPrecision(buffer_dtype=torch.bfloat16))
         return found
 
     results = on_ranks(rank)
-    for ours, theirs in results:
+    for ours, theirs, sharded in results:
         assert equal(ours, theirs)
+        assert equal(ours, sharded)
         assert equal(ours, results[0][0])
         assert ours["module.0.weight"].dtype == torch.float32
 
@@ -367,7 +370,7 @@ def _uneven_with_one_batch_norm() -> tuple[Values, Values]:
     with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
         theirs(batch(rank, 0))
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    normed = SyncBatchNorm.convert(make(), DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh).comm)
+    normed = SyncBatchNorm.convert(make())  # over the default group
     model = DistributedDataParallel(normed, process_group=mesh.get_group())
     train(model, rank)
     return joined, values(model.module)

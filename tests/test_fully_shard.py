@@ -381,6 +381,34 @@ def test_one_optimizer_over_sharded_ignored_and_frozen_parameters() -> None:
             assert [k for k, v in values.items() if not torch.equal(v, its["state"][every[i]][k])] == []
 
 
+@pytest.mark.parametrize("of", ["module", "parameters", "optimizer"])
+def test_ignored_parameters_are_clipped_with_the_others(of: str) -> None:
+    def composed(comm: Any, model: Any) -> tuple[Any, ...]:
+        fully_shard(model, comm=comm, ignored_params=set(model.norm.parameters()))
+        optimizer = torch.optim.SGD(trained(model), lr=0.5)
+        loss_of(model, comm.rank, 0).backward()
+        for p in model.norm.parameters():
+            comm.all_reduce(p.grad, "avg")
+        shard(model, optimizer)
+        what = {"module": model, "parameters": trained(model), "optimizer": optimizer}[of]
+        norm = ringcomm.clip_grad_norm_(what, 0.01)
+        optimizer.step()
+        return norm, model.state_dict()
+
+    def plain(comm: Any, model: Any) -> tuple[Any, ...]:
+        optimizer = torch.optim.SGD(trained(model), lr=0.5)
+        shard(model, optimizer, 3, comm)
+        loss_of(model, comm.rank, 0).backward()
+        norm = ringcomm.clip_grad_norm_(model, 0.01)
+        optimizer.step()
+        return norm, model.state_dict()
+
+    for (norm, weights), (found, its) in zip(on_ranks(plain), on_ranks(composed), strict=True):
+        assert norm > 0.1
+        assert torch.equal(norm, found)
+        assert [k for k in weights if not torch.equal(weights[k], its[k])] == []
+
+
 def test_checkpointing_leaves_the_order_of_reductions() -> None:
     def rank(comm: Any, model: Any) -> tuple[list[str], int]:
         nested(comm, model)
@@ -552,6 +580,15 @@ REFUSED = {
         "parameters of 3 modules of fully_shard",
     ),
 }
+
+
+@pytest.mark.parametrize("options", [{"atom": "tensor"}, {"offload_policy": True}, {"broadcast_buffers": False}])
+def test_ranks_that_ask_for_different_things_are_told(options: dict[str, Any]) -> None:
+    def rank(comm: Any, model: Any) -> None:
+        with pytest.raises(ringcomm.MismatchError, match=rf"fully_shard: rank {comm.rank} got MixedPrecision.* has "):
+            fully_shard(model, comm=comm, **(options if comm.rank == 1 else {}))
+
+    on_ranks(rank)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -269,6 +269,20 @@ def test_no_more_than_a_message_a_phase_while_all_have_input() -> None:
         assert groups > 4
 
 
+def test_another_module_over_the_same_ranks_is_refused() -> None:
+    models = [[make(), make()] for _ in range(3)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        one, other = (ringcomm.fully_shard(model, comm=comm) for model in models[comm.rank])
+        with join(one):
+            loss_of(one, comm.rank, 0).backward()
+            with pytest.raises(UnsupportedError, match=f"rank {comm.rank} is inside of join for another module"):
+                loss_of(other, comm.rank, 0)
+        loss_of(other, comm.rank, 0).backward()
+
+    on_ranks(rank, 3)
+
+
 def test_disabled_it_does_nothing() -> None:
     models = [make() for _ in range(3)]
 
@@ -336,6 +350,31 @@ def test_what_cannot_join_is_refused() -> None:
         normed, _ = shard(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), None, 0, comm)
         with pytest.raises(UnsupportedError, match="SyncBatchNorm 1"), join(normed):
             pass
+
+    on_ranks(rank, 3)
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> None:
+    with join(model):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+
+def test_an_optimizer_that_a_rank_has_never_stepped_is_told() -> None:
+    models = [make() for _ in range(3)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = ringcomm.fully_shard(models[comm.rank], comm=comm)
+        optimizer = optimizer_of(model.parameters())
+        if comm.rank == 1:
+            with pytest.raises(InvalidArgumentError, match=r"rank 1 has joined before the first step .* call"):
+                run(model, optimizer, comm.rank, 0)
+            comm.abort()
+        else:
+            with pytest.raises(RingcommError):
+                run(model, optimizer, comm.rank, 2)
 
     on_ranks(rank, 3)
 

@@ -6,12 +6,11 @@ import contextlib
 import copy
 import gc
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from parity import OPTIMIZERS, Case, Net, loss_of, net, optimizer_of, tokens_of
+from parity import OPTIMIZERS, Case, Net, background_is, loss_of, net, optimizer_of, tokens_of
 from torch import nn
 
 import ringcomm
@@ -88,8 +87,7 @@ def test_plan_is_what_is_resident_and_what_is_sent(case: Case, how: dict[str, An
 
     def rank(comm: ringcomm.Communicator) -> None:
         for stage in STAGES:
-            with background_is(background):
-                mine, opt, sent = trained(comm, copy.deepcopy(model), case, stage, **how)
+            mine, opt, sent = trained(comm, copy.deepcopy(model), case, stage, **how)
             held = memory(mine)
             assert held == memory(mine, opt)
             again = copy.deepcopy(model)
@@ -105,23 +103,8 @@ def test_plan_is_what_is_resident_and_what_is_sent(case: Case, how: dict[str, An
                 assert dict(each.traffic) == sent, f"stage {stage}, rank {comm.rank}, {name}"
             assert all(p.grad is None for p in again.parameters())
 
-    everywhere(case.world_size, rank)
-
-
-@contextlib.contextmanager
-def background_is(value: bool) -> Iterator[None]:
-    """Ranks whose collectives run in the background, or not, whatever the machine."""
-    from ringcomm.parallel import ranks
-
-    made = ranks.Ranks.__init__
-
-    def init(self: Any, *args: Any) -> None:
-        made(self, *args)
-        self.background = value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.Ranks, "__init__", init)
-        yield
+    with background_is(background):
+        everywhere(case.world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -192,6 +175,22 @@ def test_a_plain_model_is_measured_too() -> None:
     model(torch.ones(1, 10)).sum().backward()
     opt.step()
     assert memory(model, opt) == Memory(4 * 55, 0, 4 * 55, 8 * 55 + 8, 0, 0, 0)
+
+
+def test_ignored_parameters_are_planned_too() -> None:
+    def rank(comm: ringcomm.Communicator) -> tuple[Memory, Memory]:
+        model = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 70))
+        ringcomm.fully_shard(model, comm=comm, ignored_params=set(model[0].parameters()))
+        opt = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            opt.zero_grad()
+            model(torch.ones(1, 10)).sum().backward()
+            opt.step()
+        return memory(model), predict(model, 3, comm.world_size)
+
+    for found, planned in everywhere(3, rank):
+        assert found.optimizer > 8 * 55
+        assert found == planned
 
 
 def test_a_plan_needs_no_memory() -> None:

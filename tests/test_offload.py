@@ -51,6 +51,48 @@ def test_the_same_bits(stage: int, precision: ringcomm.MixedPrecision | None) ->
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_scale_is_out_of_the_norm(stage: int) -> None:
+    """The gradient and its copy in the host's memory are unscaled alike."""
+    models = [[make() for _ in range(WORLD)] for _ in range(2)]
+
+    def rank(comm: ringcomm.Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for offload in (False, True):
+            model = models[offload][comm.rank]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.004, offload=offload)
+            scaler, norms = ringcomm.GradScaler(init_scale=1024.0), []
+            for step in range(3):
+                x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                for _ in range(2):
+                    scaler.scale(model(x).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                norms.append(ringcomm.clip_grad_norm_(model, 0.1))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            found.append([*norms, *(value.clone() for value in model.state_dict().values())])
+        return found
+
+    for plain, offloaded in ringcomm.run_ranks(rank, WORLD, timeout=30):
+        assert all(map(torch.equal, plain, offloaded))
+
+
+def test_what_is_done_to_a_whole_gradient_reaches_the_optimizer() -> None:
+    """At stage 0, whose gradients are whole, as by torch's own clipping."""
+    found = []
+    for offload in (False, True):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, 0, offload=offload)
+        model(torch.ones(2, 24)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_what_the_optimizer_works_on_lies_apart() -> None:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -58,7 +100,8 @@ def test_what_the_optimizer_works_on_lies_apart() -> None:
     model(torch.ones(2, 24)).sum().backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     gradients = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    for p in optimizer.param_groups[0]["params"]:
-        assert p.untyped_storage().data_ptr() not in weights
-        assert p.grad is not None
-        assert p.grad.untyped_storage().data_ptr() not in gradients
+    with optimizer._ringcomm.working():
+        for p in optimizer.param_groups[0]["params"]:
+            assert p.untyped_storage().data_ptr() not in weights
+            assert p.grad is not None
+            assert p.grad.untyped_storage().data_ptr() not in gradients

@@ -16,6 +16,7 @@ from parity import (
     OPTIMIZERS,
     Case,
     Result,
+    background_is,
     cases,
     differences,
     flattened,
@@ -100,6 +101,26 @@ def test_restaging_between_any_two_stages_changes_nothing(precision: str, optimi
     for way, ranks in zip(ways, moved, strict=True):
         for rank, result in enumerate(ranks):
             assert differences(plain[rank], result) == [], f"{way}, rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True),
+        Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True),
+        Case(3, accumulate=3, precision="fp16", clip="inf", tree=True, frozen=True, uneven=True),
+    ],
+    ids=str,
+)
+def test_collectives_beside_the_computation_give_the_same_bits(case: Case) -> None:
+    """As on machines with cores to spare; what is in flight must not be touched."""
+    found = []
+    for background in FLAGS:
+        with background_is(background):
+            found.append(same_at_every_stage(case))
+    for inline, beside in zip(*found, strict=True):
+        for rank, result in enumerate(inline):
+            assert differences(result, beside[rank]) == [], f"rank {rank}"
 
 
 def test_a_different_order_of_addition_would_be_seen() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,7 @@ from parity import differences_of
 from torch import nn
 
 import ringcomm
+from ringcomm.parallel.flat_model import flat_model_of
 
 STAGES = (0, 1, 2, 3)
 _BUILDING = threading.Lock()
@@ -60,11 +64,12 @@ class Tower(nn.Module):
         self.outlet = nn.Linear(6, 2)
         self.skip: set[int] = set()
         self.twice: set[int] = set()
+        self.backwards = False
         self.fail_at: int | None = None
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         x = self.inlet(x)
-        for i, block in enumerate(self.blocks):
+        for i, block in sorted(enumerate(self.blocks), reverse=self.backwards):
             if i == self.fail_at:
                 raise ArithmeticError("in forward")
             for _ in range(0 if i in self.skip else 2 if i in self.twice else 1):
@@ -190,6 +195,30 @@ def a_block_skipped_and_moved(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     return state_of(model)
 
 
+def blocks_backwards(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """As decoders do; one unit may hold several blocks, and so is not run in its order."""
+    model, opt = made(wrap)
+    model.backwards = True
+    return [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
+
+
+def a_block_on_raw_input_and_again(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """Of the first call no input has a gradient."""
+    model, opt = made(wrap)
+    losses = []
+    for step in range(3):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.inlet.forward = lambda _, x=x: x
+        model.twice = {0}
+        loss = loss_of(model, rank, step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return losses + state_of(model)
+
+
 def evaluation_between(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     model, opt = made(wrap)
     seen = []
@@ -293,6 +322,40 @@ def step_with_a_closure(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     return losses + state_of(model)
 
 
+def step_with_a_closure_that_skips(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """What the closure leaves out is left out of its step, and what it does not has a state from then on."""
+    model, opt = made(wrap)
+    states = []
+    for step, skipped in enumerate([{1}, {0}]):
+        model.skip = skipped
+
+        def closure(step: int = step) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        opt.step(closure=closure)
+        states.append(torch.tensor(len(opt.state_dict()["state"])))
+    return states + state_of(model)
+
+
+def graphs_of_gradients(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """With create_graph autograd does not add in place."""
+    model, opt = made(wrap)
+    for step in range(2):
+        for k in range(3):
+            with ringcomm.no_sync(model) if k < 2 and ringcomm_has(model) else contextlib.nullcontext():
+                loss_of(model, rank, 3 * step + k).backward(create_graph=True)
+        opt.step()
+        opt.zero_grad()
+    return state_of(model)
+
+
+def ringcomm_has(model: nn.Module) -> bool:
+    return hasattr(model.outlet.weight, "_ringcomm")
+
+
 def several_losses(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     model, opt = made(wrap)
     for step in range(3):
@@ -380,6 +443,8 @@ LOOPS = [
     a_block_twice,
     a_block_skipped,
     a_block_skipped_and_moved,
+    blocks_backwards,
+    a_block_on_raw_input_and_again,
     evaluation_between,
     evaluation_between_forward_and_backward,
     zero_grad_of_the_model,
@@ -389,6 +454,8 @@ LOOPS = [
     scheduler_before,
     scheduler_after,
     step_with_a_closure,
+    step_with_a_closure_that_skips,
+    graphs_of_gradients,
     several_losses,
     gradient_of_the_input,
     dict_outputs,
@@ -433,3 +500,89 @@ def test_after_an_exception_training_goes_on_as_if_nothing_had_happened(how: str
     for rank in range(3):
         for number, place in enumerate(PLACES):
             assert differences_of(expected[rank][number], found[rank][number]) == [], f"{place}, rank {rank}"
+
+
+# ---- ranks that do not do the same ---------------------------------------------------------------------------------
+
+
+def a_block_skipped_by_one_rank(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    losses = []
+    for step in range(3):
+        model.skip = {step} if rank == 1 else set()
+        losses.append(step_of(model, opt, rank, step))
+    return losses + state_of(model)
+
+
+def a_graph_that_one_rank_does_not_use(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    model, opt = made(wrap)
+    model.backwards = True
+    losses = []
+    for step in range(3):
+        if rank == 0:
+            model.eval()
+            loss_of(model, rank, 9)
+            model.train()
+        losses.append(step_of(model, opt, rank, step))
+    return losses + state_of(model)
+
+
+def gradients_that_autograd_returns(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """torch.autograd.grad leaves alone what backward has left."""
+    model, opt = made(wrap)
+    seen: list[torch.Tensor] = []
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        seen += torch.autograd.grad(loss_of(model, rank, 7), list(model.parameters()))
+        opt.step()
+        opt.zero_grad()
+    return seen + state_of(model)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [a_block_skipped_by_one_rank, a_graph_that_one_rank_does_not_use, gradients_that_autograd_returns],
+    ids=lambda script: script.__name__,
+)
+def test_up_to_stage_2_a_unit_is_each_ranks_own(script: Script) -> None:
+    """Each block is a unit, of the same size as the others: a wrong order would not be noticed by the engine."""
+
+    def rank(comm: ringcomm.Communicator) -> list[list[torch.Tensor]]:
+        def wrap_at(stage: int) -> Wrap:
+            return lambda model, opt: ringcomm.shard(model, opt, stage, comm, units=Layer, bucket_cap_mb=1)
+
+        return [script(wrap_at(stage), comm.rank) for stage in (0, 1, 2)]
+
+    for number, results in enumerate(ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)):
+        for stage, result in enumerate(results):
+            assert differences_of(results[0], result) == [], f"stage {stage}, rank {number}"
+
+
+def test_ranks_with_different_numbers_of_cores_order_their_collectives_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has cores to spare for collectives sends for parameters earlier."""
+    here = threading.local()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64 if here.rank == 1 else 1))
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        here.rank = comm.rank
+        ordinary(lambda model, opt: ringcomm.shard(model, opt, 3, comm, units=Layer), comm.rank)
+
+    ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
+
+
+def test_nothing_outlives_the_model() -> None:
+    """Buffers, hooks and the optimizer go with the last reference to the module."""
+
+    def rank(comm: ringcomm.Communicator) -> list[Any]:
+        left = []
+        for stage in STAGES:
+            model = tower()
+            opt = sgd(model)
+            ringcomm.shard(model, opt, stage, comm)
+            step_of(model, opt, comm.rank, 0)
+            left += [weakref.ref(each) for each in (model, opt, flat_model_of(model))]
+        return left
+
+    found = ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+    gc.collect()
+    assert [each() for left in found for each in left if each() is not None] == []

@@ -280,6 +280,28 @@ def test_assigning_a_state_dict_is_refused() -> None:
     everywhere(check)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_optimizers_state_of_another_model_changes_nothing(stage: int) -> None:
+    other = nn.Linear(7, 5)
+    foreign = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 7)).sum().backward()
+    foreign.step()
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Linear(4, 3)
+        _, opt = ringcomm.shard(model, torch.optim.AdamW(model.parameters()), stage, comm)
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        before = opt.state_dict()["state"]
+        message = rf"load_state_dict: rank {comm.rank} got exp_avg of weight of shape \(5, 7\), expected \(3, 4\)"
+        with pytest.raises(ringcomm.ShapeError, match=message):
+            opt.load_state_dict(foreign.state_dict())
+        after = opt.state_dict()["state"]
+        assert all(torch.equal(value, after[i][key]) for i, state in before.items() for key, value in state.items())
+
+    ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
+
+
 def test_adding_a_parameter_group_is_refused() -> None:
     def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
         with pytest.raises(UnsupportedError, match=f"add_param_group: rank {comm.rank}"):
@@ -384,6 +406,47 @@ def test_other_functions_refuse_what_is_not_wrapped() -> None:
         assert ringcomm.stage_of(wrapped) == 1
 
     alone(rank)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_a_reduction_is_refused_by_name(stage: int) -> None:
+    def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
+        before = state_of(model)
+        with ringcomm.no_sync(model):
+            loss_of(model, comm.rank, 0).backward()
+        with pytest.raises(InvalidArgumentError, match=r"gradient of .* that was not reduced, .* outside of no_sync"):
+            opt.step()
+        assert all(map(torch.equal, before, state_of(model)))
+        opt.zero_grad()
+        model.outlet.bias.grad = torch.ones(2)
+        with pytest.raises(InvalidArgumentError, match=r"gradient of outlet.bias that was not reduced"):
+            opt.step()
+        opt.zero_grad()
+        step_of(model, opt, comm.rank, 0)
+
+    everywhere(check, stages=(stage,))
+
+
+def test_a_gradient_in_place_of_the_reduced_one_is_taken_or_refused_by_name() -> None:
+    def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        model.outlet.bias.grad = torch.zeros(2)
+        before = state_of(model)[-2:]
+        for group in opt.param_groups:
+            group["weight_decay"] = 0.0
+        if ringcomm.stage_of(model) == 0:
+            opt.step()
+            weight, bias = state_of(model)[-2:]
+            assert not torch.equal(weight, before[0])
+            assert torch.equal(bias, before[1])
+            return
+        for use in (opt.step, lambda: ringcomm.clip_grad_norm_(model, 1.0)):
+            with pytest.raises(InvalidArgumentError, match=r"another tensor as the gradient of outlet.bias"):
+                use()
+        opt.zero_grad()
+        step_of(model, opt, comm.rank, 0)
+
+    everywhere(check, world_size=3)
 
 
 # ---- one rank alone ------------------------------------------------------------------------------------------------

@@ -115,6 +115,16 @@ def test_low_precision_is_normalised_in_float32() -> None:
     torch.testing.assert_close(found, nn.BatchNorm1d(5)(torch.cat(parts).float()).detach().to(torch.bfloat16))
 
 
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        x = torch.randn(3, 5, requires_grad=True)
+        (grad,) = torch.autograd.grad(SyncBatchNorm(5, comm=comm)(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+    on_ranks(rank)
+
+
 def test_bad_input_is_refused() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         norm = SyncBatchNorm(5, comm=comm)

@@ -154,6 +154,13 @@ def test_state_goes_to_one_rank_and_comes_back() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         with pytest.raises(ringcomm.InvalidArgumentError, match=r"groups of \[1\] parameters, expected \[4, 6\]"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+        before = [value for state in optimizer.optim.state.values() for value in state.values()]
+        wrong = copy.deepcopy(half_way)
+        wrong["state"][1]["exp_avg"] = torch.zeros(3, 2)
+        with pytest.raises(ringcomm.ShapeError, match=r"got exp_avg of parameter 1 of shape \(3, 2\), expected"):
+            optimizer.load_state_dict(wrong)
+        after = [value for state in optimizer.optim.state.values() for value in state.values()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
 
     on_ranks(rank)
 
@@ -198,8 +205,7 @@ def _moved(comm: Any, model: Any) -> None:
     optimizer = ZeroRedundancyOptimizer(
         model.first.parameters(), torch.optim.SGD, comm=comm, parameters_as_bucket_view=True
     )
-    for p in model.parameters():
-        p.data = p.data.clone()
+    model.first.bias.data = model.first.bias.data.clone()  # which the last rank updates alone
     optimizer.step()
 
 
@@ -213,11 +219,24 @@ def _sharded(comm: Any, model: Any) -> Any:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm)
 
 
+def _master(comm: Any, model: Any) -> Any:
+    half = ringcomm.MixedPrecision(torch.bfloat16)
+    wrapped = ringcomm.DistributedDataParallel(model.first, comm, mixed_precision=half)
+    return ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, comm=comm)
+
+
+def _twice(comm: Any, model: Any) -> Any:
+    optimizer = ZeroRedundancyOptimizer(model.first.parameters(), torch.optim.SGD, comm=comm)
+    return ringcomm.shard(model.first, optimizer, 0, comm)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "strided": (_strided, "got a parameter of shape \\(4, 3\\) and strides"),
     "moved": (_moved, "in other memory"),
     "other": (_other, r"a parameter of shape \(\d,\)"),
     "sharded": (_sharded, "in flat buffers already, at stage 2"),
+    "master": (_master, "in flat buffers already, at stage 0"),
+    "twice": (_twice, "shard: rank . got ZeroRedundancyOptimizer, which deals the parameters out by itself"),
     "overlap": (
         lambda c, m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, overlap_with_ddp=True, comm=c),
         "overlap_with_ddp=True",

@@ -29,8 +29,9 @@ from torch import nn
 from ringcomm import errors
 from ringcomm.errors import EngineError, RingcommError, UnsupportedError
 from ringcomm.parallel.checkpoint_files import Source, Written, beside, finish, write
+from ringcomm.parallel.checkpoint_parts import flat_of
 from ringcomm.parallel.checkpoint_state import ByRank as ByRank
-from ringcomm.parallel.checkpoint_state import Loading, Saving, flat_of
+from ringcomm.parallel.checkpoint_state import Loading, Saving
 from ringcomm.parallel.ranks import Ranks, exchange
 
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.checkpoint_files import Names, Outgoing, Source, pack_value, parts_of
-from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.checkpoint_parts import (
+    Held,
+    Piece,
+    Place,
+    Whole,
+    is_alike,
+    names_of,
+    places_of,
+    wholes_of,
+    with_extra_state,
+)
+from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
-from ringcomm.parallel.optimizer import Attached, attached_of
+from ringcomm.parallel.optimizer import Attached
 from ringcomm.parallel.optimizer_state import State
 
 COMMON, EACH = ("ringcomm", "common"), ("ringcomm", "ranks")
@@ -24,127 +35,6 @@ ABOUT, GROUPS, STATE = ("optimizer", "about"), ("optimizer", "param_groups"), ("
 
 class ByRank(dict[int, Any]):
     """A value that differed between the ranks that saved, by rank: what `load` returns at another world size."""
-
-
-# ---- what a model consists of ------------------------------------------------------------------------------------
-
-
-def flat_of(model: nn.Module, call: str) -> FlatModel:
-    flat = flat_model_of(model)
-    if flat is None:
-        raise InvalidArgumentError(
-            f"{call}: got a {type(model).__name__} that is not wrapped, expected what ringcomm.shard returned; use "
-            "torch.distributed.checkpoint for a plain module"
-        )
-    if {*map(id, model.parameters())} != {*map(id, flat.module.parameters())}:
-        raise InvalidArgumentError(
-            f"{call}: rank {flat.ranks.rank} got a {type(model).__name__} with other parameters than those of the "
-            f"{type(flat.module).__name__} that was wrapped, expected the wrapped module; pass what ringcomm.shard "
-            "returned"
-        )
-    return flat
-
-
-class _Place(NamedTuple):
-    group: FlatGroup
-    i: int  # segment
-    names: list[str]  # one, and more of a tied parameter
-
-
-def _places(flat: FlatModel) -> dict[int, _Place]:
-    """By id, the parameters of the flat groups."""
-    found = {id(p): _Place(group, i, [group.names[i]]) for group in flat.groups for i, p in enumerate(group.params)}
-    for name, p in flat.module.named_parameters(remove_duplicate=False):
-        if id(p) in found and name not in found[id(p)].names:
-            found[id(p)].names.append(name)
-    return found
-
-
-class _Whole(NamedTuple):
-    """What every rank has whole: a buffer, an ignored parameter."""
-
-    names: list[str]
-    tensor: torch.Tensor
-
-
-def _wholes(flat: FlatModel, known: dict[int, _Place]) -> list[_Whole]:
-    found: dict[int, _Whole] = {}
-    for prefix, module in flat.module.named_modules(remove_duplicate=False):
-        kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
-        for key, tensor in [*kept.items(), *module._parameters.items()]:
-            if tensor is not None and id(tensor) not in known:
-                found.setdefault(id(tensor), _Whole([], tensor)).names.append(f"{prefix}.{key}" if prefix else key)
-    return list(found.values())
-
-
-def _names(known: dict[int, _Place], wholes: list[_Whole]) -> set[str]:
-    """All names of tensors in a state dict."""
-    return {name for place in known.values() for name in place.names} | {n for each in wholes for n in each.names}
-
-
-def _with_extra_state(flat: FlatModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that have get_extra_state, by the name of what it gives."""
-    for prefix, module in flat.module.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
-
-
-@dataclass
-class _Piece:
-    """A parameter of the optimizer: elements of a flat group."""
-
-    group: FlatGroup
-    start: int
-    end: int
-    segments: tuple[int, ...]
-    param: torch.Tensor
-
-
-@dataclass
-class _Held:
-    """An optimizer's parameters: as pieces of flat groups, and by name for each of its groups.
-
-    Attributes:
-        attached: None of a plain optimizer.
-    """
-
-    pieces: list[_Piece] = field(default_factory=list)
-    names: list[list[str]] = field(default_factory=list)
-    attached: Attached | None = None
-
-    def has_state(self, group: FlatGroup, i: int) -> bool:
-        """Whether a parameter ever had a gradient: one that travels with others has zeros then, which do not count."""
-        return self.attached is None or i in self.attached._stepped[group]
-
-    @staticmethod
-    def of(flat: FlatModel, optimizer: torch.optim.Optimizer | None, call: str) -> _Held:
-        if optimizer is None:
-            return _Held()
-        attached = attached_of(optimizer, call)
-        if attached is not None and attached in flat.optimizers:
-            pieces = [_Piece(e.group, e.start, e.end, e.segments, e.param) for e in attached.entries]
-            names = [[group.names[i] for group, i in places] for places in attached.places]
-            return _Held(pieces, names, attached)
-        known = _places(flat)
-        mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        if attached is not None or flat.stage > 0 or not all(place for places in mine for place in places):
-            raise InvalidArgumentError(
-                f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
-                "the one that ringcomm.shard returned with it; pass that"
-            )
-        held = _Held()
-        for group, places in zip(optimizer.param_groups, mine, strict=True):
-            found = [place for place in places if place is not None]
-            held.names.append([place.names[0] for place in found])
-            for p, place in zip(group["params"], found, strict=True):
-                segment = place.group.layout.segments[place.i]
-                held.pieces.append(_Piece(place.group, segment.offset, segment.end, (place.i,), p))
-        return held
-
-
-def _is_alike(key: str, value: Any, piece: _Piece) -> bool:
-    """Whether a state has a value for each element."""
-    return torch.is_tensor(value) and key != "step" and value.shape == piece.param.shape
 
 
 # ---- saving ------------------------------------------------------------------------------------------------------
@@ -164,16 +54,20 @@ class Saving:
         self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], rank: int
     ) -> None:
         self.flat, self.optimizer, self.rank = flat, optimizer, rank
-        self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}}
-        self.known = _places(flat)
-        self.wholes = _wholes(flat, self.known)
+        self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
+        self.known = places_of(flat)
+        self.wholes = wholes_of(flat, self.known)
 
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
-        self.held = _Held.of(self.flat, self.optimizer, "save")
+        self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
-        for name, module in _with_extra_state(self.flat):
+        for name, module in with_extra_state(self.flat):
             self.mine["module"][name] = module.get_extra_state()
+        for name, p in self.held.plain.items():
+            for key, value in self._state(p).items():
+                mine = value.detach().cpu() if torch.is_tensor(value) else value
+                self.mine["optimizer"][".".join((*STATE, name, key))] = mine
         facts = _Facts({}, set(), set())
         for kind, values in self.mine.items():
             for key, value in values.items():
@@ -181,17 +75,17 @@ class Saving:
                 facts.digests[kind, key] = hashlib.sha256(packed).digest()
         self.groups = [{**group, "params": names} for group, names in self._groups()]
         self.packed_groups = pack_value("save", self.rank, "the optimizer's param_groups", self.groups)
-        for piece in self.held.pieces:
-            for key, value in self._state(piece).items():
-                (facts.alike if _is_alike(key, value, piece) else facts.other).add(key)
+        for p in [*(piece.param for piece in self.held.pieces), *self.held.plain.values()]:
+            for key, value in self._state(p).items():
+                (facts.alike if is_alike(key, value, p) else facts.other).add(key)
         return facts
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self.optimizer is not None:
             yield from zip(self.optimizer.param_groups, self.held.names, strict=True)
 
-    def _state(self, piece: _Piece) -> State:
-        return {} if self.optimizer is None else self.optimizer.state.get(piece.param, {})
+    def _state(self, param: torch.Tensor) -> State:
+        return {} if self.optimizer is None else self.optimizer.state.get(param, {})
 
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
         """This rank's share of everything."""
@@ -201,7 +95,7 @@ class Saving:
             self._optimizer_state(out)
         keys = sorted({key for facts in everyone for key in facts.digests})
         differing = [key for key in keys if len({facts.digests.get(key) for facts in everyone}) > 1]
-        own: dict[str, dict[str, Any]] = {"extra": {}, "module": {}}
+        own: dict[str, dict[str, Any]] = {kind: {} for kind in self.mine}
         for kind, key in differing:
             if key in self.mine[kind]:
                 own[kind][key] = self.mine[kind][key]
@@ -228,11 +122,11 @@ class Saving:
             start, end = group.layout.shard_range(self.flat.ranks.rank)
             spans = _spans(group, max(start, piece.start), min(end, piece.end))
             spans = [each for each in spans if self.held.has_state(group, each[0])]
-            for key, value in self._state(piece).items():
+            for key, value in self._state(piece.param).items():
                 for i, first, last in spans:
                     segment = group.layout.segments[i]
                     path = (*STATE, segment.name, key)
-                    if _is_alike(key, value, piece):
+                    if is_alike(key, value, piece.param):
                         values = value.reshape(-1)[first - piece.start : last - piece.start]
                         out.tensor(path, segment.shape, values, first - segment.offset)
                     elif first == segment.offset:  # of all that have it, one writes
@@ -255,7 +149,7 @@ class Saving:
         for each in self.wholes:
             out.tensor((each.names[0],), each.tensor.shape, each.tensor)
             out.aliases[each.names[0]] = each.names[1:]
-        for name, _ in _with_extra_state(self.flat):
+        for name, _ in with_extra_state(self.flat):
             out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
         about = {"version": 1, "world_size": self.flat.ranks.data_world_size, "stage": self.flat.stage, "extra": extra}
@@ -264,6 +158,9 @@ class Saving:
             kind = {"class": type(self.optimizer).__name__, "alike": alike}
             out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
             out.value(GROUPS, self.packed_groups)
+        for name, p in self.held.plain.items():
+            for key, value in self._state(p).items():
+                self._other(out, (*STATE, name, key), value)
 
 
 def _spans(group: FlatGroup, start: int, end: int) -> list[tuple[int, int, int]]:
@@ -285,7 +182,7 @@ class Loading:
         self.masters: list[torch.Tensor] = []
         self.wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.extra_states: list[tuple[nn.Module, Any]] = []
-        self.states: list[tuple[_Piece, State]] = []
+        self.states: list[tuple[torch.Tensor, State]] = []
         self.hyperparameters: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
         self.attached: Attached | None = None
@@ -300,10 +197,10 @@ class Loading:
         """Into memory of its own, whatever is wrong is found here."""
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
-        known = _places(self.flat)
-        wholes = _wholes(self.flat, known)
-        stateful = dict(_with_extra_state(self.flat))
-        self._refuse_unknown({*_names(known, wholes), *stateful})
+        known = places_of(self.flat)
+        wholes = wholes_of(self.flat, known)
+        stateful = dict(with_extra_state(self.flat))
+        self._refuse_unknown({*names_of(known, wholes), *stateful})
         self._read_masters(known)
         for each in wholes:
             self._read_whole(each, own.get("module", {}))
@@ -312,7 +209,7 @@ class Loading:
                 raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
             self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
         if self.optimizer is not None:
-            self._read_optimizer(self.optimizer)
+            self._read_optimizer(self.optimizer, own.get("optimizer", {}))
 
     def _read_extra(self) -> dict[str, dict[str, Any]]:
         """Fills `extra`; returns what was this rank's own."""
@@ -339,7 +236,7 @@ class Loading:
             if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
                 raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
 
-    def _read_masters(self, known: dict[int, _Place]) -> None:
+    def _read_masters(self, known: dict[int, Place]) -> None:
         for group in self.flat.groups:
             master = torch.empty(group.end - group.start, dtype=group.types.master)
             for i, p in enumerate(group.params):
@@ -358,15 +255,15 @@ class Loading:
     def _check(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.source.check(self._name(names), shape, dtype)
 
-    def _read_whole(self, each: _Whole, own: dict[str, Any]) -> None:
+    def _read_whole(self, each: Whole, own: dict[str, Any]) -> None:
         self._check(each.names, tuple(each.tensor.shape), each.tensor.dtype)
         mine = own.get(each.names[0])
         self.wholes.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
 
     # ---- optimizer -----------------------------------------------------------------------------------------------
 
-    def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        held = _Held.of(self.flat, optimizer, "load")
+    def _read_optimizer(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+        held = Held.of(self.flat, optimizer, "load")
         kind = type(optimizer).__name__
         if not self.source.has_value(ABOUT):
             raise self._wrong("a checkpoint without an optimizer", f"one with the state of {kind}")
@@ -382,9 +279,13 @@ class Loading:
                 keys.setdefault(path[2], []).append(path[3])
         if held.attached is not None:  # parameters that were not always trained together have counters of their own
             held.attached.separate(lambda group, i: self._counters(group.names[i], keys, {*about["alike"]}))
-            held = _Held.of(self.flat, optimizer, "load")
+            held = Held.of(self.flat, optimizer, "load")
         for piece in held.pieces:
-            self.states.append((piece, self._read_state(piece, keys, {*about["alike"]})))
+            self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
+        for name, p in held.plain.items():
+            self.states.append(
+                (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
+            )
         self.attached = held.attached
         self.stepped = {
             group: {i for i, name in enumerate(group.names) if name in keys}
@@ -415,7 +316,7 @@ class Loading:
             found.append((key, value if isinstance(value, (int, float)) else None))
         return tuple(found)
 
-    def _read_state(self, piece: _Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
+    def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
         state: State = {}
         group, names = piece.group, piece.group.names
         for i, first, last in _spans(group, piece.start, piece.end):
@@ -440,6 +341,16 @@ class Loading:
                     )
                 state.setdefault(key, value)
         return {key: value.view(piece.param.shape) if key in alike else value for key, value in state.items()}
+
+    def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
+        path = (*STATE, name, key)
+        place = ".".join(path)
+        if place not in self.source.tensors:
+            return own.get(place, self.source.value(path))
+        if key in alike:
+            self.source.check(place, tuple(p.shape), self.source.tensors[place].properties.dtype)
+        value = own[place] if place in own else self.source.tensor(place)
+        return value.to(p.dtype) if key in alike and value.is_floating_point() else value
 
     # ---- into the model ------------------------------------------------------------------------------------------
 
@@ -468,15 +379,13 @@ class Loading:
         for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(hyperparameters)
         settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for piece, state in self.states:
-            optimizer.state.pop(piece.param, None)
+        for param, state in self.states:
+            optimizer.state.pop(param, None)
             if state:
-                group = settings[id(piece.param)]
+                group = settings[id(param)]
                 on_host = not (group.get("capturable") or group.get("fused"))
-                optimizer.state[piece.param] = {
-                    key: value.to(piece.param.device)
-                    if torch.is_tensor(value) and not (key == "step" and on_host)
-                    else value
+                optimizer.state[param] = {
+                    key: value.to(param.device) if torch.is_tensor(value) and not (key == "step" and on_host) else value
                     for key, value in state.items()
                 }
 

@@ -29,6 +29,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a sharded module, its optimizer, or some of the module's parameters. Of plain parameters: torch's.
+            Ignored parameters of `fully_shard` count once, with the first rank's gradient: average theirs before.
         foreach: accepted, and of no effect on sharded parameters.
     Order:   the sum of powers is exact to about 2**-50, whatever the order: its bits depend on the gradients alone.
     Cost:    one pass over this rank's gradients, at stage 0 over its share; two messages of a few bytes.
@@ -39,26 +40,36 @@ def clip_grad_norm_(
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[FlatGroup, set[int]] = {}
-    for p in chosen:
-        _, group, i = p._ringcomm
+    beside = [p for p in chosen if not hasattr(p, "_ringcomm")]
+    for _, group, i in (p._ringcomm for p in chosen if hasattr(p, "_ringcomm")):
         picked.setdefault(group, set()).add(i)
     which = sorted((group.number, i) for group, some in picked.items() for i in some)
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
     for group in flat.order:
-        group.gradient.reconcile()
+        group.gradient.take_in("clip_grad_norm_")
     count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
+    count += sum(p.numel() for p in beside)
     parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
+    plain = [p.grad for p in beside if p.grad is not None]
+    if flat.ranks.rank == flat.ranks.root:
+        parts += plain
     wide = any(group.gradient.dtype == torch.float64 for group in picked)
     dtype = torch.float64 if wide else torch.float32
     norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
+    if beside and flat.ranks.replicas is not None:  # each replica has looked at its own
+        flat.ranks.broadcast(norm)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RingcommError(
             f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
             "step, or pass error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for attached in flat.optimizers:
+        attached.host.refresh()
     for group, some in picked.items():
         _scale(flat, group, some, factor)
+    for grad in plain:
+        grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
 
 
@@ -74,11 +85,12 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
             parameters = [p for group in parameters.param_groups for p in group["params"]]
         else:
             parameters = [group.params[i] for places in attached.places for group, i in places]
+            parameters += [p for plain in attached._plain for p in plain.values()]
     found = list({id(p): p for p in parameters}.values())
     homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
     if not homes:
         return found, None
-    if len(homes) > 1 or any(not hasattr(p, "_ringcomm") for p in found):
+    if len(homes) > 1 or not all(hasattr(p, "_ringcomm") or next(iter(homes.values())).composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"
@@ -110,3 +122,5 @@ def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tens
     for first, last in _ranges(group, some, group.start, group.end):
         for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
             held[first - group.start : last - group.start].mul_(factor.to(held.device, held.dtype))
+    for attached in flat.optimizers:
+        attached.host.note(group)

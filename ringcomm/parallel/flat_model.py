@@ -3,8 +3,8 @@
     stage   parameters   gradients               optimizer   when a group is reduced
     0       whole        whole                   whole       its gradients and those of all groups before it are there
     1       whole        whole until reduced     shard       the same
-    2       whole        shard                   shard       backward has passed its unit
-    3       shard        shard                   shard       the same
+    2       whole        shard                   shard       backward has passed its unit and all before it
+    3       shard        shard                   shard       backward has passed its unit
 
 Every rank reduces in the same order, whatever its own gradients' order of arrival. At the end of a backward pass all is
 reduced and waited for; which parameters no rank has used is agreed with one message of a byte for each.
@@ -13,6 +13,7 @@ reduced and waited for; which parameters no rank has used is agreed with one mes
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,9 +70,12 @@ class FlatModel:
         self.optimizers: list[Attached] = []
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.sync = True
+        self.backwards = 0  # how many there were
         self._scheduled = False  # whether this backward pass has asked for its end
+        self._peeking = False  # whether this pass of autograd may be one of torch.autograd.grad
         self._next = 0  # of `order`: what stages 0 and 1 launch next
         self._arrived: dict[FlatGroup, int] = {}
+        self._passed: set[FlatGroup] = set()  # at stage 2
         self._launched: set[FlatGroup] = set()
         self._in_flight: deque[FlatGroup] = deque()
         self._seen: list[Unit] = []  # units of this forward pass
@@ -84,7 +88,8 @@ class FlatModel:
             for i, p in enumerate(group.params):
                 p._ringcomm = (self, group, i)
                 self._handles.append(p.register_hook(partial(self._before, group)))
-                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._after, group, i)))
+                call = partial(_after_of, weakref.ref(self), group.number, i)
+                self._handles.append(p.register_post_accumulate_grad_hook(call))
         for group in self.groups:
             for p in group.params:
                 p._ringcomm_flat = self
@@ -104,7 +109,14 @@ class FlatModel:
         if self._scheduled:  # the last backward pass raised half-way
             self._abandon()
         self._check()
+        if self.ranks.joining is not None and self.ranks.joining.flat is not self:
+            raise UnsupportedError(
+                f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
+                "that one alone; train this one outside"
+            )
         self._last, self._seen = self._seen or self._last, []
+        for unit in self.units:
+            unit.calls = None
         sends = self.broadcast_buffers and self.sync and self.module.training and torch.is_grad_enabled()
         sends = sends and any(True for _ in self.module.buffers())
         if sends or self.stage == LAST_STAGE:
@@ -157,6 +169,7 @@ class FlatModel:
         """Something of a backward pass has come; its end is to be noticed."""
         if not self._scheduled:
             self._scheduled = True
+            self.backwards += 1
             if self.sync or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -166,6 +179,17 @@ class FlatModel:
         gradient = group.gradient
         if not gradient.opened and group not in self._launched:
             gradient.open()
+            if not (self._scheduled or self._peeking):
+                self._peeking = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._peeked)
+
+    def _peeked(self) -> None:
+        """End of a pass of autograd: one of torch.autograd.grad has added nothing; what was there is shown again."""
+        self._peeking = False
+        if not self._scheduled:
+            for group in self.order:
+                if group.gradient.opened:
+                    group.gradient.close()
 
     def _after(self, group: FlatGroup, i: int, _: torch.Tensor) -> None:
         """A parameter's gradient is complete on this rank."""
@@ -183,11 +207,12 @@ class FlatModel:
         if not self.sync:
             group.gradient.collect()
         elif self.stage < 2:
-            while self._next < len(self.order) and self._complete(self.order[self._next]):
-                self.launch(self.order[self._next])
+            self._launch_while(lambda group: self._arrived.get(group, 0) == len(group.params))
 
-    def _complete(self, group: FlatGroup) -> bool:
-        return self._arrived.get(group, 0) == len(group.params)
+    def _launch_while(self, ready: Callable[[FlatGroup], bool]) -> None:
+        """Launches what is ready, in the order that all ranks keep."""
+        while self._next < len(self.order) and ready(self.order[self._next]):
+            self.launch(self.order[self._next])
 
     def launch(self, group: FlatGroup) -> None:
         """Starts a group's reduction."""
@@ -219,10 +244,14 @@ class FlatModel:
         for group in reversed(unit.groups):
             if not group.trainable or group in self._launched:
                 continue
-            if self.sync:
+            if not self.sync:
+                if group.gradient.opened:
+                    group.gradient.collect()
+            elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.launch(group)
-            elif group.gradient.opened:
-                group.gradient.collect()
+            else:  # a rank may have left some out
+                self._passed.add(group)
+                self._launch_while(self._passed.__contains__)
 
     def _finish(self) -> None:
         """End of backward."""
@@ -278,12 +307,13 @@ class FlatModel:
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
 
     def _reset(self) -> None:
-        self._scheduled, self._next = False, 0
+        self._scheduled, self._peeking, self._next = False, False, 0
+        self._passed.clear()
         self._arrived.clear()
         self._launched.clear()
         self._in_flight.clear()
         for unit in self.units:
-            unit.in_backward, unit.pending = False, 0
+            unit.in_backward, unit.pending, unit.calls = False, 0, None
             if unit.reshard_after_backward:
                 unit.release()
 
@@ -372,6 +402,14 @@ class FlatModel:
     def _address(group: FlatGroup, i: int) -> int:
         segment = group.layout.segments[i]
         return group.whole.data_ptr() + segment.offset * group.whole.itemsize if segment.numel else 0
+
+
+def _after_of(flat: weakref.ref[FlatModel], number: int, i: int, p: torch.Tensor) -> None:
+    """`FlatModel._after`, as a hook that does not hold the model: Python's garbage collector does not see what hooks of
+    this kind hold."""
+    found = flat()
+    if found is not None:
+        found._after(found.groups[number], i, p)
 
 
 def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:

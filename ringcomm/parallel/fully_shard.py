@@ -29,9 +29,9 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_state_of
-from ringcomm.parallel.optimizer import attached_of
+from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
-from ringcomm.parallel.precision import MixedPrecision
+from ringcomm.parallel.precision import MixedPrecision, precision_of
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
 from ringcomm.parallel.unit import Unit
 
@@ -279,8 +279,10 @@ def fully_shard(
             f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
             "leave it out"
         )
-    precision = _precision(mp_policy)
-    ranks.agree("fully_shard", [type(top).__name__, *_facts(params), str(precision), str(reshard)])
+    precision = precision_of(mp_policy, "fully_shard", "mp_policy")
+    host = _host(offload_policy)
+    how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}"
+    ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
     recipe = Recipe(
         ranks=ranks,
         stage=LAST_STAGE,
@@ -288,7 +290,7 @@ def fully_shard(
         bucket_bytes=_WHOLE,
         atom=atom,
         tree=False,
-        master_device=_host(offload_policy),
+        master_device=host,
         optimizer_group={},
         kept=kept_in_their_type(top),
     )
@@ -299,7 +301,7 @@ def fully_shard(
         each._ringcomm_composed = _Composed(unit, reshard)
         keep_state_of(each, unit.groups)
         _mix_in(each)
-    _watch_optimizers()
+    watch_optimizers()
     return module
 
 
@@ -400,19 +402,6 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _precision(policy: Any) -> MixedPrecision:
-    if isinstance(policy, MixedPrecision):
-        return policy
-    known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if any(not hasattr(policy, name) for name in known):
-        raise InvalidArgumentError(
-            f"fully_shard: got mp_policy={policy!r}, expected a MixedPrecision or torch's MixedPrecisionPolicy; pass "
-            "one"
-        )
-    param, reduce, output, cast = (getattr(policy, name) for name in known)
-    return MixedPrecision(param, param if reduce is None else reduce, output, cast)
-
-
 def _host(policy: Any) -> torch.device | None:
     names = {kind.__name__ for kind in type(policy).__mro__}
     if policy is True or "CPUOffloadPolicy" in names:
@@ -458,28 +447,3 @@ def _ranks_for(comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | 
     with _lock:
         _known[ranks] = key
     return ranks
-
-
-# ---- optimizers that are made later ------------------------------------------------------------------------------
-
-_watching: list[Any] = []  # the hook's handle, once there is one
-_calls = 0  # of fully_shard: what an optimizer was looked at after need not be looked at again
-
-
-def _watch_optimizers() -> None:
-    global _calls
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    with _lock:
-        _calls += 1
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(_before_any_step))
-
-
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Attaches an optimizer over parameters of `fully_shard` at its first step. One of others is looked at once."""
-    del args, kwargs
-    now = (_calls, len(optimizer.param_groups))
-    if optimizer.__dict__.get("_ringcomm_seen") != now:
-        attached_of(optimizer, "step")
-        optimizer._ringcomm_seen = now

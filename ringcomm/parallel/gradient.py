@@ -53,6 +53,8 @@ class Gradient:
         self.contributed: set[int] = set()  # who has a gradient in the local sums
         self.has: set[int] = set()  # who has one in what was reduced
         self.opened = False
+        self.shown: dict[int, torch.Tensor] = {}  # what `show` has put into p.grad
+        self.in_place = False  # whether autograd adds to the local sums
         self.work: Any = None
 
     @property
@@ -74,15 +76,20 @@ class Gradient:
 
     def open(self) -> None:
         """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
-        self.reconcile()
+        self.take_in("backward")
         self.opened = True
-        in_place = self.plain and not self.tree and self.has_local
+        self.in_place = in_place = self.plain and not self.tree and self.has_local
         for i, p in enumerate(self.group.params):
             if in_place:
                 assert self.views is not None
                 p.grad = self.views[i]
             elif self.has_reduced or self.has_local:
                 p.grad = None
+
+    def close(self) -> None:
+        """After `open`, when nothing has arrived."""
+        self.opened = False
+        self.show()
 
     def collect(self) -> None:
         """After the last gradient of a backward pass: adds them to the local sums."""
@@ -108,20 +115,24 @@ class Gradient:
             local = self.levels[0]
             assert local is not None
             for i, grad in fresh:
-                self._part(local, i).add_(grad)
+                if self.in_place:  # with create_graph autograd adds into memory of its own
+                    self._part(local, i).copy_(grad)
+                else:
+                    self._part(local, i).add_(grad)
         for i, _ in fresh:
             params[i].grad = None
 
     def show(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
+        self.shown = {}
         for i, p in enumerate(self.group.params):
             if self.has_reduced and i in self.has:
                 standing = self.stage > 0 or not self.plain
-                p.grad = self.standins[i] if standing else self._reduced_view(i)
+                self.shown[i] = self.standins[i] if standing else self._reduced_view(i)
             elif self.has_local and i in self.contributed:
-                p.grad = self.standins[i] if self.views is None else self.views[i]
-            elif self.has_reduced:
-                p.grad = None
+                self.shown[i] = self.standins[i] if self.views is None else self.views[i]
+            if self.has_reduced or self.has_local:
+                p.grad = self.shown.get(i)
 
     def drop(self) -> None:
         """Forgets everything."""
@@ -133,7 +144,7 @@ class Gradient:
             self._give_back(wire, out, *self.levels)
             self.levels = []
         self._give_back(*self.levels)
-        self.levels, self.views = [], None
+        self.levels, self.views, self.shown = [], None, {}
         self.has_reduced = self.opened = False
         self.contributed.clear()
         self.has.clear()
@@ -154,6 +165,24 @@ class Gradient:
                     self._part(level, i).zero_()
             if self.has_reduced:
                 self.zero_reduced(i)
+
+    def take_in(self, call: str) -> None:
+        """What the user has put in the place of a reduced gradient counts, where that is whole."""
+        self.reconcile()
+        if self.opened or not (self.has_reduced or self.has_local):
+            return
+        for i, p in enumerate(self.group.params):
+            if p.grad is None or p.grad is self.shown.get(i):
+                continue
+            if self.stage > 0 or not self.plain or not self.has_reduced:
+                raise InvalidArgumentError(
+                    f"{call}: rank {self.ranks.rank} got another tensor as the gradient of {self.group.names[i]}, "
+                    "expected the one that backward has left; change gradients before they are reduced, with "
+                    "p.register_hook, or whole ones at stage 0"
+                )
+            self._reduced_view(i).copy_(p.grad)
+            p.grad = self.shown[i] = self._reduced_view(i)
+            self.has.add(i)
 
     # ---- between ranks --------------------------------------------------------------------------------------------
 

@@ -200,6 +200,11 @@ class Join:
 
     def _step(self, which: int, flag: bool, options: Any) -> None:
         del flag
+        if which >= len(self.flat.optimizers):
+            raise InvalidArgumentError(
+                f"join: rank {self.flat.ranks.rank} has joined before the first step of an optimizer that rank "
+                f"{self.with_input[0]} steps, expected it to be attached; call ringcomm.shard(model, optimizer) before"
+            )
         optimizer = self.flat.optimizers[which].optimizer
         for group, theirs in zip(optimizer.param_groups, options, strict=True):
             group.update(theirs)
@@ -230,9 +235,9 @@ class Join:
         flat.send_buffers()
         if flat.stage == 0:
             for group in flat.order:
-                flat.ranks.broadcast(group.whole)
+                self._send(group.whole)
                 if group.separate:
-                    flat.ranks.broadcast(group.master)
+                    self._send(group.master)
             for attached in flat.optimizers:
                 self._send_state(attached)
 
@@ -240,7 +245,14 @@ class Join:
         for entry in attached.entries:
             for value in attached.optimizer.state.get(entry.param, {}).values():
                 if torch.is_tensor(value):
-                    self.flat.ranks.broadcast(value)
+                    self._send(value)
+
+    def _send(self, x: torch.Tensor) -> None:
+        """A step's count and what is offloaded are in the host's memory, which a device's ranks do not reach."""
+        here = x.to(self.flat.device)
+        self.flat.ranks.broadcast(here)
+        if here is not x:
+            x.copy_(here)
 
 
 def _name(code: int) -> str:

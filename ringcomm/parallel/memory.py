@@ -171,6 +171,7 @@ class Plan:
         launched = [*reversed(self.units[:-1]), self.units[-1]]
         self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
         self.buffers = list(model.buffers())
+        self.ignored = [] if flat is None else [p for p in model.parameters() if not hasattr(p, "_ringcomm_flat")]
         for _ in range(_STEPS):
             self.ranks.traffic.clear()
             self._step()
@@ -320,13 +321,16 @@ class Plan:
         """Optimizers, each with its group of every parameter, by id."""
         if flat is not None:
             attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
-            return [(a.optimizer, dict(a._group_of)) for a in attached]
+            plain = [{id(p): n for n, each in enumerate(a._plain) for p in each.values()} for a in attached]
+            return [(a.optimizer, {**a._group_of, **ids}) for a, ids in zip(attached, plain, strict=True)]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
 
     def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:
         totals: Counter[str] = Counter()
         for group in self.groups:
             totals.update(group.nbytes())
+        for p in self.ignored:
+            totals.update(parameters=p.nbytes, gradients=p.nbytes if p.requires_grad else 0)
         state = sum(self._state_nbytes(optimizer, numbers) for optimizer, numbers in optimizers)
         return Memory(
             **{name: totals[name] for name in ("parameters", "master", "gradients")},
@@ -338,7 +342,10 @@ class Plan:
 
     def _state_nbytes(self, optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> int:
         total = 0
-        owner_of = {self._home[key]: number for key, number in numbers.items()}
+        owner_of = {self._home[key]: number for key, number in numbers.items() if key in self._home}
+        for p in self.ignored:
+            if p.requires_grad and id(p) in numbers:
+                total += state_nbytes(optimizer, numbers[id(p)], p.shape, p.dtype)
         for group in self.groups:
             if not group.trainable:
                 continue

@@ -17,6 +17,7 @@ class HostGradients:
 
     def __init__(self) -> None:
         self._copies: dict[FlatGroup, torch.Tensor] = {}
+        self._versions: dict[FlatGroup, int] = {}  # of the gradients that the copies were made from
         self._streams: dict[torch.device, Any] = {}
 
     def place(self, groups: list[FlatGroup]) -> None:
@@ -32,6 +33,7 @@ class HostGradients:
         copy = self._copies.get(group)
         if copy is None:
             return
+        self.note(group)
         if group.device.type != "cuda":
             copy.copy_(group.gradient.reduced)
             return
@@ -39,6 +41,23 @@ class HostGradients:
         stream.wait_stream(torch.cuda.current_stream(group.device))
         with torch.cuda.stream(stream):
             copy.copy_(group.gradient.reduced, non_blocking=True)
+
+    def note(self, group: FlatGroup) -> None:
+        """The copy has what the gradient has."""
+        self._versions[group] = group.gradient.reduced._version
+
+    def refresh(self) -> None:
+        """Fetches again what has changed since, as through `p.grad` at stage 0."""
+        for group in self._copies:
+            if group.gradient.has_reduced and self._versions.get(group) != group.gradient.reduced._version:
+                self.fetch(group)
+
+    def bring_back(self) -> None:
+        """The gradients follow what was changed in the copies."""
+        for group, copy in self._copies.items():
+            if group.gradient.has_reduced:
+                group.gradient.reduced.copy_(copy)
+                self.note(group)
 
     def arrive(self) -> None:
         """Waits for all that have set off."""

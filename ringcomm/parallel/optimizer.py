@@ -7,16 +7,18 @@ optimizer's; its `state_dict()` is the ordinary one, by parameter and in the par
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel
@@ -29,7 +31,11 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "
 _REFUSED = {
     "LBFGS": "whose line search needs all parameters in one place",
     "SparseAdam": "which takes sparse gradients",
+    "ZeroRedundancyOptimizer": "which deals the parameters out by itself",
 }
+_watching: list[Any] = []  # the handle of the hook on every optimizer's step, once there is one
+_watches = 0  # calls of `watch_optimizers`: what an optimizer was looked at after need not be looked at again
+_lock = threading.Lock()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -56,6 +62,24 @@ def attached_of(optimizer: Any, call: str) -> Attached | None:
     return Attached(flat, optimizer, call)
 
 
+def watch_optimizers() -> None:
+    """From now on an optimizer over parameters that it cannot step by itself is attached at its first step."""
+    global _watches
+    with _lock:
+        _watches += 1
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer of plain parameters is looked at once."""
+    del args, kwargs
+    now = (_watches, len(optimizer.param_groups))
+    if optimizer.__dict__.get("_ringcomm_seen") != now:
+        attached_of(optimizer, "step")
+        optimizer._ringcomm_seen = now
+
+
 def _composed(p: Any) -> FlatModel | None:
     """The flat model of a parameter that an optimizer cannot step by itself."""
     flat: FlatModel | None = getattr(p, "_ringcomm_flat", None)
@@ -74,7 +98,7 @@ def refuse_unusable(optimizer: Any, call: str, rank: int) -> None:
             f"{call}: rank {rank} got an optimizer that is sharded already, expected a plain one; pass it once"
         )
     for cls in type(optimizer).__mro__:
-        if cls.__name__ in _REFUSED and cls.__module__.startswith("torch.optim."):
+        if cls.__name__ in _REFUSED and cls.__module__.startswith(("torch.optim.", "torch.distributed.", "ringcomm.")):
             raise UnsupportedError(
                 f"{call}: rank {rank} got {cls.__name__}, {_REFUSED[cls.__name__]}, expected one that updates each "
                 "tensor by itself; use another optimizer"
@@ -127,7 +151,7 @@ class Attached:
             if group.gradient.has_reduced:  # backward was before
                 self.host.fetch(group)
         optimizer._ringcomm = self
-        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step())
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(args, kwargs))
         optimizer.register_step_post_hook(lambda _, args, kwargs: self._after_step())
         optimizer.register_state_dict_post_hook(lambda _, state: self._ordinary(state))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._sharded(state))
@@ -215,11 +239,12 @@ class Attached:
         A norm of this rank's part alone would be wrong, so whoever else looks gets an error.
         """
         self.host.arrive()
+        plain = self.flat.ranks.world_size == 1 or self.flat.stage == 0
         for entry, standin in zip(self.entries, self._standins, strict=True):
             gradient = entry.group.gradient
             if not gradient.has_reduced or gradient.has.isdisjoint(entry.segments):
                 entry.param.grad = None
-            elif self._working or self.flat.ranks.world_size == 1 or self.flat.stage == 0:
+            elif self._working or (plain and self.host.of(entry.group) is None):
                 copy = self.host.of(entry.group)
                 source = gradient.reduced if copy is None else copy
                 first = entry.start - entry.group.start
@@ -240,17 +265,46 @@ class Attached:
 
     def _begin_work(self) -> None:
         for group in self.flat.order:
-            group.gradient.reconcile()
+            group.gradient.take_in("step")
         if any(0 < len(group.gradient.has) < len(group.params) for group in self.flat.order):
             self.separate(lambda group, i: i in group.gradient.has)
         self._working = True
+        self.host.refresh()
         self.show()
 
     def _end_work(self) -> None:
         self._working = False
         self.show()
 
-    def _before_step(self) -> None:
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Begins the step; where it has a closure, after that, which makes the gradients."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin_step()
+            return None
+
+        def then_begin() -> Any:
+            loss = closure()
+            self._begin_step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": then_begin}
+
+    def _refuse_unreduced(self) -> None:
+        """Raises for gradients that no reduction has seen: the step would leave them out."""
+        ranks = self.flat.ranks
+        if ranks.joining is not None and ranks.joining.shadowing:  # this rank's go with the others' next reduction
+            return
+        for group, i in chain.from_iterable(self.places):
+            gradient = group.gradient
+            if group.params[i].grad is not None and (gradient.has_local or not gradient.has_reduced):
+                raise InvalidArgumentError(
+                    f"step: rank {ranks.rank} got a gradient of {group.names[i]} that was not reduced, expected the "
+                    "mean over all ranks; call the last backward() before a step outside of no_sync"
+                )
+
+    def _begin_step(self) -> None:
+        self._refuse_unreduced()
         self.flat.ranks.announce("step", self.flat.optimizers.index(self), more=self._options())
         self._begin_work()
         for entry in self.entries:

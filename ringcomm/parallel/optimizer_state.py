@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
 
 State = dict[str, Any]
+_MOMENTS = {  # torch's names of what has a value for each element
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+}
 
 
 class Piece(Protocol):
@@ -80,7 +85,7 @@ class GroupState:
             segment = group.layout.segments[i]
             for key, value in state.items():
                 if not _is_alike(key, value, segment):
-                    _check_shape(key, value, segment, rank)
+                    check_shape(key, value, segment.name, segment.shape, rank)
                     found.other.setdefault(i, {})[key] = value
                     continue
                 if key not in found.alike:
@@ -140,16 +145,28 @@ def _is_alike(key: str, value: Any, param: Any) -> bool:
     return torch.is_tensor(value) and key != "step" and tuple(value.shape) == tuple(param.shape)
 
 
-def _check_shape(key: str, value: Any, segment: Any, rank: int) -> None:
-    if torch.is_tensor(value) and value.numel() > 1 and value.numel() == segment.numel:
+def check_shape(key: str, value: Any, name: str, shape: Sequence[int], rank: int) -> None:
+    """Refuses what another parameter's state must be: moments of another shape, or values of this one's number."""
+    if not torch.is_tensor(value) or tuple(value.shape) == tuple(shape):
+        return
+    if key in _MOMENTS or 1 < value.numel() == math.prod(shape):
         raise ShapeError(
-            f"load_state_dict: rank {rank} got {key} of {segment.name} of shape {tuple(value.shape)}, expected "
-            f"{segment.shape}; load the state of the same model"
+            f"load_state_dict: rank {rank} got {key} of {name} of shape {tuple(value.shape)}, expected "
+            f"{tuple(shape)}; load the state of the same model"
         )
 
 
 def _same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)
+
+
+def unpacked(payload: bytes, device: torch.device) -> Any:
+    """What a rank has sent: tensors of its device come to this one's, those of the host stay there."""
+
+    def place(storage: Any, where: str) -> Any:
+        return storage if where == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(payload), map_location=place, weights_only=False)
 
 
 def _shared(
@@ -168,7 +185,7 @@ def _shared(
     present: set[int] = set()
     having: dict[str, set[int]] = {}
     for payload in group.ranks.exchange(buffer.getvalue()):
-        theirs_keys, theirs, theirs_known, theirs_holders = torch.load(io.BytesIO(payload), weights_only=False)
+        theirs_keys, theirs, theirs_known, theirs_holders = unpacked(payload, group.device)
         keys.update(theirs_keys)
         for i, state in theirs.items():
             merged.setdefault(i, {}).update(state)

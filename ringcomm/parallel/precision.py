@@ -67,6 +67,27 @@ class MixedPrecision:
         return tree_map(one, value)
 
 
+def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
+    """A MixedPrecision, or what a policy of torch's says: its ``reduce_dtype`` of None means ``param_dtype``.
+
+    Raises: InvalidArgumentError: something else. UnsupportedError: a ``buffer_dtype``.
+    """
+    if isinstance(policy, MixedPrecision):
+        return policy
+    if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
+        raise InvalidArgumentError(
+            f"{call}: got {argument}={policy!r}, expected ringcomm.MixedPrecision or a policy of torch's; pass one"
+        )
+    if getattr(policy, "buffer_dtype", None) is not None:
+        raise UnsupportedError(
+            f"{call}: got {argument} with buffer_dtype={policy.buffer_dtype}, expected none: buffers keep their type; "
+            "leave it out"
+        )
+    param, reduce = policy.param_dtype, policy.reduce_dtype
+    output, cast = getattr(policy, "output_dtype", None), getattr(policy, "cast_forward_inputs", True)
+    return MixedPrecision(param, param if reduce is None else reduce, output, cast)
+
+
 @dataclass(frozen=True)
 class Types:
     """Element types of one parameter: of forward and backward, of the optimizer, of gradients on the wire."""
@@ -99,6 +120,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         with attached.working():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
+            attached.host.bring_back()
         if not found:
             found[attached.flat.device] = torch.zeros((), dtype=torch.float32, device=attached.flat.device)
         for flag in found.values():

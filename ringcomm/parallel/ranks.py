@@ -38,7 +38,7 @@ class Ranks:
     """The ranks that train one model.
 
     Args:
-        comm: cuts the shards.
+        comm: cuts the shards. The ranks make theirs at the same time, a collective.
         replicas: for hybrid sharding: the ranks that hold the same shard; None: each shard exists once.
 
     Attributes:
@@ -48,7 +48,6 @@ class Ranks:
 
     def __init__(self, comm: Communicator, replicas: Communicator | None = None) -> None:
         self.comm = comm
-        self.background = comm.kind != "cpu" or len(os.sched_getaffinity(0)) >= 2 * comm.world_size
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
@@ -57,6 +56,7 @@ class Ranks:
         self.joining: Join | None = None
         self.root = 0  # whose values all ranks get: the first that still has input
         self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
+        self.background = comm.kind != "cpu" or self._least_cores() >= 2 * comm.world_size
 
     @property
     def rank(self) -> int:
@@ -72,6 +72,14 @@ class Ranks:
     def data_world_size(self) -> int:
         """Over how many ranks gradients are averaged."""
         return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)
+
+    def _least_cores(self) -> int:
+        """That a rank may run on: the order of collectives follows from it, so the ranks agree on one number."""
+        cores = torch.tensor([len(os.sched_getaffinity(0))])
+        for comm in (self.comm, self.replicas):
+            if comm is not None:
+                comm.all_reduce(cores, "min")
+        return int(cores)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

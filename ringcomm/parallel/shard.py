@@ -16,7 +16,7 @@ from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_ordinary_state
-from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable
+from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable, watch_optimizers
 from ringcomm.parallel.partition import (
     Recipe,
     blocks_of,
@@ -60,7 +60,7 @@ def shard(
 
     Args:
         optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
-            whole tensors dealt out to the ranks. None: gradients only.
+            whole tensors dealt out to the ranks. None: it comes later, by `shard` again or by its first step.
         stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
             the shards, over those that hold the same one.
@@ -144,9 +144,14 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
         optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
         kept=kept_in_their_type(module),
     )
-    return _build(
-        module, recipe, params, blocks, wish.reshard_after_forward, wish.broadcast_buffers, wish.units is None
-    )
+    units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
+    later = optimizer is None  # it may come later, as with fully_shard
+    flat = FlatModel(module, ranks, wish.stage, wish.precision, units, wish.broadcast_buffers, composed=later)
+    flat.send_buffers()
+    keep_ordinary_state(flat)
+    if later:
+        watch_optimizers()
+    return flat
 
 
 def _checked(
@@ -175,22 +180,6 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
         f"group {number} of {kind} with {', '.join(names[id(p)] for p in group['params'])}"
         for number, group in enumerate(optimizer.param_groups if optimizer is not None else ())
     ]
-
-
-def _build(
-    module: nn.Module,
-    recipe: Recipe,
-    params: list[tuple[str, nn.Parameter]],
-    blocks: list[tuple[str, nn.Module]],
-    reshard: bool,
-    broadcast_buffers: bool,
-    join: bool,
-) -> FlatModel:
-    units = units_of(module, recipe, params, blocks, reshard, join)
-    flat = FlatModel(module, recipe.ranks, recipe.stage, recipe.precision, units, broadcast_buffers)
-    flat.send_buffers()
-    keep_ordinary_state(flat)
-    return flat
 
 
 def units_of(

@@ -89,7 +89,8 @@ class ShardedParameter(nn.Parameter):
             mine = next((each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, cls)), None)
             raise InvalidArgumentError(
                 f"{name}: got {getattr(mine, '_name', 'a parameter')}, whose values are in the ranks' shards, expected "
-                "a whole parameter; call the module, enter ringcomm.whole(module), or use state_dict()"
+                "a whole parameter; call the module, enter ringcomm.whole(module), use state_dict(), or, of an "
+                "optimizer, pass it to ringcomm.shard"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -97,6 +98,10 @@ class ShardedParameter(nn.Parameter):
                 result = result.as_subclass(cls)
                 result._name = args[0]._name
             return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"ShardedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _flat(values: Any) -> list[Any]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.ranks import communicator_of
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -73,12 +75,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
 
     @staticmethod
-    def convert(module: nn.Module, comm: Communicator) -> nn.Module:
+    def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
         """The module with its BatchNorms, torch's SyncBatchNorms too, replaced by these; a collective.
 
         Parameters and buffers are the same objects. Convert before wrapping.
+
+        Args:
+            comm: None: that of torch.distributed's default group, else of ``ringcomm.init()``.
         """
         found = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+        if comm is None:
+            comm = communicator_of(None, "SyncBatchNorm", next((p.device for p in module.parameters()), None))
         if any(getattr(p, "_ringcomm_flat", None) is not None for each in found for p in each.parameters()):
             raise InvalidArgumentError(
                 f"SyncBatchNorm: rank {comm.rank} got a module that is wrapped already, expected a plain one; convert "
@@ -129,6 +136,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # the sums of the other ranks are constants to autograd
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normal, scale, weight = ctx.saved_tensors
         grad = grads[0].to(normal.dtype)

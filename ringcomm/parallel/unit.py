@@ -41,6 +41,7 @@ class Unit:
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
+        self.calls: _Calls | None = None  # in this forward pass
         self.pending = 0  # forward passes whose backward has not come by
         self.in_backward = False
         self.around: list[Unit] = []  # units that hold this one's modules, the outermost left out
@@ -110,23 +111,22 @@ class Unit:
         precision = self.precision or flat.precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = precision.cast((args, kwargs), precision.param_dtype)
-        if (
-            flat.stage >= 2
-            and not again
-            and torch.is_grad_enabled()
-            and module is self.modules[0]
-            and self is not flat.root
-        ):
+        watches = flat.stage >= 2 and not again and torch.is_grad_enabled() and self is not flat.root
+        # Reentrant checkpointing computes a run again from its end on, each module with a backward pass of its own.
+        if watches and (module is self.modules[0] or torch._C._current_graph_task_id() < 0):
             args, kwargs = self._watch_inputs((args, kwargs))
         return args, kwargs
 
     def _watch_inputs(self, inputs: Any) -> Any:
         leaves, spec = tree_flatten(inputs)
         watched = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not watched:
+        if self.calls is None:
+            self.calls = _Calls()
+            self.pending += 1
+        self.calls.made += 1
+        if not watched:  # nothing tells when backward has passed it: the end of backward does
             return inputs
-        self.pending += 1
-        for i, x in zip(watched, _Watch.apply(self, *(leaves[i] for i in watched)), strict=True):
+        for i, x in zip(watched, _Watch.apply(self, self.calls, *(leaves[i] for i in watched)), strict=True):
             leaves[i] = x
         return tree_unflatten(leaves, spec)
 
@@ -162,8 +162,10 @@ class Unit:
             for unit in flat.before(self) if self.backward_prefetch is None else self.backward_prefetch:
                 unit.start_gather()
 
-    def after_backward(self) -> None:
-        """The gradients of the run's inputs are there, and so are those of its parameters."""
+    def after_backward(self, calls: _Calls) -> None:
+        """The gradients of a call's inputs are there, and after the last call those of the run's parameters."""
+        if not calls.all_passed(self.flat.backwards):
+            return
         self.pending -= 1
         if self.pending > 0:
             return
@@ -173,18 +175,36 @@ class Unit:
         self.flat.flush(self)
 
 
+class _Calls:
+    """The calls of a unit's modules in one forward pass, and those that a backward pass has passed."""
+
+    def __init__(self) -> None:
+        self.made = self.passed = self.backward = 0
+
+    def all_passed(self, backward: int) -> bool:
+        """One more was passed: whether it was the last.
+
+        Args:
+            backward: the number of the backward pass; the same graph may see several.
+        """
+        if backward != self.backward:
+            self.backward, self.passed = backward, 0
+        self.passed += 1
+        return self.passed == self.made
+
+
 class _Watch(torch.autograd.Function):
     """The inputs as they are; tells the unit when their gradients have come."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, unit: Unit, calls: _Calls, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.calls = unit, calls
         return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.after_backward()
-        return (None, *grads)
+        ctx.unit.after_backward(ctx.calls)
+        return (None, None, *grads)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.parallel.optimizer import is_elementwise, refuse_unusable
+from ringcomm.parallel.optimizer_state import check_shape, unpacked
 from ringcomm.parallel.ranks import Ranks, communicator_of
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ class _Buffer:
 
     def show(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
+        for i, p in enumerate(self.params):  # all of them: who owns a part of one must not be alone in raising
+            self._check(p, i)
         for piece in self.pieces:
             p = piece.whole
-            self._check(p, piece.segment)
             piece.param.data = piece.cut(p.detach())
             piece.param.grad = None if p.grad is None else piece.cut(p.grad.detach())
 
@@ -176,7 +178,7 @@ class _Buffer:
         keys: dict[int, dict[str, torch.dtype]] = {}
         found: list[State] = [{} for _ in self.params]
         for payload in self.ranks.exchange(saved.getvalue()):
-            theirs_alike, theirs = torch.load(io.BytesIO(payload), weights_only=False)
+            theirs_alike, theirs = unpacked(payload, self.device)
             for i, each in theirs_alike.items():
                 keys.setdefault(i, {}).update(each)
             for i, each in theirs.items():
@@ -269,7 +271,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _refuse_unusable(self, p: torch.Tensor) -> None:
         flat = getattr(p, "_ringcomm_flat", None)
-        if flat is not None and (flat.stage > 0 or self._views):
+        master = flat is not None and any(group.separate for group in flat.groups)
+        if flat is not None and (flat.stage > 0 or self._views or master):
             raise InvalidArgumentError(
                 f"{_CALL}: rank {self.ranks.rank} got parameters that are in flat buffers already, at stage "
                 f"{flat.stage}, expected plain ones; use the optimizer that ringcomm.shard returned"
@@ -350,7 +353,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of an ordinary state dict.
 
-        Raises: InvalidArgumentError: groups of other lengths.
+        Raises: InvalidArgumentError: groups of other lengths. ShapeError: state of a parameter of another shape.
         """
         theirs = state_dict["param_groups"]
         expected, got = ([len(group["params"]) for group in each] for each in (self.param_groups, theirs))
@@ -364,6 +367,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for group, mine in zip(theirs, self.param_groups, strict=True)
             for index, p in zip(group["params"], mine["params"], strict=True)
         }
+        for number, p in enumerate(self._in_order()):
+            for key, value in states[id(p)].items():
+                check_shape(key, value, f"parameter {number}", p.shape, self.ranks.rank)
         for mine, group in zip(self.param_groups, theirs, strict=True):
             mine.update(_options(group))
         self._whole_state, self._state_at = None, -1
