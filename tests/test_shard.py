@@ -586,3 +586,43 @@ def test_nothing_outlives_the_model() -> None:
     found = ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
     gc.collect()
     assert [each() for left in found for each in left if each() is not None] == []
+
+
+class InAnyOrder(nn.Module):
+    """Blocks of equal sizes, run in an order that may depend on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for i in order:
+            x = torch.tanh(self.blocks[i](x))
+        return x
+
+
+def test_ranks_that_run_other_units_at_stage_3_are_told_and_nothing_is_lost() -> None:
+    def trained(disturbed: bool) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        first = InAnyOrder()
+        models = [copy.deepcopy(first) for _ in range(3)]
+
+        def rank(comm: ringcomm.Communicator) -> dict[str, torch.Tensor]:
+            model = models[comm.rank]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            ringcomm.shard(model, optimizer, 3, comm, bucket_cap_mb=1e-6)
+            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
+            for step in range(4):
+                if disturbed and step == 2:
+                    with pytest.raises(ringcomm.MismatchError, match=f"rank {comm.rank} ran other units than another"):
+                        model(x, (0, 1, 2) if comm.rank < 2 else (0, 2, 1)).square().sum().backward()
+                    optimizer.zero_grad()
+                model(x, (0, 1, 2)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+        return ringcomm.run_ranks(rank, 3, timeout=20)
+
+    for got, wanted in zip(trained(True), trained(False), strict=True):
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)

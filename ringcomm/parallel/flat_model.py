@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ringcomm.parallel.optimizer import Attached
 
 _T = TypeVar("_T")
+ORDER_NBYTES = 4  # of the checksum of a stage 3's order
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
 
@@ -286,7 +287,10 @@ class FlatModel:
         mine = []
         for group in self.order:
             has = group.gradient.contributed | group.gradient.has
-            mine += [i in has for i in range(len(group.params))]
+            mine += [int(i in has) for i in range(len(group.params))]
+        if self.stage == LAST_STAGE:  # the largest of a byte and of its complement add up to 255 where all are equal
+            order = self.ranks.order.to_bytes(ORDER_NBYTES, "little")
+            mine += [*order, *(255 - byte for byte in order)]
         flags = torch.tensor(mine, dtype=torch.uint8, device=self.device)
         if self.ranks.data_world_size == 1:
             return flags, None
@@ -300,9 +304,20 @@ class FlatModel:
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
-        if not missing:  # the common case does not wait for a device
+        looks = self.stage == LAST_STAGE and self.device.type == "cpu"
+        if not (missing or looks):  # the common case does not wait for a device
             return
-        heard = iter(flags.tolist())
+        values = flags.tolist()
+        if self.stage == LAST_STAGE:
+            order, complement = values[-2 * ORDER_NBYTES : -ORDER_NBYTES], values[-ORDER_NBYTES:]
+            if any(a + b != 255 for a, b in zip(order, complement, strict=True)):
+                self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
+                raise MismatchError(
+                    f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
+                    "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
+                    "some ranks run into no unit of its own"
+                )
+        heard = iter(values)
         for group in self.order:
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
 
@@ -415,6 +430,11 @@ def _after_of(flat: weakref.ref[FlatModel], number: int, i: int, p: torch.Tensor
 def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
     """Every submodule with the identities of its parameters and children."""
     return [(m, [*map(id, m._parameters.values())], [*map(id, m._modules.values())]) for m in module.modules()]
+
+
+def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
+    """Bytes of the message that ends a synchronised backward pass: who was used, and at stage 3 the units' order."""
+    return sum(len(group.params) for group in groups) + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:

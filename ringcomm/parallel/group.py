@@ -165,6 +165,7 @@ class FlatGroup:
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.ranks.note_gathered(self.whole.nbytes)
         self.ranks.announce("gather", self.number)
+        self.ranks.note_order(self.number)
         self.gathering = self.ranks.all_gather(self.weight, self.whole)
 
     def finish_gather(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.flat_model import IN_FLIGHT, FlatModel, flat_model_of
+from ringcomm.parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.parallel.optimizer import is_elementwise
@@ -286,7 +286,7 @@ class Plan:
         while in_flight:
             in_flight.popleft().gradient.settle()
         if sync and self.ranks.data_world_size > 1:
-            self.ranks.count("flags", sum(len(group.params) for group in self.order))
+            self.ranks.count("flags", flags_numel(self.order, self.stage))
         for group in self.order:
             group.gradient.show()
         for unit in self.units:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Ranks:
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
         self.pool_nbytes = 0
+        self.order = 0  # a checksum of what was collected so far: equal on all ranks, or they mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # of parameters that stage 3 has brought; the most so far
         self.joining: Join | None = None
         self.root = 0  # whose values all ranks get: the first that still has input
@@ -116,6 +118,10 @@ class Ranks:
     def give(self, lent: torch.Tensor) -> None:
         """Ends a `take`."""
         self._free.append(lent._ringcomm_pool)
+
+    def note_order(self, number: int) -> None:
+        """A group's parameters are collected now."""
+        self.order = zlib.crc32(number.to_bytes(4, "little"), self.order)
 
     def note_gathered(self, nbytes: int) -> None:
         """Parameters of so many bytes were brought, or went (below 0)."""
