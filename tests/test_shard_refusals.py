@@ -208,6 +208,17 @@ def test_ranks_that_ask_for_different_things_are_refused(difference: dict[str, C
 # ---- afterwards ----------------------------------------------------------------------------------------------------
 
 
+def test_ranks_that_name_different_stages_are_refused_and_nothing_moves() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Linear(4, 4)
+        ringcomm.shard(model, None, 1, comm)
+        with pytest.raises(MismatchError, match=f"restage: rank {comm.rank} got stage=.* where rank"):
+            ringcomm.restage(model, None, 2 + comm.rank)
+        assert ringcomm.stage_of(model) == 1
+
+    ringcomm.run_ranks(rank, 2, timeout=20)
+
+
 def replaced(model: Tower) -> None:
     model.outlet.weight = nn.Parameter(torch.zeros(2, 6))
 

@@ -274,7 +274,8 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     Training goes on with the same bits. Gradients are forgotten, as by ``zero_grad()``.
 
     Cost:    an all-gather of what was sharded. For a moment every rank holds the optimizer's whole state.
-    Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own.
+    Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own. MismatchError: the ranks
+             name different stages.
     """
     flat = _wrapped(module, "restage")
     if stage not in range(LAST_STAGE + 1):
@@ -284,6 +285,7 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
             f"restage: rank {flat.ranks.rank} got an optimizer that is not the module's; pass what ringcomm.shard "
             "returned"
         )
+    flat.ranks.agree("restage", [f"stage={stage}"])
     flat.restage(stage)
 
 
