@@ -22,3 +22,14 @@ def nothing_is_left() -> Iterator[None]:
     before = shared_memory_files()
     yield
     assert shared_memory_files() <= before, "shared memory was left behind"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread, as each of the ranks that share few cores should."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

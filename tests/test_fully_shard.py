@@ -16,16 +16,9 @@ from ringcomm.parallel.fully_shard import FSDPModule, fully_shard, register_forw
 from ringcomm.parallel.precision import GradScaler, MixedPrecision
 from ringcomm.parallel.shard import shard, whole
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
 WIDTH = 12
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Attention(nn.Module):

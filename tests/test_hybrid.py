@@ -19,16 +19,9 @@ from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.shard import shard
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 4
 WIDTH = 10
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):

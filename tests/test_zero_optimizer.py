@@ -15,15 +15,8 @@ from torch import nn
 import ringcomm
 from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
