@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,26 +30,12 @@ from torch import nn
 
 import ringcomm
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import Block
+
 LOCAL, DDP, FSDP, FSDP_WHOLE = "no communication", "torch DDP, Gloo", "torch FSDP2, Gloo", "torch FSDP2 whole, Gloo"
 PEER_OF = {"stage 0": (DDP,), "stage 1": (DDP,), "stage 2": (DDP, FSDP_WHOLE), "stage 3": (FSDP,)}
 TOLERANCE = 1e-3  # of losses between us and a peer, relative: the order of summation may differ
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.heads = max(1, dim // 64)
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
@@ -57,7 +44,7 @@ class GPT(nn.Module):
     def __init__(self, a: argparse.Namespace) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(a.vocab, a.dim), nn.Embedding(a.seq, a.dim)
-        self.blocks = nn.ModuleList(Block(a.dim) for _ in range(a.layers))
+        self.blocks = nn.ModuleList(Block(a.dim, max(1, a.dim // 64)) for _ in range(a.layers))
         self.norm, self.head = nn.LayerNorm(a.dim), nn.Linear(a.dim, a.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -212,5 +212,4 @@ def measured_bucket_bytes(ranks: Ranks) -> int:
     per_byte = max(1e-12, (high - low) / (PROBES[1][0] - PROBES[0][0]))
     latency = HOST_SECONDS + max(0.0, low - per_byte * PROBES[0][0])
     wanted = latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / per_byte
-    power = up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES)
-    return min(max(power, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+    return min(up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
