@@ -53,10 +53,15 @@ def clip_grad_norm_(
     plain = [p.grad for p in beside if p.grad is not None]
     if flat.ranks.rank == flat.ranks.root:
         parts += plain
-    wide = any(group.gradient.dtype == torch.float64 for group in picked)
-    dtype = torch.float64 if wide else torch.float32
-    norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
-    if beside and flat.ranks.replicas is not None:  # each replica has looked at its own
+    mesh = flat.ranks.mesh
+    if mesh is not None:  # other ranks have other parts of the model
+        alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
+        norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
+    else:
+        wide = any(group.gradient.dtype == torch.float64 for group in picked)
+        dtype = torch.float64 if wide else torch.float32
+        norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
+    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica has looked at its own
         flat.ranks.broadcast(norm)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RingcommError(
@@ -110,8 +115,10 @@ def _ranges(group: FlatGroup, some: set[int], start: int, end: int) -> list[tupl
 
 
 def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
-    """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's."""
+    """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's; without what another rank
+    of the mesh has too and counts."""
     gradient = group.gradient
+    some = {i for i in some if group.counts(i)}
     found = _ranges(group, some, *group.layout.shard_range(group.ranks.rank))
     return [gradient.reduced[first - group.start : last - group.start] for first, last in found]
 

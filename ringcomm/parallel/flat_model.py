@@ -71,6 +71,7 @@ class FlatModel:
         self.optimizers: list[Attached] = []
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.sync = True
+        self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.backwards = 0  # how many there were
         self._scheduled = False  # whether this backward pass has asked for its end
         self._peeking = False  # whether this pass of autograd may be one of torch.autograd.grad
@@ -329,7 +330,7 @@ class FlatModel:
         self._in_flight.clear()
         for unit in self.units:
             unit.in_backward, unit.pending, unit.calls = False, 0, None
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not self.held:
                 unit.release()
 
     def _abandon(self) -> None:
@@ -347,6 +348,26 @@ class FlatModel:
             yield
         finally:
             self.sync = before
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """A step of forward and backward passes of parts of the module in any order, as in a pipeline: parameters are
+        whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`)."""
+        self.begin_forward()
+        for unit in self.units:
+            self.timed(unit.gather)
+        before, self.sync, self.held = self.sync, False, True
+        try:
+            yield
+        except BaseException:
+            self.sync, self.held = before, False
+            self._abandon()
+            raise
+        self.sync, self.held = before, False
+        if torch.is_grad_enabled() and self.sync:
+            self._finish()
+        else:
+            self._reset()
 
     def forget_gradients(self) -> None:
         """As zero_grad() does."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.layout import ALIGN_BYTES, FlatLayout
+from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.standin import ShardedParameter
@@ -238,6 +239,14 @@ class FlatGroup:
     def _flush(self, pieces: list[torch.Tensor], whole: torch.Tensor, begin: int) -> None:
         if pieces:
             self.ranks.comm.pack(pieces, whole[begin : begin + sum(piece.numel() for piece in pieces)])
+
+    # ---- the rest of a mesh ---------------------------------------------------------------------------------------
+
+    def counts(self, i: int) -> bool:
+        """Whether this rank, with those that share its shards, speaks for a parameter: in norms and checkpoints."""
+        part = part_of(self.params[i])
+        mesh = self.ranks.mesh
+        return not part.copy and (part.dim is not None or mesh is None or mesh.counts)
 
     # ---- figures --------------------------------------------------------------------------------------------------
 

@@ -124,5 +124,5 @@ class GradScaler(torch.amp.GradScaler):
         if not found:
             found[attached.flat.device] = torch.zeros((), dtype=torch.float32, device=attached.flat.device)
         for flag in found.values():
-            attached.flat.ranks.reduce_over_all(flag.view(1), "max")
+            attached.flat.ranks.reduce_over_all(flag.view(1), "max", everywhere=True)
         return found

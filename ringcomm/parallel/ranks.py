@@ -20,6 +20,7 @@ from ringcomm.rendezvous import beside
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from ringcomm.mesh import Mesh
     from ringcomm.parallel.join import Join
 
 BACKEND = "ringcomm"
@@ -41,15 +42,17 @@ class Ranks:
     Args:
         comm: cuts the shards. The ranks make theirs at the same time, a collective.
         replicas: for hybrid sharding: the ranks that hold the same shard; None: each shard exists once.
+        mesh: of which ``comm`` and ``replicas`` are axes; None: there are no others.
 
     Attributes:
         background: whether collectives run beside backward and forward. On the cpu engine they need a core: without one
             to spare a collective runs where it is started, which takes less time in all.
     """
 
-    def __init__(self, comm: Communicator, replicas: Communicator | None = None) -> None:
+    def __init__(self, comm: Communicator, replicas: Communicator | None = None, mesh: Mesh | None = None) -> None:
         self.comm = comm
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.mesh = mesh
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
         self.pool_nbytes = 0
@@ -184,9 +187,16 @@ class Ranks:
             self.replicas.broadcast(x, 0)
         self.comm.broadcast(x, self.root)
 
-    def reduce_over_all(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        """Combines ``x`` of all ranks and replicas, in place, at once."""
+    def reduce_over_all(self, x: torch.Tensor, op: str, everywhere: bool = False) -> torch.Tensor:
+        """Combines ``x`` of all ranks and replicas, in place, at once.
+
+        Args:
+            everywhere: also of those that have other parts of the model.
+        """
         self.count("agreement", x.nbytes)
+        if everywhere and self.mesh is not None:
+            self.mesh.comm.all_reduce(x, op)
+            return x
         self.comm.all_reduce(x, op)
         if self.replicas is not None:
             self.replicas.all_reduce(x, op)
@@ -253,12 +263,18 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
 
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
-    """The ranks of a DeviceMesh: one axis shards; of two, the first replicates and the second shards."""
+    """The ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two, the first
+    replicates and the second shards."""
+    from ringcomm.mesh import Mesh
+
+    if isinstance(mesh, Mesh):
+        return Ranks(*mesh.data, mesh)
     if mesh.ndim == 1:
         return Ranks(communicator_of(mesh.get_group(), call, device))
     if mesh.ndim == 2:
         replicas, shards = (communicator_of(mesh.get_group(axis), call, device) for axis in (0, 1))
         return Ranks(shards, replicas)
     raise InvalidArgumentError(
-        f"{call}: got a mesh of {mesh.ndim} axes, expected one (sharded) or two (replicated, sharded); slice it first"
+        f"{call}: got a mesh of {mesh.ndim} axes, expected one (sharded) or two (replicated, sharded); slice it first, "
+        "or pass ringcomm.init_mesh(mesh)"
     )

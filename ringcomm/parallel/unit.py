@@ -101,6 +101,8 @@ class Unit:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat = self.flat
+        if flat.held:
+            return self._cast_inputs(args, kwargs)
         again = self.recomputing
         if module is flat.module and not again:
             flat.begin_forward()
@@ -108,13 +110,17 @@ class Unit:
             flat.enter(self)
         else:
             flat.timed(self.gather)
-        precision = self.precision or flat.precision
-        if precision.cast_forward_inputs and precision.param_dtype is not None:
-            args, kwargs = precision.cast((args, kwargs), precision.param_dtype)
+        args, kwargs = self._cast_inputs(args, kwargs)
         watches = flat.stage >= 2 and not again and torch.is_grad_enabled() and self is not flat.root
         # Reentrant checkpointing computes a run again from its end on, each module with a backward pass of its own.
         if watches and (module is self.modules[0] or torch._C._current_graph_task_id() < 0):
             args, kwargs = self._watch_inputs((args, kwargs))
+        return args, kwargs
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        precision = self.precision or self.flat.precision
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            return precision.cast((args, kwargs), precision.param_dtype)
         return args, kwargs
 
     def _watch_inputs(self, inputs: Any) -> Any:
@@ -133,7 +139,7 @@ class Unit:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         del args
         flat = self.flat
-        if self.recomputing:
+        if flat.held or self.recomputing:
             return self._cast_output(output)
         if flat.stage >= 2 and torch.is_grad_enabled():
             for x in _tensors(output):

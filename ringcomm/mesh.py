@@ -1,0 +1,174 @@
+"""Named axes over the ranks, and a communicator for each: what the layers of a composed training run over.
+
+    mesh = ringcomm.init_mesh(pp=2, dp=2, tp=2)      # 8 ranks; the last axis varies fastest
+    mesh["tp"]                                       # a communicator: the ranks that differ in tp alone
+    mesh["dp", "cp"]                                 # of the ranks that differ in these two
+
+Nothing here is global: a layer takes one of these communicators, or any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.rendezvous import init
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA = ("dp", "shard", "cp")
+"""Axes whose ranks share the shards of one model, and average its gradients."""
+REPLICATE, TENSOR = "replicate", "tp"
+
+
+class Mesh:
+    """The ranks of a communicator as a grid with named axes; made by `init_mesh`.
+
+    Attributes:
+        names, shape: of the axes; the last varies fastest with the rank.
+        comm: all ranks.
+        coordinates: this rank's number along each axis.
+        device_mesh: torch's, from which it was made, or None.
+    """
+
+    def __init__(
+        self, comm: Communicator, names: Sequence[str], shape: Sequence[int], device_mesh: DeviceMesh | None = None
+    ) -> None:
+        self.comm, self.names, self.shape, self.device_mesh = comm, tuple(names), tuple(shape), device_mesh
+        self.coordinates: dict[str, int] = {}
+        below = 1
+        for name, extent in reversed([*zip(self.names, self.shape, strict=True)]):
+            self.coordinates[name] = comm.rank // below % extent
+            below *= extent
+        if device_mesh is not None:
+            self.coordinates = dict(zip(self.names, device_mesh.get_coordinate(), strict=True))
+        self._made: dict[tuple[str, ...], Communicator] = {}
+        for name in self.names:
+            self._made[(name,)] = self._make((name,))
+
+    def size(self, name: str) -> int:
+        """Ranks along an axis; 1 for an axis that is not there."""
+        return self.shape[self.names.index(name)] if name in self.names else 1
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
+        """The communicator of the ranks that differ from this one along these axes alone, in the order of the mesh.
+
+        Of several axes, or none, a collective of the whole mesh when it is asked for first.
+
+        Raises: InvalidArgumentError: no such axis.
+        """
+        asked = (names,) if isinstance(names, str) else tuple(names)
+        unknown = [name for name in asked if name not in self.names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"mesh: rank {self.comm.rank} got the axis {unknown[0]!r}, expected one of {', '.join(self.names)}; "
+                "name it in init_mesh, with 1 if nothing is cut along it"
+            )
+        key = tuple(name for name in self.names if name in asked)
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        return self._made[key]
+
+    def _make(self, key: tuple[str, ...]) -> Communicator:
+        if not key:
+            return init(0, 1, device=None if "," in self.comm.device else self.comm.device)
+        if self.device_mesh is not None:
+            return _of_device_mesh(self.device_mesh, key, self.comm.device)
+        colour = 0
+        for name, extent in zip(self.names, self.shape, strict=True):
+            if name not in key:
+                colour = colour * extent + self.coordinates[name]
+        made = self.comm.split(colour, self.comm.rank)
+        assert made is not None  # every rank has a colour
+        return made
+
+    @property
+    def data(self) -> tuple[Communicator, Communicator | None]:
+        """Over which gradients are averaged: the ranks that share shards (dp or shard, and cp), and those that hold the
+        same shard (replicate)."""
+        shards = self[tuple(name for name in self.names if name in DATA)]
+        return shards, self[REPLICATE] if REPLICATE in self.names else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for parameters that all ranks of its tensor parallel group have whole."""
+        return self.coordinates.get(TENSOR, 0) == 0
+
+    def close(self) -> None:
+        """Lets go of the communicators that the mesh has made; ``comm`` stays."""
+        for made in self._made.values():
+            made.close()
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={extent}" for name, extent in zip(self.names, self.shape, strict=True))
+        return f"<ringcomm.Mesh {axes}, rank {self.comm.rank} at {tuple(self.coordinates[n] for n in self.names)}>"
+
+
+def init_mesh(
+    axes: Mapping[str, int] | DeviceMesh | None = None,
+    comm: Communicator | None = None,
+    *,
+    device: Any = None,
+    **sizes: int,
+) -> Mesh:
+    """Lays named axes over the ranks; a collective of all of them.
+
+    Args:
+        axes: extents by name, or a DeviceMesh of torch, whose groups are used. In place of it keywords: ``dp=2, tp=2``.
+            One extent may be -1: what is left. An axis of 1 is allowed.
+        comm: the ranks; None: those of torch.distributed, or of torchrun's environment.
+        device: where arrays lie, if ``comm`` is None.
+    Names that `ringcomm.shard` knows: dp, shard and cp (averaged, and shards cut over them), replicate (averaged), tp
+    and pp (cut by the layers). Others are the caller's.
+    Raises:  InvalidArgumentError: extents whose product is not the number of ranks.
+    """
+    from ringcomm.parallel.ranks import communicator_of
+
+    if axes is not None and not isinstance(axes, Mapping):
+        return _from_device_mesh(axes, device)
+    named = {**(axes or {}), **sizes}
+    comm = communicator_of(None, "init_mesh", device) if comm is None else comm
+    known = math.prod(extent for extent in named.values() if extent != -1)
+    free = [name for name, extent in named.items() if extent == -1]
+    if len(free) == 1 and known > 0 and comm.world_size % known == 0:
+        named[free[0]] = comm.world_size // known
+    if not named or any(extent < 1 for extent in named.values()) or math.prod(named.values()) != comm.world_size:
+        asked = ", ".join(f"{name}={extent}" for name, extent in named.items()) or "no axes"
+        raise InvalidArgumentError(
+            f"init_mesh: rank {comm.rank} got {asked}, expected extents whose product is the {comm.world_size} ranks; "
+            "change one, or give one as -1"
+        )
+    return Mesh(comm, [*named], [*named.values()])
+
+
+def _from_device_mesh(device_mesh: DeviceMesh, device: Any) -> Mesh:
+    import torch.distributed as dist
+
+    from ringcomm.parallel.ranks import communicator_of
+
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise InvalidArgumentError(
+            "init_mesh: got a DeviceMesh without names, expected names for its axes; pass mesh_dim_names to it"
+        )
+    if device_mesh.get_coordinate() is None:
+        raise InvalidArgumentError(
+            f"init_mesh: rank {dist.get_rank()} got a DeviceMesh that it is not in; call it on the mesh's ranks only"
+        )
+    everyone = device_mesh.mesh.numel() == dist.get_world_size()
+    group = None if everyone else device_mesh._flatten().get_group()
+    return Mesh(communicator_of(group, "init_mesh", device), names, device_mesh.shape, device_mesh)
+
+
+def _of_device_mesh(device_mesh: DeviceMesh, key: tuple[str, ...], device: str) -> Communicator:
+    import torch
+
+    from ringcomm.parallel.ranks import communicator_of
+
+    part = device_mesh[key]
+    group = part.get_group() if len(key) == 1 else part._flatten().get_group()
+    return communicator_of(group, "init_mesh", torch.device(device.split(",")[0]))

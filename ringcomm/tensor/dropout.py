@@ -1,0 +1,42 @@
+"""Dropout of a tensor that is cut over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
+
+
+class ShardedDropout(nn.Module):
+    """Drops of this rank's part what nn.Dropout would drop of the whole.
+
+    Every rank draws for the whole tensor, so generators that are seeded alike stay alike, and on the cpu the whole has
+    the bits that it has in one process.
+
+    Args:
+        p: the share of elements that is dropped.
+        comm: the ranks.
+        dim: along which the input is cut, in equal parts.
+    """
+
+    def __init__(self, p: float, comm: Communicator, dim: int) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise InvalidArgumentError(f"ShardedDropout: got p={p}, expected 0 to 1; pass a share of the elements")
+        self.p, self.dim, self.rank, self.world_size = p, dim, comm.rank, comm.world_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape; returns the same."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return x * 0
+        dim = self.dim % x.dim()
+        whole = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
+        kept = torch.empty(whole, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p).div_(1 - self.p)
+        return x * kept.narrow(dim, self.rank * x.shape[dim], x.shape[dim])
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, dim={self.dim}, rank {self.rank} of {self.world_size}"

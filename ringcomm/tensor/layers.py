@@ -1,0 +1,362 @@
+"""Linear layers and embeddings whose weights are cut over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
+2019). Inputs and outputs are plain tensors. A layer keeps the names of the layer that it takes the place of; its
+parameters are this rank's parts, and know which (`ringcomm.parallel.part`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.part import Part
+from ringcomm.tensor import overlapped
+from ringcomm.tensor.regions import Region, f, f_bar, g, g_bar, gather, scatter
+
+
+def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> Part:
+    """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
+
+    Args:
+        pad: whether an extent that does not divide is padded at its end, so that shares are equal.
+        multiple: a share must be a multiple of it, such as the width of an attention head.
+    Raises:  InvalidArgumentError: a share that is no whole multiple.
+    """
+    pieces, offset = [], 0
+    for extent in extents:
+        each = -(-extent // region.world_size)
+        if (extent % region.world_size and not pad) or each % multiple:
+            heads = f" ({extent // multiple} heads of {multiple})" if multiple > 1 else ""
+            raise InvalidArgumentError(
+                f"parallelize: rank {region.rank} got {what} of {extent}{heads}, expected {region.world_size} equal "
+                f"parts{' of whole heads' if multiple > 1 else ''}; use a number of ranks that divides it"
+            )
+        first = min(extent, region.rank * each)
+        pieces.append((offset + first, min(each, extent - first)))
+        offset += extent
+    return Part(0, offset, tuple(pieces))
+
+
+def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
+    assert part.dim is not None
+    pieces = [whole.narrow(part.dim, start, count) for start, count in part.pieces]
+    missing = length - sum(count for _, count in part.pieces)
+    if missing:
+        shape = (*whole.shape[: part.dim], missing, *whole.shape[part.dim + 1 :])
+        pieces.append(whole.new_zeros(shape))
+    return torch.cat(pieces, part.dim)
+
+
+def _parameter(whole: torch.Tensor, part: Part, length: int) -> nn.Parameter:
+    p = nn.Parameter(take(whole.detach(), part, length), whole.requires_grad)
+    p._ringcomm_part = part
+    return p
+
+
+def summed_over(p: nn.Parameter, region: Region) -> None:
+    """Lets the gradient of a parameter that all ranks have whole, but use on parts of the sequence, be their sum."""
+    p.register_hook(region.all_reduce)
+
+
+class _ParallelLinear(nn.Module):
+    """What the two kinds have in common.
+
+    Attributes:
+        turned: whether the weight lies (in, out), as that of transformers' Conv1D.
+    """
+
+    turned: bool
+    bias: nn.Parameter | None
+
+    def __init__(self, region: Region, sequence_dim: int | None, overlap: bool) -> None:
+        super().__init__()
+        self.region, self.sequence_dim, self.overlap = region, sequence_dim, overlap and region.world_size > 1
+        if self.overlap and sequence_dim is None:
+            raise InvalidArgumentError(
+                f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the "
+                "messages of sequence parallel layers can be cut; pass sequence_dim"
+            )
+
+    def weight_of(self) -> torch.Tensor:
+        """The weight as (out, in)."""
+        return self.weight.t() if self.turned else self.weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank {self.region.rank} of {self.region.world_size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``x W^T + b`` with W cut along its outputs: rank r computes the r-th part of the last dimension.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        comm: the ranks.
+        gather_output: whether every rank gets the whole output.
+        sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: it is whole.
+        parts: extents of outputs that are fused in one layer, such as those of queries, keys and values: each is cut by
+            itself. None: one.
+        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` takes off.
+        overlap: gathers the sequence along the ring while parts of it are multiplied.
+        entered: whether the input has passed `f` or `g` already, with others.
+    Initialised as nn.Linear would be, from the same draws, so that the whole does not depend on the number of ranks.
+    Cost:    backward one all_reduce of the input's gradient; with ``sequence_dim`` an all_gather of the input and in
+             backward a reduce_scatter of its gradient.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        comm: Communicator | None = None,
+        *,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        overlap: bool = False,
+        entered: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
+        self.entered = entered
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), gather_output, parts, pad)
+
+    @classmethod
+    def of(
+        cls,
+        linear: nn.Module,
+        region: Region,
+        *,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        overlap: bool = False,
+        entered: bool = False,
+        multiple: int = 1,
+    ) -> ColumnParallelLinear:
+        """In the place of a linear layer, with its values."""
+        made = cls.__new__(cls)
+        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        made.entered = entered
+        made._take(linear, gather_output, parts, pad, multiple)
+        return made
+
+    def _take(
+        self, linear: nn.Module, gather_output: bool, parts: Sequence[int] | None, pad: bool, multiple: int = 1
+    ) -> None:
+        self.turned, self.in_features, self.out_features = form_of(linear)
+        extents = [self.out_features] if parts is None else list(parts)
+        if sum(extents) != self.out_features:
+            raise InvalidArgumentError(
+                f"parallelize: rank {self.region.rank} got parts={extents} for {self.out_features} outputs, expected "
+                "parts that add up to them; pass the extents of the fused outputs"
+            )
+        part = cut(extents, self.region, "outputs", pad, multiple)
+        self.gather_output, self.gathered = gather_output, extents
+        self.local_features = sum(-(-extent // self.region.world_size) for extent in extents)
+        self.weight = _parameter(linear.weight, part if not self.turned else Part(1, *_rest(part)), self.local_features)
+        self.bias = None if linear.bias is None else _parameter(linear.bias, part, self.local_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
+        region, comm = self.region, self.region.comm
+        if self.entered or self.sequence_dim is None:
+            y = F.linear(x if self.entered else region.enter(f, x), self.weight_of(), self.bias)
+        elif self.overlap:
+            y = overlapped.gather_linear(x, self.weight_of(), self.bias, comm, self.sequence_dim)
+        else:
+            y = F.linear(region.enter(g, x, self.sequence_dim), self.weight_of(), self.bias)
+        return self._whole(gather(y, comm)) if self.gather_output else y
+
+    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+        """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
+        if len(self.gathered) == 1:
+            return y[..., : self.out_features]
+        each = [-(-extent // self.region.world_size) for extent in self.gathered]
+        by_rank = [part.split(each, -1) for part in y.split(self.local_features, -1)]
+        return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``x W^T + b`` with W cut along its inputs: every rank multiplies its part of the last dimension, and the products
+    are added.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        comm: the ranks.
+        input_is_parallel: whether the input is this rank's part, as a ColumnParallelLinear has left it.
+        sequence_dim: every rank gets its part of the sum along this dimension; None: all of it.
+        overlap: sends along the ring what is multiplied while the rest is.
+    Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter of it, and in backward an all_gather
+             of its gradient.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        comm: Communicator | None = None,
+        *,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), input_is_parallel)
+
+    @classmethod
+    def of(
+        cls,
+        linear: nn.Module,
+        region: Region,
+        *,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        multiple: int = 1,
+    ) -> RowParallelLinear:
+        """In the place of a linear layer, with its values."""
+        made = cls.__new__(cls)
+        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        made._take(linear, input_is_parallel, multiple)
+        return made
+
+    def _take(self, linear: nn.Module, input_is_parallel: bool, multiple: int = 1) -> None:
+        self.turned, self.in_features, self.out_features = form_of(linear)
+        self.input_is_parallel = input_is_parallel
+        part = cut([self.in_features], self.region, "inputs", multiple=multiple)
+        length = self.in_features // self.region.world_size
+        self.weight = _parameter(linear.weight, Part(0 if self.turned else 1, *_rest(part)), length)
+        self.bias = linear.bias
+        if self.bias is not None and self.sequence_dim is not None:
+            summed_over(self.bias, self.region)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., this rank's inputs) -> (..., out); with ``sequence_dim`` this rank's part along it."""
+        comm = self.region.comm
+        if not self.input_is_parallel:
+            x = scatter(x, comm)
+        if self.sequence_dim is None:
+            y = f_bar(F.linear(x, self.weight_of()), comm)
+        elif self.overlap:
+            y = overlapped.linear_scatter(x, self.weight_of(), comm, self.sequence_dim)
+        else:
+            y = g_bar(F.linear(x, self.weight_of()), comm, self.sequence_dim)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding with its rows cut over the ranks; a vocabulary that does not divide is padded with rows of zeros.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: of the whole embedding.
+        comm: the ranks.
+        sequence_dim: every rank gets its part of the output along this dimension; None: all of it.
+    Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        comm: Communicator | None = None,
+        *,
+        sequence_dim: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._take(whole, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+
+    @classmethod
+    def of(cls, embedding: nn.Module, region: Region, *, sequence_dim: int | None = None) -> VocabParallelEmbedding:
+        """In the place of an embedding, with its values."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(embedding, region, sequence_dim)
+        return made
+
+    def _take(self, whole: Any, region: Region, sequence_dim: int | None) -> None:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(whole, option, None):
+                raise UnsupportedError(
+                    f"parallelize: rank {region.rank} got an embedding with {option}, expected one without; leave it "
+                    "whole"
+                )
+        self.region, self.sequence_dim = region, sequence_dim
+        self.num_embeddings, self.embedding_dim = whole.weight.shape
+        part = cut([self.num_embeddings], region, "rows", pad=True)
+        self.rows = -(-self.num_embeddings // region.world_size)
+        self.first, self.count = part.pieces[0]
+        self.weight = _parameter(whole.weight, part, self.rows)
+        self.padding_idx = whole.padding_idx
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(...) of integers -> (..., embedding_dim)."""
+        inside = (tokens >= 0) & (tokens < self.num_embeddings)
+        if tokens.is_cpu and not bool(inside.all()):
+            raise InvalidArgumentError(
+                f"VocabParallelEmbedding: rank {self.region.rank} got a token of {int(tokens[~inside][0])}, expected 0 "
+                f"to {self.num_embeddings - 1}; look at the tokenizer"
+            )
+        here = tokens - self.first
+        other = (here < 0) | (here >= self.count)
+        if not tokens.is_cpu:
+            torch._assert_async(inside.all())
+        rows = here.masked_fill(other, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        inside_padding = padding if padding is not None and 0 <= padding < self.count else None
+        y = F.embedding(rows, self.weight, inside_padding).masked_fill(other.unsqueeze(-1), 0)
+        comm = self.region.comm
+        return f_bar(y, comm) if self.sequence_dim is None else g_bar(y, comm, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.region.rank} of {self.region.world_size}"
+
+
+# ---- helpers -----------------------------------------------------------------------------------------------------
+
+
+def form_of(linear: Any) -> tuple[bool, int, int]:
+    """Of a linear layer: whether its weight lies (in, out), and how many inputs and outputs it has.
+
+    Raises: UnsupportedError: another kind of module.
+    """
+    weight: Any = getattr(linear, "weight", None)
+    if isinstance(linear, nn.Linear):
+        return False, weight.shape[1], weight.shape[0]
+    if type(linear).__name__ == "Conv1D" and torch.is_tensor(weight) and weight.dim() == 2:  # of transformers
+        return True, weight.shape[0], weight.shape[1]
+    raise UnsupportedError(
+        f"parallelize: got a {type(linear).__name__} where a linear layer is to be cut, expected nn.Linear or "
+        "transformers' Conv1D; leave it out of the plan"
+    )
+
+
+def _rest(part: Part) -> tuple[int, tuple[tuple[int, int], ...]]:
+    return part.extent, part.pieces
+
+
+def _region(comm: Communicator | None, call: str) -> Region:
+    if comm is None:
+        raise InvalidArgumentError(
+            f"{call}: got no communicator, expected the ranks over which it is cut; pass comm=, such as mesh['tp']"
+        )
+    return Region.of(comm)
