@@ -25,7 +25,9 @@ __version__ = "0.1.0"
 if _TYPE_CHECKING:
     from ringcomm import errors as errors
     from ringcomm import hooks as hooks
+    from ringcomm import pipeline as pipeline
     from ringcomm import schedule as schedule
+    from ringcomm import tensor as tensor
     from ringcomm._C import build_info as build_info
     from ringcomm.communicator import Communicator as Communicator
     from ringcomm.data_parallel import DistributedDataParallel as DistributedDataParallel
@@ -43,6 +45,8 @@ if _TYPE_CHECKING:
     from ringcomm.errors import ShapeError as ShapeError
     from ringcomm.errors import UnsupportedError as UnsupportedError
     from ringcomm.launch import run_ranks as run_ranks
+    from ringcomm.mesh import Mesh as Mesh
+    from ringcomm.mesh import init_mesh as init_mesh
     from ringcomm.parallel import checkpoint as checkpoint
     from ringcomm.parallel import random as random
     from ringcomm.parallel.clip import clip_grad_norm_ as clip_grad_norm_
@@ -59,13 +63,21 @@ if _TYPE_CHECKING:
     from ringcomm.parallel.shard import whole as whole
     from ringcomm.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from ringcomm.pipeline.cuts import split as split
+    from ringcomm.pipeline.pipeline import Pipeline as Pipeline
     from ringcomm.rendezvous import init as init
+    from ringcomm.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
+    from ringcomm.tensor.layers import RowParallelLinear as RowParallelLinear
+    from ringcomm.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from ringcomm.tensor.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from ringcomm.tensor.plan import parallelize as parallelize
     from ringcomm.work import Work as Work
 
 _HOMES = {
     "AbortedError": "errors",
     "ClosedError": "errors",
     "CollectiveTimeoutError": "errors",
+    "ColumnParallelLinear": "tensor.layers",
     "Communicator": "communicator",
     "DeviceError": "errors",
     "DistributedDataParallel": "data_parallel",
@@ -73,28 +85,36 @@ _HOMES = {
     "EngineError": "errors",
     "GradScaler": "parallel.precision",
     "InvalidArgumentError": "errors",
+    "Mesh": "mesh",
     "MismatchError": "errors",
     "MixedPrecision": "parallel.precision",
     "NaiveDataParallel": "data_parallel",
+    "Pipeline": "pipeline.pipeline",
     "RankFailedError": "errors",
     "RingcommError": "errors",
+    "RowParallelLinear": "tensor.layers",
     "ShapeError": "errors",
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "UnsupportedError": "errors",
+    "VocabParallelEmbedding": "tensor.layers",
     "Work": "work",
     "ZeroRedundancyOptimizer": "parallel.zero_optimizer",
     "build_info": "_C",
     "clip_grad_norm_": "parallel.clip",
     "fully_shard": "parallel.fully_shard",
     "init": "rendezvous",
+    "init_mesh": "mesh",
     "join": "parallel.join",
     "memory": "parallel.memory",
     "no_sync": "parallel.shard",
+    "parallelize": "tensor.plan",
     "register_forward_method": "parallel.fully_shard",
     "restage": "parallel.shard",
     "run_ranks": "launch",
     "shard": "parallel.shard",
+    "split": "pipeline.cuts",
     "stage_of": "parallel.shard",
+    "vocab_parallel_cross_entropy": "tensor.loss",
     "whole": "parallel.shard",
 }
 
@@ -102,14 +122,17 @@ _MODULES = {
     "checkpoint": "parallel.checkpoint",
     "errors": "errors",
     "hooks": "hooks",
+    "pipeline": "pipeline",
     "random": "parallel.random",
     "schedule": "schedule",
+    "tensor": "tensor",
 }
 
 __all__ = [
     "AbortedError",
     "ClosedError",
     "CollectiveTimeoutError",
+    "ColumnParallelLinear",
     "Communicator",
     "DeviceError",
     "DistributedDataParallel",
@@ -117,14 +140,18 @@ __all__ = [
     "EngineError",
     "GradScaler",
     "InvalidArgumentError",
+    "Mesh",
     "MismatchError",
     "MixedPrecision",
     "NaiveDataParallel",
+    "Pipeline",
     "RankFailedError",
     "RingcommError",
+    "RowParallelLinear",
     "ShapeError",
     "SyncBatchNorm",
     "UnsupportedError",
+    "VocabParallelEmbedding",
     "Work",
     "ZeroRedundancyOptimizer",
     "__version__",
@@ -135,16 +162,22 @@ __all__ = [
     "fully_shard",
     "hooks",
     "init",
+    "init_mesh",
     "join",
     "memory",
     "no_sync",
+    "parallelize",
+    "pipeline",
     "random",
     "register_forward_method",
     "restage",
     "run_ranks",
     "schedule",
     "shard",
+    "split",
     "stage_of",
+    "tensor",
+    "vocab_parallel_cross_entropy",
     "whole",
 ]
 

@@ -102,7 +102,7 @@ class Unit:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat = self.flat
         if flat.held:
-            return self._cast_inputs(args, kwargs)
+            return self.cast_inputs(args, kwargs)
         again = self.recomputing
         if module is flat.module and not again:
             flat.begin_forward()
@@ -110,14 +110,15 @@ class Unit:
             flat.enter(self)
         else:
             flat.timed(self.gather)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        args, kwargs = self.cast_inputs(args, kwargs)
         watches = flat.stage >= 2 and not again and torch.is_grad_enabled() and self is not flat.root
         # Reentrant checkpointing computes a run again from its end on, each module with a backward pass of its own.
         if watches and (module is self.modules[0] or torch._C._current_graph_task_id() < 0):
             args, kwargs = self._watch_inputs((args, kwargs))
         return args, kwargs
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
+    def cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        """A call's arguments in the type that the unit computes in."""
         precision = self.precision or self.flat.precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             return precision.cast((args, kwargs), precision.param_dtype)

@@ -1,0 +1,148 @@
+"""Where a model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages use.
+
+    Attributes:
+        names: all of its names in the model, the first one first.
+        uses: of each stage that has it: the module that holds it, and its key there.
+    """
+
+    names: tuple[str, ...]
+    uses: Mapping[int, list[tuple[nn.Module, str]]]
+
+    @property
+    def stages(self) -> list[int]:
+        """In order."""
+        return sorted(self.uses)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model, and which of its modules belong to which stage; made by `split`.
+
+    Attributes:
+        stage_of: by the name of a module that lies in one stage as a whole.
+        first: by stage, the module with which it begins; the first stage begins with the model.
+        ties: parameters of more than one stage.
+    """
+
+    model: nn.Module
+    stage_of: Mapping[str, int]
+    first: tuple[str, ...]
+    ties: tuple[Tie, ...]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def names_of(self, stage: int) -> list[str]:
+        """The modules of a stage."""
+        return [name for name, its in self.stage_of.items() if its == stage]
+
+
+class Chain(nn.ModuleList):
+    """Modules one behind the other: what one returns, a tensor or a tuple, are the arguments of the next."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Keyword arguments go to the first module."""
+        result: Any = args
+        for number, module in enumerate(self):
+            inputs = result if isinstance(result, tuple) else (result,)
+            result = module(*inputs, **(kwargs if number == 0 else {}))
+        return result
+
+
+def split(model: nn.Module, at: Sequence[str]) -> Stages:
+    """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
+
+        stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
+
+    The order of stages is that in which the model's modules were registered, and must be that in which its forward
+    calls them: a pipeline says so where it is not. Each stage runs the model's own forward, in which modules of earlier
+    stages give back tensors that have a shape and no values, up to the first module of the stage: that gets what the
+    stage before has sent. So whatever forward computes from shapes, such as positions and masks, each stage computes;
+    what depends on the model's inputs needs them passed on every rank.
+
+    Args:
+        at: names of submodules with which the second, third, ... stage begins, in order.
+    Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
+    """
+    wanted = list(at)
+    known = [name for name, _ in model.named_modules()]
+    for name in wanted:
+        if name not in known or name == "":
+            raise InvalidArgumentError(
+                f"split: got {name!r}, which is no submodule, expected names such as "
+                f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
+            )
+    stage_of: dict[str, int] = {}
+    seen: set[int] = set()
+    reached = 0
+
+    def look(name: str, module: nn.Module) -> None:
+        nonlocal reached
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        begins = reached < len(wanted) and name == wanted[reached]
+        reached += begins
+        inside = [each for each in wanted[reached:] if each.startswith(f"{name}." if name else "")]
+        if begins and inside:
+            raise InvalidArgumentError(
+                f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
+                "name the first module in it in its place"
+            )
+        if not inside:
+            if begins or any(True for _ in module.parameters()):
+                stage_of[name] = reached
+                seen.update(id(each) for each in module.modules())
+            return
+        for key, p in module._parameters.items():
+            if p is not None:
+                raise InvalidArgumentError(
+                    f"split: got the parameter {f'{name}.{key}' if name else key} of a module that is cut, expected "
+                    "every parameter in a module of one stage; put it into a module of its own"
+                )
+        for key, child in module.named_children():
+            look(f"{name}.{key}" if name else key, child)
+
+    look("", model)
+    if reached < len(wanted):
+        raise InvalidArgumentError(
+            f"split: got {wanted[reached]!r}, which is not registered behind "
+            f"{wanted[reached - 1] if reached else 'the model'!r}, or lies inside of it, expected names in the order "
+            "of the model; sort them"
+        )
+    return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of))
+
+
+def _ties(model: nn.Module, stage_of: Mapping[str, int]) -> tuple[Tie, ...]:
+    uses: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
+    for name, stage in stage_of.items():
+        for module in model.get_submodule(name).modules():
+            for key, p in module._parameters.items():
+                if p is not None and (module, key) not in uses.setdefault(id(p), {}).setdefault(stage, []):
+                    uses[id(p)][stage].append((module, key))
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return tuple(Tie(tuple(names[key]), by_stage) for key, by_stage in uses.items() if len(by_stage) > 1)
+
+
+def shape_only(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory: not a number, or zero for integers, to who looks all the same."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))

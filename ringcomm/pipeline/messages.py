@@ -1,0 +1,131 @@
+"""What stages send one another: activations forward, with what is to be known of them, and their gradients back."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import ShapeError
+
+HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
+_LENGTH = struct.Struct("<q")
+_TAG = 1 << 20  # the first of the tags used here
+
+Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+"""Of each tensor: shape, type, and whether its gradient is wanted."""
+
+
+class Messages:
+    """The messages of one rank. Sends do not block; `finish` waits for them.
+
+    Args:
+        static_shapes: whether every message between two stages has the shapes of the first: then only that one tells
+            them, and a device is not waited for.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
+        self.comm, self.device, self.static_shapes = comm, device, static_shapes
+        self.sent_nbytes = 0  # tensors alone
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._told: dict[tuple[str, int], tuple[Facts, Any]] = {}  # by direction and stage
+
+    def send(self, tensors: Sequence[torch.Tensor], about: Any, stage: int, rank: int) -> None:
+        """Sends a stage's inputs to its rank."""
+        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+        told = self._told.get(("to", stage))
+        if told is not None and facts != told[0]:
+            raise ShapeError(
+                f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(told[0])} as "
+                "in the first micro-batch; pass static_shapes=False where shapes change"
+            )
+        if told is None:
+            self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
+            if self.static_shapes:
+                self._told["to", stage] = facts, about
+        for x in tensors:
+            self._send(x.detach(), rank, _forward(stage))
+
+    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], Any]:
+        """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
+        told = self._told.get(("at", stage))
+        if told is None:
+            told = pickle.loads(self._receive_head(rank, _forward(stage)))
+            if self.static_shapes:
+                self._told["at", stage] = told
+        facts, about = told
+        tag = _forward(stage)
+        return [self._receive(shape, dtype, wanted, rank, tag) for shape, dtype, wanted in facts], about
+
+    def send_gradients(self, received: Sequence[torch.Tensor], stage: int, rank: int) -> None:
+        """Sends the gradients of a stage's inputs back; zeros where there are none."""
+        for x in received:
+            if x.requires_grad:
+                self._send(torch.zeros_like(x) if x.grad is None else x.grad, rank, _backward(stage))
+
+    def receive_gradients(self, sent: Sequence[torch.Tensor], stage: int, rank: int) -> list[torch.Tensor]:
+        """The gradients of what was sent to a stage, of the tensors that want one."""
+        wanted = [x for x in sent if x.requires_grad]
+        return [self._receive(tuple(x.shape), x.dtype, False, rank, _backward(stage)) for x in wanted]
+
+    def send_beside(self, x: torch.Tensor, rank: int) -> None:
+        """Sends a tensor beside those of the schedule."""
+        self._send(x, rank, _TAG - 1)
+
+    def receive_beside(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Receives one."""
+        self.comm.recv(x, rank, _TAG - 1)
+        return x
+
+    def finish(self) -> None:
+        """Waits until all that was sent has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    # ---- one message ----------------------------------------------------------------------------------------------
+
+    def _send(self, x: torch.Tensor, rank: int, tag: int, counts: bool = True) -> None:
+        self._sending = [each for each in self._sending if not each[0].done]
+        x = x.contiguous()
+        self.sent_nbytes += x.nbytes if counts else 0
+        if x.numel():
+            self._sending.append((self.comm.isend(x, rank, tag), x))
+
+    def _receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, rank: int, tag: int
+    ) -> torch.Tensor:
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        if x.numel():
+            self.comm.recv(x, rank, tag)
+        return x.requires_grad_(requires_grad)
+
+    def _send_head(self, packed: bytes, rank: int, tag: int) -> None:
+        packed = _LENGTH.pack(len(packed)) + packed
+        first, rest = packed[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0"), packed[HEAD_NBYTES:]
+        for part in (first, rest):
+            if part:
+                self._send(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self.device), rank, tag, False)
+
+    def _receive_head(self, rank: int, tag: int) -> bytes:
+        first = bytes(self._receive((HEAD_NBYTES,), torch.uint8, False, rank, tag).cpu().numpy())
+        (length,) = _LENGTH.unpack_from(first)
+        rest = _LENGTH.size + length - HEAD_NBYTES
+        more = bytes(self._receive((rest,), torch.uint8, False, rank, tag).cpu().numpy()) if rest > 0 else b""
+        return (first + more)[_LENGTH.size : _LENGTH.size + length]
+
+
+def _forward(stage: int) -> int:
+    return _TAG + 2 * stage
+
+
+def _backward(stage: int) -> int:
+    return _TAG + 2 * stage + 1
+
+
+def _text(facts: Facts) -> str:
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype, _ in facts)

@@ -1,0 +1,345 @@
+"""`ringcomm.Pipeline`: runs the stages of a model on several ranks, in the order of a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import AbortedError, InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.ranks import exchange
+from ringcomm.pipeline.check import check
+from ringcomm.pipeline.cuts import Chain, Stages, split
+from ringcomm.pipeline.deferred import Deferring, Store
+from ringcomm.pipeline.local import About, Local
+from ringcomm.pipeline.messages import Messages
+from ringcomm.pipeline.microbatches import cut_inputs, joined
+from ringcomm.pipeline.schedules import Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline.ties import Ties
+
+
+class Evaluation(NamedTuple):
+    """What `Pipeline.evaluate` gives.
+
+    Attributes:
+        output: of all micro-batches, on the rank of the last stage; None elsewhere.
+        loss: on every rank; None without a loss.
+    """
+
+    output: Any
+    loss: torch.Tensor | None
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages, each on a rank, that trains on micro-batches.
+
+        stages = ringcomm.split(model, at=["blocks.2"])
+        pipe = ringcomm.Pipeline(stages, mesh["pp"], microbatches=8, loss=cross_entropy)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        ringcomm.shard(pipe, optimizer, stage=1, mesh=mesh)
+        loss = pipe.step(x, target=y)                    # forward and backward passes of all micro-batches
+        optimizer.step()
+
+    As a module it consists of the modules of this rank's stages, under their names in the model; the model's other
+    parameters are let go of. Make the optimizer afterwards.
+
+    Args:
+        stages: of `split`; or modules one behind the other, which give tensors or tuples of them to the next.
+        comm: the ranks, such as ``mesh["pp"]``. Stages are dealt out by the schedule.
+        schedule: "gpipe", "1f1b", "interleaved" (several stages on each rank), "zero-bubble", or a `Schedule`.
+        microbatches: how many a batch is cut into.
+        loss: of the model's output and the target of a micro-batch, on the last stage; None: the output's ``loss``, or
+            the output.
+        reduction: how the micro-batches' losses make the step's: "mean", or "sum" where each is a share already.
+        ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", with each
+            micro-batch, which has the bits of one process and costs two messages of the parameter's size each time.
+        static_shapes: promises the same shapes in every micro-batch; then they travel once. On a device this saves a
+            wait in each message.
+    Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
+             runs forward and backward of each micro-batch in turn and adds their gradients.
+    Cost:    between two stages what is handed on and its gradient, once for each micro-batch, and 512 bytes for shapes.
+    Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete.
+    """
+
+    def __init__(
+        self,
+        stages: Stages | Sequence[nn.Module],
+        comm: Communicator,
+        *,
+        microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        loss: Callable[..., torch.Tensor] | None = None,
+        reduction: str = "mean",
+        ties: str = "sum",
+        static_shapes: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(stages, Stages):
+            stages = split(Chain(stages), [str(number) for number in range(1, len(stages))])
+        self.comm = comm
+        self.schedule = _schedule(schedule, comm, microbatches, len(stages))
+        for name, value, known in (("reduction", reduction, ("mean", "sum")), ("ties", ties, ("sum", "exact"))):
+            if value not in known:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {comm.rank} got {name}={value!r}, expected {known[0]!r} or {known[1]!r}; pass one"
+                )
+        self.microbatches, self.reduction, self._loss = self.schedule.microbatches, reduction, loss
+        self.mine = self.schedule.stages_of(comm.rank)
+        self._local = Local(stages, self.mine, comm.rank)
+        self.messages = Messages(comm, self._local.device, static_shapes)
+        self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
+        self._clock: list[tuple[Action, float, float]] = []
+        model = stages.model
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was cut, of which this rank has a part."""
+        return self._local.model
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """As of any module."""
+        super().train(mode)
+        self.model.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not there: a part of a model cannot be called by itself.
+
+        Raises: UnsupportedError.
+        """
+        raise UnsupportedError(
+            f"Pipeline: rank {self.comm.rank} was called as a module, expected step() to train or evaluate(); call "
+            "these on every rank"
+        )
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Forward and backward passes of a batch; gradients are added to those that are there. A collective.
+
+        Args:
+            args, kwargs: of the model, cut along dimension 0: a tensor, or nests of them. A list is taken to be cut
+                already, one for each micro-batch; what is `Whole` goes to each as it is. Ranks without the first stage
+                may leave them out; named ones that another stage's modules need, such as labels, are passed there too.
+            target: for the loss, cut alike; on the rank of the last stage.
+            scaler: multiplies the losses before backward.
+        Returns: the loss of the batch, detached, on every rank.
+        Raises:  ShapeError: a batch that does not divide. InvalidArgumentError: a model whose calls do not come in the
+                 order of its stages. An error on one rank aborts the communicator: the others raise AbortedError.
+        """
+        return self._run(args, kwargs, target, scaler, train=True)[1]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
+        """Forward passes of a batch, without gradients; arguments as of `step`. A collective."""
+        computes = target is not None or self._loss is None
+        outputs, loss = self._run(args, kwargs, target, None, train=False, computes=computes)
+        return Evaluation(outputs, loss if computes else None)
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        scaler: torch.amp.GradScaler | None,
+        train: bool,
+        computes: bool = True,
+    ) -> tuple[Any, torch.Tensor]:
+        inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+        flat = flat_model_of(self)
+        last = self.schedule.rank_of[-1]
+        try:
+            with flat.interleaved() if flat is not None else nullcontext():
+                step = _Step(self, inputs, scaler, flat, train, computes)
+                with self._ties.stood_in():
+                    for action in self.schedule.rows[self.comm.rank]:
+                        if train or action.kind is Kind.FORWARD:
+                            step.do(action)
+                    if train:
+                        self._ties.settle()
+                self.messages.finish()
+            self._clock = step.clock
+            loss = torch.tensor([step.loss, step.loss_bits], dtype=torch.float64, device=self._local.device)
+            self.comm.broadcast(loss, last)
+        except BaseException as error:
+            if not isinstance(error, AbortedError):
+                self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
+            raise
+        dtype = torch.float64 if float(loss[1]) == 64 else torch.float32
+        return (joined(step.outputs) if step.outputs else None), loss[0].to(dtype)
+
+    def timeline(self) -> list[list[tuple[Action, float, float]]]:
+        """By rank, the actions of the last step with the seconds in which each began to compute and ended, from the
+        first on: for `ringcomm.pipeline.picture.draw`. A collective; clocks are of one host."""
+        import pickle
+
+        rows = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps(self._clock))]
+        start = min((row[0][1] for row in rows if row), default=0.0)
+        return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
+
+
+def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, stages: int) -> Schedule:
+    if isinstance(schedule, str):
+        if stages % comm.world_size:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {comm.rank} got {stages} stages for {comm.world_size} ranks, expected a multiple; "
+                "split the model at other modules"
+            )
+        schedule = schedule_of(schedule, comm.world_size, microbatches, stages // comm.world_size)
+    check(schedule)
+    asked = (comm.world_size, microbatches, stages)
+    if (schedule.world_size, schedule.microbatches, schedule.stages) != asked:
+        raise InvalidArgumentError(
+            f"Pipeline: rank {comm.rank} got the schedule {schedule.name} of {schedule.world_size} ranks, "
+            f"{schedule.microbatches} micro-batches and {schedule.stages} stages, expected {asked[0]}, {asked[1]} and "
+            f"{asked[2]}; make it for these"
+        )
+    return schedule
+
+
+class _Step:
+    """A batch on its way through this rank's stages."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
+        scaler: torch.amp.GradScaler | None,
+        flat: FlatModel | None,
+        train: bool,
+        computes: bool,
+    ) -> None:
+        self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
+        self.computes = computes
+        self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
+        self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
+        self.loss, self.loss_bits = 0.0, 32
+        self._total: torch.Tensor | None = None
+        self.outputs: list[Any] = []
+        self.clock: list[tuple[Action, float, float]] = []
+        self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
+        self._open: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._stores: dict[tuple[int, int], Store] = {}
+
+    def do(self, action: Action) -> None:
+        """Carries an action out."""
+        at = (action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            received, about = self._receive(*at)
+            start = time.perf_counter()
+            self._forward(*at, received, about)
+        elif action.kind is Kind.WEIGHT:
+            start = time.perf_counter()
+            self._stores.pop(at).run()
+        else:
+            gradients = self._receive_gradients(*at)
+            start = time.perf_counter()
+            self._backward(*at, gradients)
+        self.clock.append((action, start, time.perf_counter()))
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def _receive(self, stage: int, number: int) -> tuple[Sequence[torch.Tensor], About | None]:
+        if stage == 0:
+            return (), None
+        source = self.schedule.rank_of[stage - 1]
+        if source != self.rank:
+            return self.messages.receive(stage, source)
+        sent, about = self._parcels.pop(("forward", stage, number))
+        return [x.detach().requires_grad_(x.requires_grad) for x in sent], about
+
+    def _forward(self, stage: int, number: int, received: Sequence[torch.Tensor], about: About | None) -> None:
+        args, kwargs, target = self.inputs[number]
+        deferring: Any = nullcontext()
+        if self.train and self.schedule.splits_backward:
+            store = self._stores[stage, number] = Store()
+            deferring = Deferring(store, self.ties.standins)
+        if stage == 0 and self.flat is not None:
+            args, kwargs = self.flat.root.cast_inputs(args, kwargs)
+        with deferring:
+            output, after = self.pipe._local.run(stage, args, kwargs, received, about)
+            if after is None:
+                output = self._end(output, target)
+        if self.train:
+            self._open[stage, number] = (received, output)
+        if after is None:
+            return
+        following = self.schedule.rank_of[stage + 1]
+        if following == self.rank:
+            self._parcels["forward", stage + 1, number] = (output, after)
+        else:
+            self.messages.send(output, after, stage + 1, following)
+
+    def _end(self, output: Any, target: Any) -> list[torch.Tensor]:
+        """The loss of a micro-batch, as what backward starts from."""
+        if self.flat is not None:
+            output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
+        if not self.train:
+            self.outputs.append(output)
+        if not self.computes:
+            return []
+        loss = self.pipe._loss
+        value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        if not torch.is_tensor(value) or value.numel() != 1:
+            if not self.train:
+                self.computes = False
+                return []
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} got {_kind(value)} as the loss of a micro-batch, expected one number; "
+                "pass loss=, which makes one of the output and the target"
+            )
+        if self.pipe.reduction == "mean":
+            value = value / self.schedule.microbatches
+        found = value.detach()
+        self._total = found if self._total is None else self._total + found
+        self.loss, self.loss_bits = float(self._total), 8 * found.dtype.itemsize
+        return [value if self.scaler is None else self.scaler.scale(value)]
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor] | None:
+        if stage == self.last:
+            return None
+        source = self.schedule.rank_of[stage + 1]
+        if source == self.rank:
+            return self._parcels.pop(("backward", stage + 1, number))
+        return self.messages.receive_gradients(self._open[stage, number][1], stage + 1, source)
+
+    def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor] | None) -> None:
+        received, sent = self._open.pop((stage, number))
+        self.ties.passes(stage)
+        ends = [x for x in sent if x.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        self.ties.passed(stage)
+        if stage == 0:
+            return
+        before = self.schedule.rank_of[stage - 1]
+        if before == self.rank:
+            wanted = [x for x in received if x.requires_grad]
+            parcel = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
+            self._parcels["backward", stage, number] = parcel
+        else:
+            self.messages.send_gradients(received, stage, before)
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that a model's output carries."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    return getattr(output, "loss", output)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
