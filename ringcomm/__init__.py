@@ -23,6 +23,7 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
+    from ringcomm import context as context
     from ringcomm import errors as errors
     from ringcomm import hooks as hooks
     from ringcomm import pipeline as pipeline
@@ -30,6 +31,8 @@ if _TYPE_CHECKING:
     from ringcomm import tensor as tensor
     from ringcomm._C import build_info as build_info
     from ringcomm.communicator import Communicator as Communicator
+    from ringcomm.context.attention import ring_attention as ring_attention
+    from ringcomm.context.mode import context_parallel as context_parallel
     from ringcomm.data_parallel import DistributedDataParallel as DistributedDataParallel
     from ringcomm.data_parallel import NaiveDataParallel as NaiveDataParallel
     from ringcomm.errors import AbortedError as AbortedError
@@ -101,6 +104,7 @@ _HOMES = {
     "ZeroRedundancyOptimizer": "parallel.zero_optimizer",
     "build_info": "_C",
     "clip_grad_norm_": "parallel.clip",
+    "context_parallel": "context.mode",
     "fully_shard": "parallel.fully_shard",
     "init": "rendezvous",
     "init_mesh": "mesh",
@@ -110,6 +114,7 @@ _HOMES = {
     "parallelize": "tensor.plan",
     "register_forward_method": "parallel.fully_shard",
     "restage": "parallel.shard",
+    "ring_attention": "context.attention",
     "run_ranks": "launch",
     "shard": "parallel.shard",
     "split": "pipeline.cuts",
@@ -120,6 +125,7 @@ _HOMES = {
 
 _MODULES = {
     "checkpoint": "parallel.checkpoint",
+    "context": "context",
     "errors": "errors",
     "hooks": "hooks",
     "pipeline": "pipeline",
@@ -158,6 +164,8 @@ __all__ = [
     "build_info",
     "checkpoint",
     "clip_grad_norm_",
+    "context",
+    "context_parallel",
     "errors",
     "fully_shard",
     "hooks",
@@ -171,6 +179,7 @@ __all__ = [
     "random",
     "register_forward_method",
     "restage",
+    "ring_attention",
     "run_ranks",
     "schedule",
     "shard",

@@ -10,3 +10,16 @@ from emulated import call
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])
 def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     call("cuda_training", "stages", 3, dtype)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("axes", "schedule"),
+    [
+        ({"pp": 1, "dp": 1, "tp": 3}, "1f1b"),
+        ({"pp": 2, "dp": 1, "tp": 2}, "1f1b"),
+        ({"pp": 2, "dp": 2, "tp": 1}, "zero-bubble"),
+    ],
+)
+def test_a_mesh_has_the_bits_of_the_cpu_engine(axes: dict[str, int], schedule: str) -> None:
+    call("cuda_parallel", "compositions", axes, schedule)

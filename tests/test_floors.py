@@ -7,7 +7,7 @@
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
 | 3 | the primitives in ringcomm/ | `_C`, `_c10d`, one another |
-| 4 | training (ringcomm/parallel), bench, cli | floor 3 |
+| 4 | training (ringcomm/parallel, and on it tensor, pipeline, context), bench, cli | floor 3 |
 """
 
 from __future__ import annotations
@@ -75,18 +75,36 @@ def test_native_files_include_only_what_lies_below(path: Path) -> None:
     assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.stem)
+def is_primitive(path: Path) -> bool:
+    return path.parent == ROOT / "ringcomm" and path.stem in FLOOR_3
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_primitives_do_not_know_what_is_built_on_them(path: Path) -> None:
-    if path.stem not in FLOOR_3:
+    if not is_primitive(path):
         return
-    above = {other.stem for other in PYTHON} - FLOOR_3
+    above = {other.stem for other in PYTHON if other.parent == ROOT / "ringcomm"} - FLOOR_3
+    above |= {other.parent.name for other in PYTHON} - {"ringcomm"}
     used = {name.split(".")[1] for name in imports(module_of(path), deep=True) if name.startswith("ringcomm.")}
     assert not used & above, f"{path.name} imports {sorted(used & above)} from a higher floor"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.stem)
+# Packages of floor 4 that do not know one another: what they share is in ringcomm/parallel and ringcomm/mesh.py.
+APART = ("tensor", "pipeline", "context")
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_ways_of_training_do_not_know_one_another(path: Path) -> None:
+    home = path.parent.name
+    if home not in (*APART, "parallel"):
+        return
+    used = {name.split(".")[1] for name in imports(module_of(path), deep=True) if name.startswith("ringcomm.")}
+    assert not used & {*APART} - {home}, f"{home}/{path.name} imports {sorted(used & {*APART} - {home})}"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_only_the_bridges_know_torch_and_numpy(path: Path) -> None:
-    if path.stem not in FLOOR_3:
+    if not is_primitive(path):
         return
     at_import = {name.split(".")[0] for name in imports(module_of(path), deep=False)}
     anywhere = {name.split(".")[0] for name in imports(module_of(path), deep=True)}
@@ -99,7 +117,7 @@ def test_only_the_bridges_know_torch_and_numpy(path: Path) -> None:
 def test_nobody_else_computes_a_chunk() -> None:
     """The ring's arithmetic on ranks exists once."""
     pattern = re.compile(r"%\s*(world_size|world_size_|self\.world_size|comm\.world_size)\b")
-    for path in [*NATIVE, *(path for path in PYTHON if path.stem in FLOOR_3)]:
+    for path in [*NATIVE, *filter(is_primitive, PYTHON)]:
         if path.name == "schedule.h":
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -113,7 +131,7 @@ def test_files_stay_readable() -> None:
         assert lines <= 500, f"{path.relative_to(ROOT)} has {lines} lines; split it by noun"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_functions_stay_readable_and_typed(path: Path) -> None:
     for node in ast.walk(module_of(path)):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
