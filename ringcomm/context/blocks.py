@@ -1,0 +1,193 @@
+"""Attention of a block of queries to a block of keys, with what is needed to put blocks together.
+
+Softmax over all keys is that over each block's, weighted: with the log-sum-exp of a block's scores, L, two blocks make
+
+    L = log(exp(L1) + exp(L2)),    out = out1 + sigmoid(L2 - L1) (out2 - out1)
+
+and with the L of all blocks together, and the whole output, each block's gradients can be computed by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_GREATEST_HEAD_DIM = 192  # of the fused kernel on CUDA: above it, some devices have no backward
+
+
+class Forward(Protocol):
+    """Queries (B, H, S, D), keys and values (B, Hkv, T, D): the output (B, H, S, D) and log-sum-exp (B, H, S)."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Backward(Protocol):
+    """The block's part of the gradients, of q, k and v, from the whole output and the log-sum-exp over all blocks."""
+
+    def __call__(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class Kernel(NamedTuple):
+    """One way of computing a block. A causal block is square."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """In which blocks are put together and gradients added up: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+    """The kernel for inputs of these types and shapes.
+
+    | device | fused: torch's flash attention                                             | else          |
+    |--------|----------------------------------------------------------------------------|---------------|
+    | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain         |
+    | CUDA   | bfloat16, float16; what can_use_flash_attention says, head_dim up to 192    | plain         |
+
+    torch's own switches count: inside of ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` it is the plain one. The
+    fused ones need no memory for scores; they round a block's output and gradients to the inputs' type.
+    """
+    if not torch.backends.cuda.flash_sdp_enabled() or v.shape[-1] != q.shape[-1]:
+        return PLAIN
+    if q.device.type == "cpu":
+        return FLASH_CPU
+    if q.device.type == "cuda" and q.shape[-1] <= _GREATEST_HEAD_DIM and q.shape[-1] % 8 == 0:
+        grouped = q.shape[1] != k.shape[1]
+        asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+        return FLASH_CUDA if torch.backends.cuda.can_use_flash_attention(asked) else PLAIN
+    return PLAIN
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
+    """Adds a block to what is there of its queries, in place, in the wide type."""
+    weight = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    out.lerp_(block_out.to(out.dtype), weight)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+# ---- fused -------------------------------------------------------------------------------------------------------
+
+
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(q, k, v, 0.0, causal, scale=scale)
+
+
+def _flash_cpu_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def _flash_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_cuda_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random numbers of dropout, which is 0
+    rows, keys = q.shape[2], k.shape[2]
+    lse = lse.contiguous()  # the kernel knows no strides of it
+    return flash(
+        grad, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, unused, unused, scale=scale
+    )  # None: all sequences have one length
+
+
+# ---- plain -------------------------------------------------------------------------------------------------------
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """(B, Hkv, G S, T) in the wide type, of G queries' heads for each of the keys', -inf where masked."""
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if causal:
+        length = k.shape[-2]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        scores.unflatten(2, (-1, length)).masked_fill_(hidden, -math.inf)
+    return scores
+
+
+def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, H, S, ...) as (B, heads, H/heads S, ...), wide: the query heads of one key head, one behind another."""
+    return x.to(wide_type(x.dtype)).unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = wide_type(q.dtype)
+    scores = _scores(_grouped(q, k.shape[1]), k.to(wide), causal, scale)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = scores.sub_(lse).exp_() @ v.to(wide)
+    shape = q.shape[:3]
+    return out.view(*shape, v.shape[-1]), lse.view(shape)
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads, wide = k.shape[1], wide_type(q.dtype)
+    rows, upper, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
+    keys, values = k.to(wide), v.to(wide)
+    weights = _scores(rows, keys, causal, scale).sub_(_grouped(lse, heads).unsqueeze(-1)).exp_()
+    inner = (upper @ values.transpose(-1, -2)).sub_((upper * out).sum(-1, keepdim=True))
+    of_scores = inner.mul_(weights).mul_(scale)
+    grad_k, grad_v = of_scores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ upper
+    return (of_scores @ keys).view(q.shape), grad_k, grad_v
+
+
+FLASH_CPU = Kernel("fused, CPU", _flash_cpu, _flash_cpu_backward)
+FLASH_CUDA = Kernel("fused, CUDA", _flash_cuda, _flash_cuda_backward)
+PLAIN = Kernel("plain", _plain, _plain_backward)
+
+
+def with_dense_rows(*tensors: Any) -> list[torch.Tensor]:
+    """The tensors as they are where their last dimension is contiguous, as every kernel takes them; else copies."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

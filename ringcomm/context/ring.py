@@ -1,0 +1,166 @@
+"""What travels round the ring: to the next rank, from the previous one, while a block is computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import MismatchError, UnsupportedError
+from ringcomm.work import Work
+
+FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags, of messages that nobody else sends
+FACTS_NBYTES = 256
+
+
+class Pair:
+    """Keys and values, or their gradients, in one buffer: one message."""
+
+    def __init__(self, flat: torch.Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
+        self.flat, self.shapes = flat, shapes
+        middle = shapes[0].numel()
+        self.keys, self.values = flat[:middle].view(shapes[0]), flat[middle:].view(shapes[1])
+
+    @staticmethod
+    def empty_like(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> Pair:
+        """Memory for both."""
+        count = keys.numel() + values.numel()
+        return Pair(torch.empty(count, dtype=dtype, device=keys.device), (keys.shape, values.shape))
+
+    @staticmethod
+    def of(keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """A copy of both."""
+        made = Pair.empty_like(keys, values, keys.dtype)
+        made.keys.copy_(keys)
+        made.values.copy_(values)
+        return made
+
+    def another(self) -> Pair:
+        """Memory for one more."""
+        return Pair(torch.empty_like(self.flat), self.shapes)
+
+
+class Link:
+    """This rank's place in the ring.
+
+    Args:
+        overlap: whether messages are on their way while a block is computed; False: each is waited for where it starts.
+    """
+
+    def __init__(self, comm: Communicator, overlap: bool) -> None:
+        self.comm, self.overlap = comm, overlap
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.next, self.prev = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+    def start(self, tag: int, sent: torch.Tensor, received: torch.Tensor) -> list[Work]:
+        """Sends to the next rank and receives from the previous one.
+
+        Every second rank receives first, so that it works, too, where calls run one behind the other.
+        """
+
+        def send() -> Work:
+            return self.comm.isend(sent, self.next, tag)
+
+        def receive() -> Work:
+            return self.comm.irecv(received, self.prev, tag)
+
+        works = [begin() for begin in ((send, receive) if self.rank % 2 == 0 else (receive, send))]
+        if not self.overlap:
+            finish(works)
+            return []
+        return works
+
+    def compare(self, facts: str, device: torch.device) -> Callable[[], None]:
+        """Starts to tell the next rank what this one computes; the function returned raises if the previous differs.
+
+        On a device nothing is sent: to read the answer, the host would have to wait for the device.
+        """
+        if device.type != "cpu" or self.world_size == 1:
+            return _nothing
+        mine = facts.encode().ljust(FACTS_NBYTES)[:FACTS_NBYTES]
+        told = torch.empty(FACTS_NBYTES, dtype=torch.uint8)
+        works = self.start(FACTS, torch.frombuffer(bytearray(mine), dtype=torch.uint8), told)
+
+        def check() -> None:
+            finish(works)
+            theirs = told.numpy().tobytes()
+            if theirs != mine:
+                self._refuse(facts, theirs.decode(errors="replace").rstrip())
+
+        if not self.overlap:
+            check()
+            return _nothing
+        return check
+
+    def travel(
+        self, facts: str, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Every rank, its keys and values: this rank's own, then the previous ranks', nearest first.
+
+        What comes next travels while the caller works on what is here, which is valid until then.
+        """
+        check = self.compare(facts, keys.device)
+        here = there = None
+        for step in range(self.world_size):
+            works: list[Work] = []
+            if step + 1 < self.world_size:
+                here = here or Pair.of(keys, values)
+                there = there or here.another()
+                works = self.start(KEYS, here.flat, there.flat)
+            yield (self.rank - step) % self.world_size, keys, values
+            if step == 0:
+                check()
+            finish(works)
+            here, there = there, here
+            if step + 2 >= self.world_size:
+                there = None  # nothing more comes
+            if here is not None:
+                keys, values = here.keys, here.values
+
+    def _refuse(self, facts: str, theirs: str) -> None:
+        with contextlib.suppress(UnsupportedError):  # a process group that cannot: the others run into their time limit
+            self.comm.abort(f"rank {self.rank} found that rank {self.prev} calls another ring_attention")
+        raise MismatchError(
+            f"ring_attention: rank {self.rank} got {facts} where rank {self.prev} has {theirs}; call it with the same "
+            "shapes and arguments, in the same order, on every rank"
+        )
+
+
+class Sums:
+    """Sums of the gradients of keys and values, which follow these on their way, and end where these are at home."""
+
+    def __init__(self, link: Link, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+        self._link, self._empty = link, partial(Pair.empty_like, keys, values, dtype)
+        self._here: Pair | None = None
+        self._there: Pair | None = None
+        self._works: list[Work] = []
+
+    def take(self) -> Pair:
+        """The sums for the keys that are here now, once they have come; at first zeros."""
+        if self._there is None:
+            self._here = self._empty()
+            self._here.flat.zero_()
+        else:
+            finish(self._works)
+            self._here, self._there = self._there, self._here
+        assert self._here is not None
+        return self._here
+
+    def pass_on(self) -> None:
+        """Starts to send what `take` gave, and to receive what comes next."""
+        assert self._here is not None
+        self._there = self._there or self._empty()
+        self._works = self._link.start(GRADS, self._here.flat, self._there.flat)
+
+
+def finish(works: list[Work]) -> None:
+    """Waits for all."""
+    for work in works:
+        work.wait()
+
+
+def _nothing() -> None:
+    """What is left to compare where nothing was sent."""

@@ -1,0 +1,159 @@
+"""Which part of a sequence a rank has, and what of it the keys of another rank's part meet.
+
+    W = 3            rank 0      rank 1      rank 2
+    contiguous        0 1         2 3         4 5      rank 2's queries see all keys, rank 0's a third of them
+    zigzag            0 5         1 4         2 3      all ranks have as many pairs of a query and a key before it
+
+Numbers are chunks, of 2 W equal ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, ShapeError
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+class Block(NamedTuple):
+    """Queries of this rank and keys of another's part that meet: all of them, or (causal) each with those up to it."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> Block | None:
+    """What the queries of ``rank`` attend to among the ``length`` keys of ``source``; None: nothing.
+
+    With ``causal``, the one masked block of a rank is the square of its own part, and the others are whole:
+
+    | zigzag    | keys: first half, chunk s | second half, chunk 2W-1-s | pairs     |
+    |-----------|---------------------------|---------------------------|-----------|
+    | s before r | all queries see it       | none                      | half of all |
+    | s after r  | the second half of the queries sees both                 || half of all |
+
+    so that every rank has half of a full block to do for each other rank.
+    """
+    whole, half = slice(0, length), length // 2
+    if not causal or rank == source:
+        return Block(whole, whole, causal)
+    if layout == "contiguous":
+        return Block(whole, whole, False) if source < rank else None
+    if source < rank:
+        return Block(whole, slice(0, half), False)
+    return Block(slice(half, length), whole, False)
+
+
+def check_layout(layout: str, call: str, rank: int) -> None:
+    """Raises InvalidArgumentError for a layout that does not exist."""
+    if layout not in LAYOUTS:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got layout={layout!r}, expected one of {', '.join(LAYOUTS)}; pass one of these"
+        )
+
+
+def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[int, int]]:
+    """Begin and length of the pieces of a whole sequence that a rank has."""
+    if layout == "contiguous" or world_size == 1:
+        part = length // world_size
+        return [(rank * part, part)]
+    chunk = length // (2 * world_size)
+    return [(rank * chunk, chunk), ((2 * world_size - 1 - rank) * chunk, chunk)]
+
+
+def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
+    """This rank's part of a sequence that every rank has whole.
+
+    Args:
+        x: any shape; ``dim`` is the sequence.
+        layout: "zigzag": chunks r and 2W-1-r of 2W, in this order; "contiguous": chunk r of W. One rank has all of it.
+    Returns: a new tensor, with 1/W of the sequence. Differentiable; its gradient is zero where other ranks' parts are.
+    Cost:    nothing is sent.
+    Raises:  ShapeError: a sequence that cannot be cut into as many chunks. InvalidArgumentError: another layout.
+    """
+    check_layout(layout, "shard_sequence", comm.rank)
+    dim = _sequence_dim(x, dim, "shard_sequence", comm.rank)
+    chunks = comm.world_size * (2 if layout == "zigzag" and comm.world_size > 1 else 1)
+    if x.shape[dim] % chunks:
+        raise ShapeError(
+            f"shard_sequence: rank {comm.rank} got a sequence of {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, "
+            f"expected a multiple of {chunks} ({layout} on {comm.world_size} ranks); pad it"
+        )
+    return torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
+
+
+def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
+    """The whole sequence, in order, from every rank's part; a collective.
+
+    Differentiable: the gradient of a part is the SUM, over all ranks, of their gradients of it. It is the exact
+    adjoint, as that of `ring_attention` is: of the sum of all ranks' losses. Where every rank computes the same loss
+    from the whole, that is W times the loss: divide by W.
+
+    Args:
+        x: this rank's part; the same shape on every rank. ``dim`` is the sequence.
+        layout: that of ``shard_sequence``.
+    Order:   the communicator's, in backward.
+    Cost:    forward one all_gather, backward one reduce_scatter, of the whole.
+    Raises:  InvalidArgumentError: another layout. ShapeError: no such dim, or an odd part in zigzag.
+    """
+    check_layout(layout, "gather_sequence", comm.rank)
+    dim = _sequence_dim(x, dim, "gather_sequence", comm.rank)
+    if layout == "zigzag" and comm.world_size > 1 and x.shape[dim] % 2:
+        raise ShapeError(
+            f"gather_sequence: rank {comm.rank} got a part of {x.shape[dim]} in dim {dim}, expected an even number in "
+            "zigzag; pass what shard_sequence gave"
+        )
+    return _Gather.apply(x, comm, dim, layout)
+
+
+def positions(
+    length: int, comm: Communicator, layout: str = "zigzag", device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Where the tokens of this rank's part are in the whole sequence: for ``position_ids``, one-dimensional, int64.
+
+    Args:
+        length: of the whole sequence.
+    Raises:  as ``shard_sequence``.
+    """
+    return shard_sequence(torch.arange(length, device=device), comm, 0, layout)
+
+
+def _sequence_dim(x: torch.Tensor, dim: int, call: str, rank: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(
+            f"{call}: rank {rank} got dim={dim} for a tensor of shape {tuple(x.shape)}, expected one of its "
+            f"{x.dim()} dimensions; pass the sequence's"
+        )
+    return dim % x.dim()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, dim: int, layout: str) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.layout = comm, dim, layout
+        parts = x.new_empty((comm.world_size, *x.shape))
+        comm.all_gather(x.contiguous(), out=parts)
+        length = x.shape[dim] * comm.world_size
+        whole = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        for rank, part in enumerate(parts):
+            at = 0
+            for begin, count in _spans(rank, comm.world_size, length, layout):
+                whole.narrow(dim, begin, count).copy_(part.narrow(dim, at, count))
+                at += count
+        return whole
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # what the other ranks add is a constant to autograd
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        comm, dim = ctx.comm, ctx.dim
+        spans = [_spans(rank, comm.world_size, grad.shape[dim], ctx.layout) for rank in range(comm.world_size)]
+        parts = torch.stack([torch.cat([grad.narrow(dim, *span) for span in each], dim) for each in spans])
+        mine = torch.empty_like(parts[0])
+        comm.reduce_scatter(parts, out=mine)
+        return mine, None, None, None
