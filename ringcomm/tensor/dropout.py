@@ -35,7 +35,9 @@ class ShardedDropout(nn.Module):
             return x * 0
         dim = self.dim % x.dim()
         whole = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
-        kept = torch.empty(whole, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p).div_(1 - self.p)
+        layout = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # elements are drawn as they lie in memory
+        kept = torch.empty_permuted(whole, layout, dtype=x.dtype, device=x.device)
+        kept.bernoulli_(1 - self.p).div_(1 - self.p)
         return x * kept.narrow(dim, self.rank * x.shape[dim], x.shape[dim])
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
 
     Args:
+        what: for an error: the call, and what has these extents, parted by ": ".
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
         multiple: a share must be a multiple of it, such as the width of an attention head.
     Raises:  InvalidArgumentError: a share that is no whole multiple.
@@ -31,9 +32,10 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     for extent in extents:
         each = -(-extent // region.world_size)
         if (extent % region.world_size and not pad) or each % multiple:
-            heads = f" ({extent // multiple} heads of {multiple})" if multiple > 1 else ""
+            heads = f" ({extent / multiple:g} heads of {multiple})" if multiple > 1 else ""
+            call, _, name = what.partition(": ")
             raise InvalidArgumentError(
-                f"parallelize: rank {region.rank} got {what} of {extent}{heads}, expected {region.world_size} equal "
+                f"{call}: rank {region.rank} got {extent} {name}{heads}, expected {region.world_size} equal "
                 f"parts{' of whole heads' if multiple > 1 else ''}; use a number of ranks that divides it"
             )
         first = min(extent, region.rank * each)
@@ -59,11 +61,6 @@ def _parameter(whole: torch.Tensor, part: Part, length: int) -> nn.Parameter:
     return p
 
 
-def summed_over(p: nn.Parameter, region: Region) -> None:
-    """Lets the gradient of a parameter that all ranks have whole, but use on parts of the sequence, be their sum."""
-    p.register_hook(region.all_reduce)
-
-
 class _ParallelLinear(nn.Module):
     """What the two kinds have in common.
 
@@ -77,10 +74,10 @@ class _ParallelLinear(nn.Module):
     def __init__(self, region: Region, sequence_dim: int | None, overlap: bool) -> None:
         super().__init__()
         self.region, self.sequence_dim, self.overlap = region, sequence_dim, overlap and region.world_size > 1
-        if self.overlap and sequence_dim is None:
+        if overlap and sequence_dim is None:
             raise InvalidArgumentError(
-                f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the "
-                "messages of sequence parallel layers can be cut; pass sequence_dim"
+                f"{type(self).__name__}: rank {region.rank} got overlap=True without a sequence_dim, expected one: "
+                "only the messages of sequence parallel layers can be cut; pass sequence_dim"
             )
 
     def weight_of(self) -> torch.Tensor:
@@ -104,7 +101,8 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: it is whole.
         parts: extents of outputs that are fused in one layer, such as those of queries, keys and values: each is cut by
             itself. None: one.
-        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` takes off.
+        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` takes off; not
+            with several ``parts``.
         overlap: gathers the sequence along the ring while parts of it are multiplied.
         entered: whether the input has passed `f` or `g` already, with others.
     Initialised as nn.Linear would be, from the same draws, so that the whole does not depend on the number of ranks.
@@ -130,13 +128,14 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
         self.entered = entered
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), gather_output, parts, pad)
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
 
     @classmethod
     def of(
         cls,
         linear: nn.Module,
         region: Region,
+        name: str,
         *,
         gather_output: bool = False,
         sequence_dim: int | None = None,
@@ -146,38 +145,49 @@ class ColumnParallelLinear(_ParallelLinear):
         entered: bool = False,
         multiple: int = 1,
     ) -> ColumnParallelLinear:
-        """In the place of a linear layer, with its values."""
+        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, region, sequence_dim, overlap)
         made.entered = entered
-        made._take(linear, gather_output, parts, pad, multiple)
+        made._take(linear, name, gather_output, parts, pad, multiple)
         return made
 
     def _take(
-        self, linear: nn.Module, gather_output: bool, parts: Sequence[int] | None, pad: bool, multiple: int = 1
+        self,
+        linear: nn.Module,
+        name: str,
+        gather_output: bool,
+        parts: Sequence[int] | None,
+        pad: bool,
+        multiple: int = 1,
     ) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear)
+        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
         extents = [self.out_features] if parts is None else list(parts)
-        if sum(extents) != self.out_features:
+        if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
-                f"parallelize: rank {self.region.rank} got parts={extents} for {self.out_features} outputs, expected "
-                "parts that add up to them; pass the extents of the fused outputs"
+                f"{_call(self, name)}: rank {self.region.rank} got parts={extents} for the {self.out_features} outputs"
+                f"{_of(name)}, expected parts that add up to them; pass the extents of the fused outputs"
             )
-        part = cut(extents, self.region, "outputs", pad, multiple)
+        if pad and len(extents) > 1:
+            raise UnsupportedError(
+                f"{_call(self, name)}: rank {self.region.rank} got pad=True for the parts {extents}{_of(name)}, "
+                "expected one of the two: padding lies behind all parts; use extents that divide"
+            )
+        part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(-(-extent // self.region.world_size) for extent in extents)
         self.weight = _parameter(linear.weight, part if not self.turned else Part(1, *_rest(part)), self.local_features)
         self.bias = None if linear.bias is None else _parameter(linear.bias, part, self.local_features)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
         region, comm = self.region, self.region.comm
         if self.entered or self.sequence_dim is None:
-            y = F.linear(x if self.entered else region.enter(f, x), self.weight_of(), self.bias)
+            y = F.linear(input if self.entered else region.enter(f, input), self.weight_of(), self.bias)
         elif self.overlap:
-            y = overlapped.gather_linear(x, self.weight_of(), self.bias, comm, self.sequence_dim)
+            y = overlapped.gather_linear(input, self.weight_of(), self.bias, comm, self.sequence_dim)
         else:
-            y = F.linear(region.enter(g, x, self.sequence_dim), self.weight_of(), self.bias)
+            y = F.linear(region.enter(g, input, self.sequence_dim), self.weight_of(), self.bias)
         return self._whole(gather(y, comm)) if self.gather_output else y
 
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
@@ -217,47 +227,48 @@ class RowParallelLinear(_ParallelLinear):
         dtype: Any = None,
     ) -> None:
         super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), input_is_parallel)
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
     @classmethod
     def of(
         cls,
         linear: nn.Module,
         region: Region,
+        name: str,
         *,
         input_is_parallel: bool = True,
         sequence_dim: int | None = None,
         overlap: bool = False,
         multiple: int = 1,
     ) -> RowParallelLinear:
-        """In the place of a linear layer, with its values."""
+        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, region, sequence_dim, overlap)
-        made._take(linear, input_is_parallel, multiple)
+        made._take(linear, name, input_is_parallel, multiple)
         return made
 
-    def _take(self, linear: nn.Module, input_is_parallel: bool, multiple: int = 1) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear)
+    def _take(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
+        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
         self.input_is_parallel = input_is_parallel
-        part = cut([self.in_features], self.region, "inputs", multiple=multiple)
+        part = cut([self.in_features], self.region, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
         length = self.in_features // self.region.world_size
         self.weight = _parameter(linear.weight, Part(0 if self.turned else 1, *_rest(part)), length)
         self.bias = linear.bias
-        if self.bias is not None and self.sequence_dim is not None:
-            summed_over(self.bias, self.region)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., this rank's inputs) -> (..., out); with ``sequence_dim`` this rank's part along it."""
         comm = self.region.comm
-        if not self.input_is_parallel:
-            x = scatter(x, comm)
+        x = input if self.input_is_parallel else scatter(input, comm)
         if self.sequence_dim is None:
             y = f_bar(F.linear(x, self.weight_of()), comm)
         elif self.overlap:
             y = overlapped.linear_scatter(x, self.weight_of(), comm, self.sequence_dim)
         else:
             y = g_bar(F.linear(x, self.weight_of()), comm, self.sequence_dim)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        bias = self.bias if self.sequence_dim is None else f(self.bias, comm)  # of parts of the sequence: their sum
+        return y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -286,30 +297,36 @@ class VocabParallelEmbedding(nn.Module):
         self._take(whole, _region(comm, "VocabParallelEmbedding"), sequence_dim)
 
     @classmethod
-    def of(cls, embedding: nn.Module, region: Region, *, sequence_dim: int | None = None) -> VocabParallelEmbedding:
-        """In the place of an embedding, with its values."""
+    def of(
+        cls, embedding: nn.Module, region: Region, name: str, *, sequence_dim: int | None = None
+    ) -> VocabParallelEmbedding:
+        """In the place of an embedding, with its values; ``name`` is its name in errors."""
+        refuse_changed(embedding, nn.Embedding, region, name, hooks=sequence_dim is None)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise UnsupportedError(
+                    f"parallelize: rank {region.rank} got {name}, an embedding with {option}, expected one without; "
+                    "leave it out of the plan"
+                )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
+        for hooks in _HOOKS:  # they see the same as before
+            made.__dict__[hooks] = vars(embedding)[hooks]
         made._take(embedding, region, sequence_dim)
         return made
 
     def _take(self, whole: Any, region: Region, sequence_dim: int | None) -> None:
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(whole, option, None):
-                raise UnsupportedError(
-                    f"parallelize: rank {region.rank} got an embedding with {option}, expected one without; leave it "
-                    "whole"
-                )
         self.region, self.sequence_dim = region, sequence_dim
         self.num_embeddings, self.embedding_dim = whole.weight.shape
-        part = cut([self.num_embeddings], region, "rows", pad=True)
+        part = cut([self.num_embeddings], region, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // region.world_size)
         self.first, self.count = part.pieces[0]
         self.weight = _parameter(whole.weight, part, self.rows)
         self.padding_idx = whole.padding_idx
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(...) of integers -> (..., embedding_dim)."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(...) of integers -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
+        tokens = input
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
         if tokens.is_cpu and not bool(inside.all()):
             raise InvalidArgumentError(
@@ -334,20 +351,53 @@ class VocabParallelEmbedding(nn.Module):
 # ---- helpers -----------------------------------------------------------------------------------------------------
 
 
-def form_of(linear: Any) -> tuple[bool, int, int]:
+def form_of(linear: Any, region: Region, name: str = "") -> tuple[bool, int, int]:
     """Of a linear layer: whether its weight lies (in, out), and how many inputs and outputs it has.
 
     Raises: UnsupportedError: another kind of module.
     """
-    weight: Any = getattr(linear, "weight", None)
-    if isinstance(linear, nn.Linear):
-        return False, weight.shape[1], weight.shape[0]
-    if type(linear).__name__ == "Conv1D" and torch.is_tensor(weight) and weight.dim() == 2:  # of transformers
-        return True, weight.shape[0], weight.shape[1]
-    raise UnsupportedError(
-        f"parallelize: got a {type(linear).__name__} where a linear layer is to be cut, expected nn.Linear or "
-        "transformers' Conv1D; leave it out of the plan"
-    )
+    if type(linear).__name__ == "Conv1D" and torch.is_tensor(linear.weight) and linear.weight.dim() == 2:  # a linear
+        refuse_changed(linear, type(linear), region, name)  # layer of transformers
+        return True, *linear.weight.shape
+    refuse_changed(linear, nn.Linear, region, name)
+    return False, linear.weight.shape[1], linear.weight.shape[0]
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, name: str, hooks: bool = False) -> None:
+    """Refuses what would be lost where a layer of ours takes a module's place.
+
+    Args:
+        hooks: whether those of the forward pass are taken over.
+    Raises: UnsupportedError: another kind of module, one with a forward pass of its own, with hooks, or parametrized.
+    """
+    said = None
+    if not isinstance(module, kind):
+        said = f"a {type(module).__name__}"
+    elif type(module).forward is not kind.forward or "forward" in vars(module):
+        said = f"a {type(module).__name__} with a forward pass of its own"
+    elif module._backward_hooks or module._backward_pre_hooks or (not hooks and any(vars(module)[h] for h in _HOOKS)):
+        said = f"a {type(module).__name__} with hooks"
+    elif torch.nn.utils.parametrize.is_parametrized(module):
+        said = f"a parametrized {type(module).__name__}"
+    if said is not None:
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
+            "the plan, or change it afterwards"
+        )
+
+
+def _call(layer: nn.Module, name: str) -> str:
+    return "parallelize" if name else type(layer).__name__
+
+
+def _of(name: str) -> str:
+    return f" of {name}" if name else ""
 
 
 def _rest(part: Part) -> tuple[int, tuple[tuple[int, int], ...]]:

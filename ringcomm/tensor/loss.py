@@ -31,9 +31,9 @@ def vocab_parallel_cross_entropy(
         vocabulary: classes of the whole, where it was padded; None: W times this rank's columns.
         ignore_index, reduction, label_smoothing: as torch's.
     Shapes:  logits (N, V/W) or (..., V/W), target (N,) or (...): classes come last.
-    Dtypes:  floating point; computed in float32 (float64 for float64).
+    Dtypes:  floating point; computed and returned in float32 (float64 for float64).
     Order:   the sum of exponentials is a sum of the ranks' sums, a canonical tree.
-    Cost:    one all_reduce of N maxima and one of 2 N sums; backward nothing.
+    Cost:    one all_reduce of N maxima and one of 2 N sums, 3 N with smoothing; backward nothing.
     Returns: the loss, the same on every rank; its gradient is this rank's columns.
     Raises:  ShapeError, InvalidArgumentError: before anything is sent.
     """
@@ -48,14 +48,26 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got reduction={reduction!r}, expected one of "
             f"{_REDUCTIONS}; pass one of these"
         )
-    classes = vocabulary or logits.shape[-1] * comm.world_size
+    if not 0 <= label_smoothing <= 1:
+        raise InvalidArgumentError(
+            f"vocab_parallel_cross_entropy: rank {comm.rank} got label_smoothing={label_smoothing}, expected 0 to 1; "
+            "pass a share"
+        )
+    width = logits.shape[-1]
+    classes = width * comm.world_size if vocabulary is None else vocabulary
+    if not 0 < classes <= width * comm.world_size:
+        raise InvalidArgumentError(
+            f"vocab_parallel_cross_entropy: rank {comm.rank} got vocabulary={vocabulary}, expected 1 to the "
+            f"{width * comm.world_size} columns of all ranks; pass the classes of the whole layer"
+        )
     known = (target == ignore_index) | ((target >= 0) & (target < classes))
     if target.is_cpu and not bool(known.all()):
         raise InvalidArgumentError(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got a target of {int(target[~known][0])}, expected 0 to "
             f"{classes - 1}, or ignore_index; look at the labels"
         )
-    rows = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), region, classes, ignore_index, label_smoothing)
+    flat = logits.reshape(target.numel(), width)
+    rows = _CrossEntropy.apply(flat, target.flatten(), region, classes, ignore_index, label_smoothing)
     if reduction == "none":
         return rows.view(target.shape)
     total = rows.sum()

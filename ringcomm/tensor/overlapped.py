@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ringcomm import schedule
 from ringcomm.communicator import Communicator
-from ringcomm.tensor.regions import Region
+from ringcomm.tensor.regions import Region, multiplied_in
 
 TAG = 0x7470  # of these messages between two ranks
 
@@ -28,9 +28,12 @@ def gather_linear(
     """``linear(g(x), weight, bias)``.
 
     Shapes: x (..., s, ..., in) with s this rank's part along ``dim``, weight (out, in); returns (..., W s, ..., out).
+    Dtypes: floating point; under autocast in its type.
     Cost:   forward an all_gather of x; backward the same again, and a reduce_scatter of its gradient.
     """
-    return _GatherLinear.apply(x, weight, bias, Region.of(comm), dim)
+    dtype = multiplied_in(x)
+    bias = None if bias is None else bias.to(dtype)
+    return _GatherLinear.apply(x.to(dtype), weight.to(dtype), bias, Region.of(comm), dim)
 
 
 def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
@@ -39,7 +42,8 @@ def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, di
     Shapes: x (..., W s, ..., in), weight (out, in); returns (..., s, ..., out), this rank's part along ``dim``.
     Cost:   forward a reduce_scatter of the output; backward an all_gather of its gradient.
     """
-    return _LinearScatter.apply(x, weight, Region.of(comm), dim)
+    dtype = multiplied_in(x)
+    return _LinearScatter.apply(x.to(dtype), weight.to(dtype), Region.of(comm), dim).movedim(0, dim).contiguous()
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -50,27 +54,29 @@ class _GatherLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.dim, ctx.has_bias = region, dim, bias is not None
         own = x.movedim(dim, 0).contiguous()
-        y = own.new_empty(region.world_size, *own.shape[:-1], weight.shape[0])
+        shape = [*x.shape[:-1], weight.shape[0]]
+        shape[dim] *= region.world_size
+        y = x.new_empty(shape)
+        parts = _parts(y, region, dim)
 
         def multiply(part: int, values: torch.Tensor) -> None:
-            y[part] = F.linear(values, weight, bias)
+            parts[part] = F.linear(values, weight, bias)
 
         _around(region, own, multiply)
-        return y.flatten(0, 1).movedim(0, dim)
+        return y
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         region: Region = ctx.region
-        parts = _parts(grad, region, ctx.dim)
+        parts = _parts(grad, region, ctx.dim).contiguous()
         dweight = dbias = dx = None
         if ctx.needs_input_grad[1]:
-            dweight = torch.zeros_like(weight)
-
-            def add(part: int, values: torch.Tensor) -> None:
-                dweight.addmm_(parts[part].flatten(0, -2).t(), values.flatten(0, -2))
-
-            _around(region, x.movedim(ctx.dim, 0).contiguous(), add)
+            total = _Products(weight)
+            own = x.movedim(ctx.dim, 0).contiguous()
+            _around(region, own, lambda part, values: total.add(parts[part], values))
+            dweight = total.result()
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = parts.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
@@ -79,33 +85,58 @@ class _GatherLinear(torch.autograd.Function):
 
 
 class _LinearScatter(torch.autograd.Function):
+    """(s, ..., out): the sequence in front."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.dim = region, dim
-        parts = _parts(x, region, dim)
-        return _summed(region, lambda part: F.linear(parts[part], weight)).movedim(0, dim)
+        parts = _parts(x, region, dim).contiguous()
+        return _summed(region, lambda part: F.linear(parts[part], weight))
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         region: Region = ctx.region
-        parts = _parts(x, region, ctx.dim)
-        dx = torch.empty_like(parts)
-        dweight = torch.zeros_like(weight)
+        parts = _parts(x, region, ctx.dim).contiguous()
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        dx_parts = None if dx is None else _parts(dx, region, ctx.dim)
+        total = _Products(weight) if ctx.needs_input_grad[1] else None
 
         def both(part: int, values: torch.Tensor) -> None:
-            dx[part] = values @ weight
-            dweight.addmm_(values.flatten(0, -2).t(), parts[part].flatten(0, -2))
+            if dx_parts is not None:
+                dx_parts[part] = values @ weight
+            if total is not None:
+                total.add(values, parts[part])
 
-        _around(region, grad.movedim(ctx.dim, 0).contiguous(), both)
-        return dx.flatten(0, 1).movedim(0, ctx.dim), dweight, None, None
+        _around(region, grad.contiguous(), both)
+        return dx, None if total is None else total.result(), None, None
+
+
+class _Products:
+    """The gradient of a weight: a sum over parts of the sequence, of 16-bit floats in float32."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.dtype = weight.dtype
+        self.total = torch.zeros_like(weight, dtype=torch.float32 if weight.itemsize < 4 else weight.dtype)
+
+    def add(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds ``out^T values``."""
+        a, b = out.flatten(0, -2).t(), values.flatten(0, -2)
+        if a.dtype == self.total.dtype:
+            self.total.addmm_(a, b)
+        else:
+            self.total += a @ b
+
+    def result(self) -> torch.Tensor:
+        return self.total.to(self.dtype)
 
 
 def _parts(x: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
-    """(W, s, ...): the ranks' parts along ``dim``, in front."""
+    """(W, s, ...): the ranks' parts along ``dim``, in front; a view."""
     each = region.share("linear_scatter", x, dim)
-    return x.movedim(dim, 0).unflatten(0, (region.world_size, each)).contiguous()
+    return x.movedim(dim, 0).unflatten(0, (region.world_size, each))
 
 
 # ---- round the ring ----------------------------------------------------------------------------------------------

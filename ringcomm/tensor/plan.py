@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Several
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,105 +12,33 @@ import torch
 from torch import nn
 
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.parallel.part import part_of
 from ringcomm.tensor.dropout import ShardedDropout
-from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, form_of, summed_over
-from ringcomm.tensor.regions import Region, g, gather, scatter
+from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, form_of, take
+from ringcomm.tensor.regions import Region
+from ringcomm.tensor.sequence import gather_before, sum_gradient, surround
+from ringcomm.tensor.styles import (
+    FOREIGN,
+    HEADS,
+    STYLES,
+    Colwise,
+    Dropout,
+    GatherSequence,
+    Heads,
+    OnSequence,
+    Rowwise,
+    SequenceRegion,
+    Style,
+    Summed,
+    Vocab,
+    Whole,
+)
 
-HEADS = (
-    "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
-    "n_kv_heads", "split_size", "embed_dim",
-)  # fmt: skip
-"""Attributes of an attention module that `Heads` divides when it names none."""
-
-
-@dataclass(frozen=True)
-class Colwise:
-    """A linear layer cut along its outputs.
-
-    Args:
-        gather_output, parts, pad: as of ColumnParallelLinear; a number for ``parts`` are that many equal ones.
-    """
-
-    gather_output: bool = False
-    parts: int | Several[int] | None = None
-    pad: bool = False
-
-
-@dataclass(frozen=True)
-class Rowwise:
-    """A linear layer cut along its inputs.
-
-    Args:
-        input_is_parallel: as of RowParallelLinear.
-    """
-
-    input_is_parallel: bool = True
-
-
-@dataclass(frozen=True)
-class Vocab:
-    """An embedding cut along its vocabulary.
-
-    Args:
-        scatter: with ``sequence_dim``: whether its output is this rank's part of the sequence.
-    """
-
-    scatter: bool = False
-
-
-@dataclass(frozen=True)
-class Heads:
-    """An attention module that computes with a rank's share of the heads.
-
-    Args:
-        attributes: whole numbers of the module to divide by the ranks; none: those of `HEADS` that it has.
-    """
-
-    attributes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class OnSequence:
-    """A module that works on this rank's part of the sequence: norms, whose gradients are summed, and dropout."""
-
-
-@dataclass(frozen=True)
-class SequenceRegion:
-    """A module, or the first to the last of a list, that gets this rank's part of the sequence, and whose output is
-    brought together again."""
-
-
-@dataclass(frozen=True)
-class GatherSequence:
-    """A module in a sequence region whose input is brought together once, for all layers in it: one that reads the
-    sequence's length from its input, such as an attention module."""
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Dropout on a tensor that is cut along ``dim``, such as the attention weights of a rank's heads."""
-
-    dim: int
-
-
-Style = Colwise | Rowwise | Vocab | Heads | OnSequence | SequenceRegion | GatherSequence | Dropout
-
-STYLES: dict[str, Style] = {
-    "colwise": Colwise(),
-    "colwise_gather_output": Colwise(gather_output=True),
-    "colwise_rep": Colwise(gather_output=True),
-    "rowwise": Rowwise(),
-    "rowwise_split_input": Rowwise(input_is_parallel=False),
-    "rowwise_rep": Rowwise(input_is_parallel=False),
-    "vocab": Vocab(),
-    "embedding_rowwise": Vocab(),
-    "heads": Heads(),
-    "sequence": OnSequence(),
-    "sequence_region": SequenceRegion(),
-    "gather_sequence": GatherSequence(),
-}
-"""The names of styles in a plan; also those that transformers uses in its models' ``_tp_plan``."""
+__all__ = [
+    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise",
+    "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
+]  # fmt: skip
 
 
 def parallelize(
@@ -126,50 +54,145 @@ def parallelize(
         ringcomm.parallelize(model, {"*.wq": "colwise", "*.wo": "rowwise", "*.attention": "heads"}, mesh["tp"])
 
     Args:
-        plan: styles, or their names, by the name of a submodule. ``*`` stands for one part of a name, in front for any
-            number. None: the plan that the module carries (``_tp_plan`` of transformers).
+        plan: styles, or their names, by the name of a submodule. ``*`` stands for one part of a name, in front for one
+            or more. None: the plan that the module carries (``_tp_plan`` of transformers), without what names nothing.
         comm: the ranks. Rank 0's values are everybody's.
         sequence_dim: sequence parallel: linear layers take and give parts of the sequence, along this dimension, in the
             place of all_reduces. The plan says where the region begins and ends, and what else works on parts of the
-            sequence: "sequence_region", "sequence".
+            sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
+            all layers take and give parts.
         overlap: sequence parallel messages go round the ring while parts of them are multiplied.
-    Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. Tied parameters stay tied.
-    Make the optimizer, and call `ringcomm.shard`, afterwards.
+    Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
+    rank's own heads or features, is "summed". Tied parameters stay tied. Make the optimizer, and call `ringcomm.shard`,
+    afterwards.
+    Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
+             forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
+             all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
+             and biases of layers cut along inputs. With ``overlap`` every layer that is cut along its outputs gathers
+             for itself, in forward and once more in backward. What is checkpointed sends its forward messages twice.
     Returns: the module, whose layers have been replaced.
     Raises:  InvalidArgumentError: names that no module has, unknown styles, heads or features that do not divide.
-             UnsupportedError: a layer that cannot be cut. Before the module is changed.
+             UnsupportedError: a layer that cannot be cut. MismatchError: the ranks ask for different things, or one
+             refuses. Before the module is changed.
     """
     region = Region.of(comm)
-    if plan is None:
-        plan = getattr(module, "_tp_plan", None) or None
-    if plan is None:
-        raise InvalidArgumentError(
-            f"parallelize: rank {comm.rank} got no plan and a {type(module).__name__} without one, expected styles by "
-            "the names of submodules; pass a plan"
-        )
-    chosen = resolve(module, plan, comm.rank)
-    _check_sequence(chosen, sequence_dim, comm.rank)
+    try:
+        sites = _prepared(module, plan, region, sequence_dim, overlap)
+        asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap)).encode())
+    except RingcommError:
+        _agree(module, comm, -1)
+        raise
+    _agree(module, comm, asked)
     for tensor in [*module.parameters(), *module.buffers()]:
         comm.broadcast(tensor.detach(), 0)
-    made = {name: _made(module, name, style, region, chosen, sequence_dim, overlap) for name, style in chosen.items()}
-    _keep_ties(module, made, comm.rank)
-    for name, style in chosen.items():
-        _divide(module.get_submodule(name), name, style, region, change=False)
-    for name, style in chosen.items():
-        found, new = module.get_submodule(name), made[name]
-        if new is not None:
-            parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, new.train(found.training))
-        _divide(found, name, style, region, change=True)
-        _hook(found, style, region, sequence_dim)
+    for site in sites:
+        site.fill()
+    for site in sites:
+        site.put(module, region, sequence_dim or 0)
     return module
+
+
+@dataclass
+class _Site:
+    """A module that a plan names.
+
+    Attributes:
+        names: of the module; several where it is used in several places.
+        new: what takes its place; None: it stays.
+    """
+
+    names: list[str]
+    found: nn.Module
+    style: Style
+    new: nn.Module | None = None
+
+    def fill(self) -> None:
+        """Takes over the values of the module, which are rank 0's by now."""
+        for key, p in ({} if self.new is None else self.new._parameters).items():
+            part = part_of(p) if p is not None else None
+            if p is not None and part is not None and part.dim is not None:
+                with torch.no_grad():
+                    p.copy_(take(self.found._parameters[key], part, p.shape[part.dim]))
+
+    def put(self, module: nn.Module, region: Region, dim: int) -> None:
+        """Changes the module."""
+        if self.new is not None:
+            self.new.train(self.found.training)
+        for name in self.names if self.new is not None else ():
+            parent, _, key = name.rpartition(".")
+            setattr(module.get_submodule(parent), key, self.new)
+        for each in _heads(self, region):
+            setattr(self.found, each, getattr(self.found, each) // region.world_size)
+        if isinstance(self.style, (OnSequence, Summed)):
+            for p in self.found.parameters():
+                sum_gradient(p, region)
+        elif isinstance(self.style, GatherSequence):
+            gather_before(self.found, region, dim)
+        elif isinstance(self.style, SequenceRegion):
+            surround(self.found, region, dim)
+
+
+def _prepared(
+    module: nn.Module,
+    plan: Mapping[str, str | Style] | None,
+    region: Region,
+    sequence_dim: int | None,
+    overlap: bool,
+) -> list[_Site]:
+    """All that can be found wrong is found here; the module is as it was."""
+    if overlap and sequence_dim is None:
+        raise InvalidArgumentError(
+            f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the messages "
+            "of sequence parallel layers can be cut; pass sequence_dim"
+        )
+    chosen = resolve(module, _carried(module, region.rank) if plan is None else plan, region.rank)
+    _check_sequence(module, chosen, sequence_dim, region.rank)
+    sites: dict[int, _Site] = {}
+    for name, style in chosen.items():
+        found = module.get_submodule(name)
+        site = sites.setdefault(id(found), _Site([], found, style))
+        site.names.append(name)
+        if site.style != style:
+            raise InvalidArgumentError(
+                f"parallelize: rank {region.rank} got {type(style).__name__} for {name}, which is {site.names[0]} too, "
+                f"there with {type(site.style).__name__}, expected one style for one module; change the plan"
+            )
+    for site in sites.values():
+        _refuse_own_arithmetic(module, site, region.rank)
+        site.new = _made(module, site, region, chosen, sequence_dim, overlap)
+        _heads(site, region)
+    _keep_ties(module, list(sites.values()), region.rank)
+    return list(sites.values())
+
+
+def _facts(module: nn.Module, sites: list[_Site], sequence_dim: int | None, overlap: bool) -> list[Any]:
+    """What the ranks must have alike."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    return [shapes, [(site.names, site.style) for site in sites], sequence_dim, overlap]
+
+
+def _agree(module: nn.Module, comm: Communicator, asked: int) -> None:
+    """Refuses to go on when the ranks ask for different things; below 0: this one raises anyway."""
+    device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
+    if comm.world_size == 1 or (device is not None and device.type == "meta"):
+        return
+    mine = torch.tensor([asked], device=device)
+    everybody = comm.all_gather(mine, out=mine.new_empty(comm.world_size)).tolist()
+    other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
+    if asked >= 0 and other is not None:
+        theirs = "refused its plan" if everybody[other] < 0 else "got another module, plan or options"
+        raise MismatchError(
+            f"parallelize: rank {comm.rank} got a plan that it can follow where rank {other} {theirs}, expected the "
+            "same on every rank; look at that rank's error, and at the shapes of the parameters"
+        )
 
 
 # ---- names -------------------------------------------------------------------------------------------------------
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a plan's pattern names a module: part by part, and a ``*`` in front for any number of parts."""
+    """Whether a plan's pattern names a module: part by part, and a ``*`` in front for one or more parts."""
     patterns, parts = pattern.split("."), name.split(".")
     if patterns[0] == "*" and len(patterns) > 1:
         patterns = patterns[1:]
@@ -184,12 +207,8 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
     names = [name for name, _ in module.named_modules(remove_duplicate=False)][1:]
     chosen: dict[str, Style] = {}
     by: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if isinstance(style, str) and style not in STYLES:
-            raise InvalidArgumentError(
-                f"parallelize: rank {rank} got the style {style!r} for {pattern!r}, expected one of "
-                f"{', '.join(STYLES)}; pass one of these, or an object of ringcomm.tensor.plan"
-            )
+    for pattern, wish in plan.items():
+        style = _style(pattern, wish, rank)
         found = [name for name in names if matches(pattern, name)]
         if not found:
             raise InvalidArgumentError(
@@ -202,18 +221,86 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
                     f"parallelize: rank {rank} got {name}, which both {by[name]!r} and {pattern!r} match, expected one "
                     "style for each module; make the patterns narrower"
                 )
-            chosen[name], by[name] = STYLES[style] if isinstance(style, str) else style, pattern
+            chosen[name], by[name] = style, pattern
     return chosen
 
 
-def _check_sequence(chosen: Mapping[str, Style], sequence_dim: int | None, rank: int) -> None:
-    for name, style in chosen.items():
-        asks = isinstance(style, (OnSequence, SequenceRegion, GatherSequence)) or style == Vocab(scatter=True)
-        if asks and sequence_dim is None:
-            raise InvalidArgumentError(
-                f"parallelize: rank {rank} got {type(style).__name__} for {name} without a sequence_dim, expected one; "
-                "pass sequence_dim=1 for tensors of (batch, sequence, features)"
+def _style(pattern: str, wish: Any, rank: int) -> Style:
+    if isinstance(wish, Style):
+        return wish
+    if isinstance(wish, str) and wish in FOREIGN:
+        raise UnsupportedError(
+            f"parallelize: rank {rank} got the style {wish!r} of transformers for {pattern!r}, which is not here, "
+            f"expected one of {', '.join(STYLES)}; pass a plan without it, what it names stays whole"
+        )
+    if not isinstance(wish, str) or wish not in STYLES:
+        raise InvalidArgumentError(
+            f"parallelize: rank {rank} got the style {wish!r} for {pattern!r}, expected one of {', '.join(STYLES)}; "
+            "pass one of these, or an object of ringcomm.tensor.styles"
+        )
+    return STYLES[wish]
+
+
+def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
+    """The plan of a model of transformers, which may name what only some of its kind have."""
+    plan = getattr(module, "_tp_plan", None)
+    if not plan:
+        raise InvalidArgumentError(
+            f"parallelize: rank {rank} got no plan and a {type(module).__name__} without one, expected styles by the "
+            "names of submodules; pass a plan"
+        )
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    found = {}
+    for pattern, style in plan.items():
+        if any(matches(pattern, name) for name in modules):
+            found[pattern] = style
+        elif any(matches(pattern, name) for name in parameters):
+            raise UnsupportedError(
+                f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
+                "expected modules only; pass a plan"
             )
+    return found
+
+
+def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim: int | None, rank: int) -> None:
+    regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
+    for name, style in chosen.items():
+        sequence = isinstance(style, (OnSequence, SequenceRegion, GatherSequence)) or style == Vocab(scatter=True)
+        if not sequence:
+            continue
+        got = f"parallelize: rank {rank} got {type(style).__name__} for {name}"
+        if sequence_dim is None:
+            raise InvalidArgumentError(
+                f"{got} without a sequence_dim, expected one; pass sequence_dim=1 for tensors of (batch, sequence, "
+                "features)"
+            )
+        inside = any(each in regions for each in _ancestors(name))
+        if isinstance(style, (OnSequence, GatherSequence)) and regions and name not in regions and not inside:
+            raise InvalidArgumentError(
+                f"{got} outside of {', '.join(regions)}, expected it in a sequence region: elsewhere ranks have the "
+                "whole sequence; make the pattern narrower"
+            )
+        if isinstance(style, Vocab) and regions:
+            raise InvalidArgumentError(
+                f"{got} with scatter=True and a sequence region, expected one of them: a region cuts the sequence "
+                "itself; leave scatter out"
+            )
+        if isinstance(style, SequenceRegion):
+            _check_region(module.get_submodule(name), got, inside)
+
+
+def _check_region(found: nn.Module, got: str, inside: bool) -> None:
+    lists = isinstance(found, (nn.Sequential, nn.ModuleList))
+    if inside:
+        raise InvalidArgumentError(
+            f"{got} inside of another region, expected one around all; leave one out of the plan"
+        )
+    if (lists and len(found) == 0) or isinstance(found, nn.ModuleDict):
+        raise InvalidArgumentError(
+            f"{got}, {'an empty' if lists else 'a'} {type(found).__name__}, expected a module that is called, or a "
+            "list of such in their order; name another module"
+        )
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -221,42 +308,35 @@ def _check_sequence(chosen: Mapping[str, Style], sequence_dim: int | None, rank:
 
 def _made(
     module: nn.Module,
-    name: str,
-    style: Style,
+    site: _Site,
     region: Region,
     chosen: Mapping[str, Style],
     sequence_dim: int | None,
     overlap: bool,
 ) -> nn.Module | None:
     """What takes a module's place; None: it stays."""
-    found = module.get_submodule(name)
-    parent = name.rpartition(".")[0]
-    width = getattr(module.get_submodule(parent), "head_dim", 1)
+    name, found, style = site.names[0], site.found, site.style
+    above = _ancestors(name)
+    inside = sequence_dim is not None and _in_region(above, chosen)
+    entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
+    width = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
     multiple = width if isinstance(width, int) else 1
     if isinstance(style, Colwise):
-        above = _ancestors(name)
-        entered = any(isinstance(chosen.get(each), GatherSequence) for each in above)
         parts = style.parts
         if isinstance(parts, int):
-            parts = [form_of(found)[2] // parts] * parts
+            parts = [form_of(found, region, name)[2] // max(parts, 1)] * parts
+        alone = inside and not entered
         return ColumnParallelLinear.of(
-            found, region, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
-            sequence_dim=None if entered or not _in_region(above, chosen) else sequence_dim, entered=entered,
-            overlap=overlap and not entered and _in_region(above, chosen),
+            found, region, name, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
+            sequence_dim=sequence_dim if alone else None, entered=entered, overlap=overlap and alone,
         )  # fmt: skip
     if isinstance(style, Rowwise):
-        inside = _in_region(_ancestors(name), chosen)
         return RowParallelLinear.of(
-            found, region, input_is_parallel=style.input_is_parallel, multiple=multiple,
+            found, region, name, input_is_parallel=style.input_is_parallel, multiple=multiple,
             sequence_dim=sequence_dim if inside else None, overlap=overlap and inside,
         )  # fmt: skip
     if isinstance(style, Vocab):
-        if not isinstance(found, nn.Embedding):
-            raise UnsupportedError(
-                f"parallelize: rank {region.rank} got {name}, a {type(found).__name__}, as an embedding, expected "
-                "nn.Embedding; leave it out of the plan"
-            )
-        return VocabParallelEmbedding.of(found, region, sequence_dim=sequence_dim if style.scatter else None)
+        return VocabParallelEmbedding.of(found, region, name, sequence_dim=sequence_dim if style.scatter else None)
     if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, nn.Dropout)):
         dim = style.dim if isinstance(style, Dropout) else sequence_dim
         assert dim is not None
@@ -284,37 +364,53 @@ def _rate(found: nn.Module, name: str, rank: int) -> float:
     return float(found.p)
 
 
-def _keep_ties(module: nn.Module, made: Mapping[str, nn.Module | None], rank: int) -> None:
+def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
+    """Refuses layers whose owner multiplies with their weights without calling them."""
+    if not isinstance(site.style, (Colwise, Rowwise, Heads)):
+        return
+    for name in site.names:
+        for owner in (site.found, module.get_submodule(name.rpartition(".")[0])):
+            if isinstance(owner, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+                raise UnsupportedError(
+                    f"parallelize: rank {rank} got {name}, of a {type(owner).__name__} of torch, which multiplies with "
+                    "the weights of its layers itself, expected layers that are called; leave it out of the plan, or "
+                    "write the module with nn.Linear"
+                )
+
+
+def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
     """Lets layers that shared a parameter share its part."""
     new: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, layer in made.items():
-        if layer is None:
-            continue
-        for key, old in module.get_submodule(name)._parameters.items():
-            p = layer._parameters.get(key)
+    for site in sites:
+        made = {} if site.new is None else site.new._parameters
+        for key, p in [*made.items()]:
+            old = site.found._parameters.get(key)
             if old is None or p is None or p is old:
                 continue
-            first, shared = new.setdefault(id(old), (f"{name}.{key}", p))
-            if shared._ringcomm_part != p._ringcomm_part or shared.shape != p.shape:
+            name = f"{site.names[0]}.{key}"
+            first, shared = new.setdefault(id(old), (name, p))
+            if part_of(shared) != part_of(p) or shared.shape != p.shape:
                 raise InvalidArgumentError(
-                    f"parallelize: rank {rank} got {name}.{key}, which is tied to {first} and cut in another way, "
-                    "expected the same cut; pass pad=True where one is padded, or untie them"
+                    f"parallelize: rank {rank} got {name}, which is tied to {first} and cut in another way, expected "
+                    "the same cut; pass pad=True where one is padded, or untie them"
                 )
-            layer._parameters[key] = shared
-    for name, owner in module.named_modules():
+            made[key] = shared
+    replaced = {name for site in sites if site.new is not None for name in site.names}
+    for name, owner in module.named_modules(remove_duplicate=False):
         for key, p in owner._parameters.items():
-            if p is not None and id(p) in new and made.get(name) is None:
+            if p is not None and id(p) in new and name not in replaced:
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got {name}.{key} whole, tied to {new[id(p)][0]}, which is cut, expected "
                     "both in the plan; add it, or untie them"
                 )
 
 
-def _divide(found: nn.Module, name: str, style: Style, region: Region, change: bool) -> None:
-    """Divides the numbers of heads that an attention module computes with."""
-    if not isinstance(style, Heads):
-        return
-    names = style.attributes or tuple(each for each in HEADS if isinstance(getattr(found, each, None), int))
+def _heads(site: _Site, region: Region) -> tuple[str, ...]:
+    """The numbers of heads to divide, if they can be."""
+    if not isinstance(site.style, Heads):
+        return ()
+    found, name = site.found, site.names[0]
+    names = site.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
     if not names:
         raise InvalidArgumentError(
             f"parallelize: rank {region.rank} got {name} as heads, a {type(found).__name__} without a number of heads "
@@ -322,48 +418,9 @@ def _divide(found: nn.Module, name: str, style: Style, region: Region, change: b
         )
     for each in names:
         value = getattr(found, each, None)
-        if not isinstance(value, int) or value % region.world_size:
+        if type(value) is not int or value % region.world_size:
             raise InvalidArgumentError(
                 f"parallelize: rank {region.rank} got {name}.{each} = {value!r}, expected a multiple of the "
                 f"{region.world_size} ranks; use a number of ranks that divides it"
             )
-        if change:
-            setattr(found, each, value // region.world_size)
-
-
-# ---- sequences ---------------------------------------------------------------------------------------------------
-
-
-def _hook(found: nn.Module, style: Style, region: Region, sequence_dim: int | None) -> None:
-    if isinstance(style, OnSequence):
-        for p in found.parameters():
-            summed_over(p, region)
-    elif isinstance(style, GatherSequence):
-        _before(found, lambda x: g(x, region.comm, sequence_dim or 0))
-    elif isinstance(style, SequenceRegion):
-        inside = list(found) if isinstance(found, (nn.Sequential, nn.ModuleList)) else [found]
-        dim = sequence_dim or 0
-        _before(inside[0], lambda x: scatter(x, region.comm, dim))
-        inside[-1].register_forward_hook(lambda _, args, y: _first(y, lambda x: gather(x, region.comm, dim)))
-
-
-def _before(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Changes a module's first tensor, positional or named."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for i, x in enumerate(args):
-            if torch.is_tensor(x):
-                return (*args[:i], change(x), *args[i + 1 :]), kwargs
-        for key, x in kwargs.items():
-            if torch.is_tensor(x):
-                return args, {**kwargs, key: change(x)}
-        return args, kwargs
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An output with its first tensor changed."""
-    if torch.is_tensor(output):
-        return change(output)
-    return type(output)((change(output[0]), *output[1:]))
+    return names

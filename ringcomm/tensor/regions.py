@@ -17,6 +17,7 @@ divide by the ranks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Region:
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.traffic: Counter[str] = Counter()
-        self._entered: tuple[Any, int, Any, Any] | None = None
+        self._entered: tuple[Any, Any, Any] | None = None
 
     @staticmethod
     def of(comm: Communicator) -> Region:
@@ -55,20 +56,34 @@ class Region:
 
     def enter(self, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """``operator(x, comm, *args)``, once for all layers that take the same tensor: those of queries, keys and
-        values then have one message, not three."""
-        key = (operator, *args)
+        values then have one message, not three. In inference mode, where a tensor does not tell whether it was changed,
+        for each. Under autocast in the type in which they multiply."""
+        dtype = multiplied_in(x)
+        if x.is_inference():
+            return operator(x.to(dtype), self.comm, *args)
+        key = (operator, args, dtype, x._version, torch.is_grad_enabled() and x.requires_grad)
         if self._entered is not None:
-            before, version, made_by, result = self._entered
-            if before() is x and version == x._version and made_by == key and (found := result()) is not None:
+            before, entered_with, found = self._entered
+            if before() is x and entered_with == key:
                 return found
-        result = operator(x, self.comm, *args)
-        version = 0 if x.is_inference() else x._version
-        self._entered = None if x.is_inference() else (weakref.ref(x), version, key, weakref.ref(result))
-        return result
+        made = operator(x.to(dtype), self.comm, *args)
+        if made is x:  # nothing was sent
+            return x
+        self._entered = weakref.ref(x, self.leave), key, made  # as long as x lives
+        return made
+
+    def leave(self, gone: Any = None) -> None:
+        """Lets go of what `enter` has kept; ``gone`` is what was kept for."""
+        if self._entered is not None and (gone is None or self._entered[0] is gone):
+            self._entered = None
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def same(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """``x`` as another tensor, which does not keep ``x``; no message."""
+        return x.detach()
+
+    def all_reduce(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The sum of ``x`` of all ranks, as a new tensor."""
         if self.world_size == 1:
             return x
@@ -82,22 +97,25 @@ class Region:
             return x
         dim %= x.dim()
         self.count("all_gather", x.numel() * self.world_size)
-        gathered = self.comm.all_gather(x.contiguous(), out=x.new_empty(self.world_size, *x.shape))
-        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+        behind = math.prod(x.shape[:dim]) == 1  # the parts lie one behind the other in memory too
+        whole = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
+        parts = x.new_empty(self.world_size, *x.shape) if whole is None else whole.view(self.world_size, *x.shape)
+        self.comm.all_gather(x.contiguous(), out=parts)
+        return parts.movedim(0, dim).flatten(dim, dim + 1) if whole is None else whole
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part along ``dim`` of the sum of ``x`` of all ranks."""
         if self.world_size == 1:
             return x
+        dim %= x.dim()
+        parts = x.unflatten(dim, (self.world_size, self.share("reduce_scatter", x, dim))).movedim(dim, 0).contiguous()
         self.count("reduce_scatter", x.numel())
-        parts = x.unflatten(dim, (self.world_size, self.share("reduce_scatter", x, dim))).movedim(dim % x.dim(), 0)
-        parts = parts.contiguous()
         return self.comm.reduce_scatter(parts, out=parts.new_empty(parts.shape[1:]))
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part along ``dim`` of ``x``, a view."""
+        """This rank's part along ``dim`` of ``x``, as a new tensor; no message."""
         each = self.share("scatter", x, dim)
-        return x.narrow(dim, self.rank * each, each)
+        return x.narrow(dim, self.rank * each, each).clone(memory_format=torch.contiguous_format)
 
     def share(self, call: str, x: torch.Tensor, dim: int) -> int:
         """The length of a rank's part.
@@ -112,70 +130,62 @@ class Region:
         return x.shape[dim] // self.world_size
 
 
+def multiplied_in(x: torch.Tensor) -> torch.dtype:
+    """The type in which a linear layer takes ``x``: autocast's, where it is on."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 # ---- operators ---------------------------------------------------------------------------------------------------
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.region.all_reduce(grad), None
-
-
-class _FBar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
-        return region.all_reduce(x) if region.world_size > 1 else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Along(torch.autograd.Function):
-    """One of Region's messages along a dimension in forward, another in backward."""
+class _Operator(torch.autograd.Function):
+    """One of Region's messages in forward, its conjugate in backward: an operator too, which can be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: Region, dim: int, there: str, back: str) -> torch.Tensor:
-        ctx.region, ctx.dim, ctx.back = region, dim, back
-        y = getattr(region, there)(x, dim)
-        return y.view_as(y) if there == "own" or y is x else y
+        ctx.region, ctx.dim, ctx.there, ctx.back = region, dim, there, back
+        return getattr(region, there)(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return getattr(ctx.region, ctx.back)(grad, ctx.dim), None, None, None, None
+        ctx.region.leave()  # an input that is a leaf lives as long as what was made of it
+        return _Operator.apply(grad, ctx.region, ctx.dim, ctx.back, ctx.there), None, None, None, None
+
+
+def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
+    if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):
+        return x
+    return _Operator.apply(x, Region.of(comm), dim, there, back)
 
 
 def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Into a tensor parallel region: ``x``, alike on all ranks, goes to layers that are cut; its gradient is the sum of
     the ranks'."""
-    return _F.apply(x, Region.of(comm))
+    return _operate(x, comm, 0, "same", "all_reduce")
 
 
 def f_bar(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Out of a tensor parallel region: the sum of the ranks' ``x``, on all of them."""
-    return _FBar.apply(x, Region.of(comm))
+    return _operate(x, comm, 0, "all_reduce", "same")
 
 
 def g(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
     """From a sequence parallel region into a tensor parallel one: the whole sequence from the ranks' parts."""
-    return _Along.apply(x, Region.of(comm), dim, "all_gather", "reduce_scatter")
+    return _operate(x, comm, dim, "all_gather", "reduce_scatter")
 
 
 def g_bar(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
     """From a tensor parallel region into a sequence parallel one: this rank's part of the sum."""
-    return _Along.apply(x, Region.of(comm), dim, "reduce_scatter", "all_gather")
+    return _operate(x, comm, dim, "reduce_scatter", "all_gather")
 
 
 def gather(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
     """The whole of what the ranks have parts of; all of them go on with it alike."""
-    return _Along.apply(x, Region.of(comm), dim, "all_gather", "own")
+    return _operate(x, comm, dim, "all_gather", "own")
 
 
 def scatter(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
-    """This rank's part of what all ranks have alike."""
-    return _Along.apply(x, Region.of(comm), dim, "own", "all_gather")
+    """This rank's part of what all ranks have alike, as a new tensor."""
+    return _operate(x, comm, dim, "own", "all_gather")

@@ -1,0 +1,409 @@
+"""`parallelize`: an unmodified module computes the same over the ranks, by a plan of names; what it sends; refusals.
+
+Tolerances are shares of the largest magnitude: 1e-12 in float64, 1e-5 in float32 (tensor_cases.TOLERANCE); gradients,
+which have come through all layers, five times that.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensor_cases import close, difference, on_ranks, part, sent, unlike
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ringcomm
+from ringcomm.mesh import init_mesh
+from ringcomm.tensor.layers import RowParallelLinear
+from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor.styles import Colwise
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCABULARY, WIDTH, LENGTH = 29, 96, 12
+
+
+class Attention(nn.Module):
+    """Grouped queries: a key and a value for every two heads; a norm that all heads share."""
+
+    def __init__(self, heads: int, normed: bool) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // heads
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wk = nn.Linear(WIDTH, WIDTH // 2, bias=False)  # attention does not depend on a key's bias
+        self.wv = nn.Linear(WIDTH, WIDTH // 2)
+        self.q_norm = nn.LayerNorm(self.head_dim) if normed else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, heads: int, normed: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.0)
+        self.attention = Attention(heads, normed)
+        self.up, self.down = nn.Linear(WIDTH, 72), nn.Linear(72, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2, heads: int = 24, normed: bool = True) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(heads, normed) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+        self.recompute = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(self.norm(x))
+
+
+Plan = dict[str, Any]
+TENSOR: Plan = {
+    "token": "vocab", "head": "colwise_gather_output",
+    "*.wq": "colwise", "*.wk": "colwise", "*.wv": "colwise", "*.wo": "rowwise", "layers.*.up": "colwise",
+    "layers.0.down": "rowwise", "layers.1.down": "rowwise",
+}  # fmt: skip
+NORMED: Plan = {"*.q_norm": "summed"}
+SEQUENCE: Plan = {
+    **TENSOR, "layers": "sequence_region", "layers.*.norm?": "sequence", "*.drop": "sequence",
+    "*.attention": "gather_sequence",
+}  # fmt: skip
+APART: Plan = {name: style for name, style in SEQUENCE.items() if name != "*.attention"}
+GPT_TENSOR: Plan = {
+    "blocks.*.qkv": Colwise(parts=3), "blocks.*": "heads", "*.proj": "rowwise", "*.mlp.0": "colwise",
+    "*.mlp.2": "rowwise", "token": "vocab", "head": Colwise(gather_output=True, pad=True),
+}  # fmt: skip
+GPT_SEQUENCE: Plan = {**GPT_TENSOR, "blocks": "sequence_region", "*.norm1": "sequence", "*.norm2": "sequence"}
+
+
+def make(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Model:
+    torch.manual_seed(seed)
+    model = Model(**options).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model
+
+
+def tokens(seed: int = 0, batch: int = 2, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(vocabulary, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, seed: int = 0, batch: int = 2, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, Any]:
+    out = model(tokens(seed, batch, vocabulary))
+    return F.cross_entropy(out.flatten(0, 1), tokens(seed + 1000, batch, vocabulary).flatten()), out
+
+
+KINDS = {
+    "tensor": ({**TENSOR, **NORMED}, {}),
+    "sequence": ({**SEQUENCE, **NORMED}, {"sequence_dim": 1}),
+    "overlap": ({**SEQUENCE, **NORMED}, {"sequence_dim": 1, "overlap": True}),
+    "apart": ({**APART, **NORMED}, {"sequence_dim": 1, "overlap": True}),
+}
+GPT_KINDS = {
+    "tensor": (GPT_TENSOR, {}),
+    "sequence": (GPT_SEQUENCE, {"sequence_dim": 1}),
+    "overlap": (GPT_SEQUENCE, {"sequence_dim": 1, "overlap": True}),
+}
+
+
+def check(
+    whole: nn.Module, others: list[nn.Module], plan: Plan, options: Any, world_size: int, vocabulary: int
+) -> None:
+    loss, out = loss_of(whole, vocabulary=vocabulary)
+    loss.backward()
+
+    def rank(comm: Any) -> None:
+        model = parallelize(others[comm.rank], plan, comm, **options)
+        assert model is others[comm.rank]
+        found, logits = loss_of(model, vocabulary=vocabulary)
+        assert close(logits, out)
+        assert close(found, loss)
+        found.backward()
+        assert unlike(model, whole, 5) == []
+        assert model.head.weight is model.token.weight
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+    on_ranks(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_transformer(kind: str, dtype: torch.dtype, world_size: int) -> None:
+    """Grouped queries, a summed norm, tied embeddings of an odd vocabulary. Every rank begins with rank 0's values."""
+    check(make(0, dtype), [make(seed, dtype) for seed in range(world_size)], *KINDS[kind], world_size, VOCABULARY)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", GPT_KINDS)
+def test_the_gpt_of_the_examples(kind: str, world_size: int) -> None:
+    torch.manual_seed(0)
+    whole = GPT(2, 48, 12, LENGTH).double()
+    for p in whole.parameters():
+        nn.init.normal_(p, std=0.2)
+    check(whole, [copy.deepcopy(whole) for _ in range(world_size)], *GPT_KINDS[kind], world_size, 256)
+
+
+def test_a_layer_that_is_used_twice_stays_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+            self.b, self.also = self.a, self.norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.also(self.b(self.norm(self.a(x))))
+
+    whole = Twice().double()
+    models = [copy.deepcopy(whole) for _ in range(3)]
+    whole(torch.ones(3, 6).double() * torch.arange(6)).sin().sum().backward()
+
+    def rank(comm: Any) -> None:
+        plan = {"a": Colwise(gather_output=True), "b": Colwise(gather_output=True), "norm": "replicate"}
+        model = parallelize(models[comm.rank], plan, comm)
+        assert model.a is model.b
+        model(torch.ones(3, 6).double() * torch.arange(6)).sin().sum().backward()
+        assert unlike(model, whole, 5) == []
+
+    on_ranks(rank, 3)
+
+
+def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
+    whole = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)).double()
+    whole[4].weight = whole[0].weight
+    models = [copy.deepcopy(whole) for _ in range(3)]
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole(x).sin().sum().backward()
+
+    def rank(comm: Any) -> None:
+        plan = {"0": "sequence", "1": "colwise", "3": "rowwise", "4": "sequence"}
+        model = parallelize(models[comm.rank], plan, comm, sequence_dim=0)
+        model(x.chunk(3)[comm.rank]).sin().sum().backward()
+        assert unlike(model, whole) == []
+
+    on_ranks(rank, 3)
+
+
+def test_frozen_parameters_that_are_trained_later() -> None:
+    whole = make(0)
+    models = [copy.deepcopy(whole).requires_grad_(False) for _ in range(3)]
+    loss_of(whole)[0].backward()
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], *KINDS["sequence"][:1], comm, sequence_dim=1)
+        assert not any(p.requires_grad for p in model.parameters())
+        model.requires_grad_(True)
+        loss_of(model)[0].backward()
+        assert unlike(model, whole, 5) == []
+
+    on_ranks(rank, 3)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def train(
+    model: nn.Module, optimizer: Any, clip: Callable[..., Any], batches: int, share: int, steps: int
+) -> list[Any]:
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss, _ = loss_of(model, seed=step * batches + share)
+        loss.backward()
+        norms.append(float(clip(model.parameters(), 0.1)))
+        optimizer.step()
+    return norms
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "overlap"])
+def test_twenty_steps(kind: str) -> None:
+    whole = make(0)
+    models = [copy.deepcopy(whole) for _ in range(3)]
+
+    def no_clip(parameters: Any, _: float) -> float:
+        return 0.0
+
+    train(whole, adamw(whole), no_clip, 1, 0, 20)
+    expected = dict(whole.named_parameters())
+
+    def rank(comm: Any) -> float:
+        model = parallelize(models[comm.rank], KINDS[kind][0], comm, **KINDS[kind][1])
+        train(model, adamw(model), no_clip, 1, 0, 20)
+        return max(difference(p, part(expected[name], p)) for name, p in model.named_parameters())
+
+    assert max(on_ranks(rank, 3)) < 1e-8  # AdamW divides small numbers by small numbers
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_sharded_over_a_mesh_with_clipping(kind: str, stage: int) -> None:
+    """dp=2 x tp=2: two shares of each batch; norms are of all parameters, each counted once."""
+    whole = make(0)
+    start = copy.deepcopy(whole)
+    optimizer, norms = adamw(whole), []
+    for step in range(4):
+        optimizer.zero_grad()
+        for share in range(2):
+            (loss_of(whole, seed=2 * step + share)[0] / 2).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)))
+        optimizer.step()
+    assert min(norms) > 0.1  # all are clipped
+    expected = dict(whole.named_parameters())
+
+    models = [copy.deepcopy(start) for _ in range(4)]
+
+    def rank(comm: Any) -> tuple[list[float], float]:
+        mesh = init_mesh(dp=2, tp=2, comm=comm)
+        plan, options = KINDS[kind]
+        model = parallelize(models[comm.rank], plan, mesh["tp"], **options)
+        parts = {name: copy.copy(vars(p)) for name, p in model.named_parameters()}
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        model, sharded = ringcomm.shard(model, adamw(model), stage, mesh=mesh)
+        found = train(model, sharded, ringcomm.clip_grad_norm_, 2, mesh.coordinates["dp"], 4)
+        worst = 0.0
+        with ringcomm.whole(model):
+            for name, p in model.named_parameters():
+                like = torch.empty(shapes[name])
+                like._ringcomm_part = parts[name].get("_ringcomm_part")
+                own = part(expected[name], like) if like._ringcomm_part is not None else expected[name]
+                worst = max(worst, difference(p, own))
+        mesh.close()
+        return found, worst
+
+    for found, worst in on_ranks(rank, 4):
+        assert found == pytest.approx(norms, rel=1e-6)
+        assert worst < 1e-8
+
+
+# ---- what is sent --------------------------------------------------------------------------------------------------
+
+
+def on_the_wire(traffic: Any, t: int) -> float:
+    """Elements that each rank sends: an all_reduce is a reduce_scatter and an all_gather."""
+    share = (t - 1) / t
+    each = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}
+    return sum(factor * traffic[f"{op} elements"] for op, factor in each.items())
+
+
+def messages(plan: Plan, options: Any, world_size: int, recompute: bool = False) -> tuple[Any, float]:
+    """Of one layer, forward and backward: what three layers send more than two."""
+    found = []
+    for layers in (2, 3):
+        models = [make(0, layers=layers, normed=False) for _ in range(world_size)]
+        chosen = {("layers.*.down" if name == "layers.0.down" else name): style for name, style in plan.items()}
+        chosen.pop("layers.1.down")
+
+        def rank(comm: Any, models: Any = models, chosen: Any = chosen) -> Any:
+            model = parallelize(models[comm.rank], chosen, comm, **options)
+            model.recompute = recompute
+            loss_of(model)[0].backward()
+            return sent(comm)
+
+        everybody = on_ranks(rank, world_size)
+        assert all(each == everybody[0] for each in everybody)
+        found.append(everybody[0])
+    found[1].subtract(found[0])
+    layer = {key: count for key, count in found[1].items() if count}
+    return layer, on_the_wire(found[1], world_size)
+
+
+SBH = 2 * LENGTH * WIDTH
+
+
+@pytest.mark.parametrize("t", [2, 3, 4])
+def test_a_tensor_parallel_layer_sends_four_all_reduces(t: int) -> None:
+    """Two in forward, two in backward, of s b h; queries, keys and values share theirs: 8 (t-1)/t s b h on the wire."""
+    layer, wire = messages(TENSOR, {}, t)
+    assert layer == {"all_reduce calls": 4, "all_reduce elements": 4 * SBH}
+    assert wire == pytest.approx(8 * (t - 1) / t * SBH)
+
+
+@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("plan", [SEQUENCE, APART])
+def test_a_sequence_parallel_layer_sends_as_much_in_pairs(plan: Plan, t: int) -> None:
+    """And sums gradients of what works on parts: weight and bias of two norms, biases of two row parallel layers."""
+    layer, wire = messages(plan, {"sequence_dim": 1}, t)
+    assert layer == {
+        "all_gather calls": 4, "all_gather elements": 4 * SBH,
+        "reduce_scatter calls": 4, "reduce_scatter elements": 4 * SBH,
+        "all_reduce calls": 6, "all_reduce elements": 6 * WIDTH,
+    }  # fmt: skip
+    assert wire == pytest.approx(8 * (t - 1) / t * SBH + 2 * (t - 1) / t * 6 * WIDTH)
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_overlapped_layers_keep_their_input_cut_and_gather_it_again(t: int) -> None:
+    """One all_gather more for the column parallel layer of the MLP; where queries, keys and values each gather for
+    themselves, two more in forward, three in backward, and two reduce_scatters more."""
+    layer, _ = messages(SEQUENCE, {"sequence_dim": 1, "overlap": True}, t)
+    assert (layer["all_gather calls"], layer["reduce_scatter calls"]) == (4 + 1, 4)
+    assert layer["all_gather elements"] == 5 * SBH
+    layer, _ = messages(APART, {"sequence_dim": 1, "overlap": True}, t)
+    assert (layer["all_gather calls"], layer["reduce_scatter calls"]) == (4 + 1 + 2 + 3, 4 + 2)
+    assert layer["all_gather elements"] == 10 * SBH
+    assert layer["reduce_scatter elements"] == 6 * SBH
+
+
+def test_checkpointing_repeats_forward_messages() -> None:
+    """But for the last, of which backward needs nothing."""
+    layer, _ = messages(TENSOR, {}, 2, recompute=True)
+    assert layer == {"all_reduce calls": 5, "all_reduce elements": 5 * SBH}
+    layer, _ = messages(SEQUENCE, {"sequence_dim": 1}, 2, recompute=True)
+    assert (layer["all_gather calls"], layer["reduce_scatter calls"]) == (4 + 2, 4 + 1)
+
+
+# ---- what stays -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_keeps_its_hooks() -> None:
+    models = [make() for _ in range(2)]
+    seen: list[torch.Size] = []
+    handles = [model.token.register_forward_hook(lambda _, args, y: seen.append(y.shape)) for model in models]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], KINDS["tensor"][0], comm)
+        model(tokens())
+        handles[comm.rank].remove()
+        model(tokens())
+
+    on_ranks(rank, 2)
+    assert seen == [(2, LENGTH, WIDTH)] * 2
+
+
+def test_the_mode_and_what_is_frozen_stay() -> None:
+    models = [make() for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = models[comm.rank].eval()
+        model.layers[0].down.weight.requires_grad_(False)
+        parallelize(model, KINDS["tensor"][0], comm)
+        assert isinstance(model.layers[0].down, RowParallelLinear)
+        assert not any(each.training for each in model.modules())
+        assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["layers.0.down.weight"]
+
+    on_ranks(rank, 2)

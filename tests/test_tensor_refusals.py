@@ -1,0 +1,191 @@
+"""Plans that `parallelize` matches, and those that it refuses: in one sentence, before anything is changed or hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensor_cases import on_ranks
+from test_tensor_plan import GPT, KINDS, Plan, make, tokens
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
+from ringcomm.tensor.plan import matches, parallelize
+from ringcomm.tensor.styles import STYLES, Colwise, Dropout, Heads, Vocab
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matched"),
+    [
+        ("*.wq", "layers.0.attention.wq", True), ("*.wq", "a.wq", True), ("*.wq", "wq", False),
+        ("*.wq", "layers.0.wq2", False), ("layers.*.up", "layers.0.up", True), ("layers.*.up", "layers.0.a.up", False),
+        ("layers.?.up", "layers.10.up", False), ("head", "head", True), ("head", "a.head", False), ("*", "head", True),
+        ("*", "a.head", False), ("*.mlp.0", "a.b.mlp.0", True), ("layers.[01].*", "layers.1.up", True),
+    ],
+)  # fmt: skip
+def test_patterns(pattern: str, name: str, matched: bool) -> None:
+    assert matches(pattern, name) is matched
+
+
+class Torch(nn.Module):
+    """What computes with the weights of its layers by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.encoder = nn.MultiheadAttention(12, 6), nn.TransformerEncoderLayer(12, 6, 24)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bag, self.bounded = nn.Conv1d(6, 6, 1), nn.EmbeddingBag(6, 6), nn.Embedding(6, 6, max_norm=1.0)
+        self.mine, self.scaled, self.hooked = Mine(6, 6), Scaled(6, 6), nn.Linear(6, 6)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.hooked.register_forward_hook(lambda module, args, y: y * 2)
+        self.empty, self.dictionary, self.linear = (
+            nn.ModuleList(),
+            nn.ModuleDict({"a": nn.Linear(6, 6)}),
+            nn.Linear(6, 6),
+        )
+
+
+class Mine(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.linear = 5, nn.Linear(6, 6)
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
+    (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
+    (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
+    (make, {"*.wq": "moe_tp_experts"}, {}, UnsupportedError, "the style 'moe_tp_experts' of transformers for"),
+    (make, {"*.query": "colwise"}, {}, InvalidArgumentError, r"'\*\.query', which no module matches, expected names"),
+    (make, {"*.wq": "colwise", "*.w?": "colwise"}, {}, InvalidArgumentError,
+     r"layers\.0\.attention\.wq, which both '\*\.wq' and '\*\.w\?' match, expected one style"),
+    (lambda: make(heads=8), {"*.wk": "colwise"}, {}, InvalidArgumentError,
+     r"48 outputs of layers\.0\.attention\.wk \(4 heads of 12\), expected 3 equal parts of whole heads; use a number"),
+    (lambda: GPT(1, 40, 5, 12), {"blocks.*": "heads"}, {}, InvalidArgumentError,
+     r"got blocks\.0\.heads = 5, expected a multiple of the 3 ranks"),
+    (lambda: GPT(1, 40, 5, 12), {"*.mlp.0": "colwise"}, {}, InvalidArgumentError,
+     r"160 outputs of blocks\.0\.mlp\.0, expected 3 equal parts; use a number"),
+    (lambda: GPT(1, 40, 5, 12), {"*.proj": "rowwise"}, {}, InvalidArgumentError, r"40 inputs of blocks\.0\.proj, exp"),
+    (lambda: GPT(1, 48, 6, 12), {"*.qkv": Colwise(parts=5)}, {}, InvalidArgumentError, r"parts=\[28, 28, 28, 28, 28\]"),
+    (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, a LayerNorm without"),
+    (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
+    (Counted, {"linear": "colwise"}, {}, None, ""),
+    (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight whole, tied to token\.weight, which is"),
+    (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
+    (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,
+     "tied to token.weight and cut in another way, expected the same cut; pass pad=True"),
+    (make, {"norm": "colwise"}, {}, UnsupportedError, "got norm, a LayerNorm, expected a plain Linear; leave it out"),
+    (make, {"head": "vocab", "token": "vocab"}, {}, UnsupportedError, "got head, a Linear, expected a plain Embedding"),
+    (make, {"norm": Dropout(1)}, {}, UnsupportedError, "got norm, a LayerNorm, as dropout, expected nn.Dropout"),
+    (Odd, {"conv": "colwise"}, {}, UnsupportedError, "got conv, a Conv1d, expected a plain Linear"),
+    (Odd, {"bag": "vocab"}, {}, UnsupportedError, "got bag, a EmbeddingBag, expected a plain Embedding"),
+    (Odd, {"bounded": "vocab"}, {}, UnsupportedError, "got bounded, an embedding with max_norm, expected one without"),
+    (Odd, {"mine": "colwise"}, {}, UnsupportedError, "got mine, a Mine with a forward pass of its own"),
+    (Odd, {"scaled": "vocab"}, {}, UnsupportedError, "got scaled, a Scaled with a forward pass of its own"),
+    (Odd, {"hooked": "rowwise"}, {}, UnsupportedError, "got hooked, a Linear with hooks, expected a plain Linear"),
+    (Odd, {"normed": "rowwise"}, {}, UnsupportedError, "got normed, a parametrized ParametrizedLinear"),
+    (Odd, {"empty": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for empty, an empty ModuleList"),
+    (Odd, {"dictionary": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for dictionary, a Modu"),
+    (Torch, {"attention": "heads"}, {}, UnsupportedError, "got attention, of a MultiheadAttention of torch, whi"),
+    (Torch, {"attention.out_proj": "rowwise"}, {}, UnsupportedError, "got attention.out_proj, of a Multihead"),
+    (Torch, {"encoder.linear1": "colwise"}, {}, UnsupportedError, "encoder.linear1, of a TransformerEncoderLay"),
+    (make, {"layers": "sequence_region"}, {}, InvalidArgumentError, "SequenceRegion for layers without a seq"),
+    (make, {"*.norm1": "sequence"}, {}, InvalidArgumentError, "OnSequence for layers.0.norm1 without a"),
+    (make, {"token": Vocab(scatter=True)}, {}, InvalidArgumentError, "Vocab for token without a sequence_dim"),
+    (make, {"*.wq": "colwise"}, {"overlap": True}, InvalidArgumentError, "overlap=True without a sequence_d"),
+    (make, {"layers": "sequence_region", "norm": "sequence"}, {"sequence_dim": 1}, InvalidArgumentError,
+     "OnSequence for norm outside of layers, expected it in a sequence region"),
+    (make, {"layers": "sequence_region", "*.attention": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError,
+     "SequenceRegion for layers.0.attention inside of another region"),
+    (make, {"layers": "sequence_region", "token": Vocab(scatter=True)}, {"sequence_dim": 1}, InvalidArgumentError,
+     "Vocab for token with scatter=True and a sequence region, expected one"),
+    (make, None, {}, InvalidArgumentError, "got no plan and a Model without one, expected styles by the names"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda i: str(REFUSED[i][1])[:40])
+def test_refusals_come_before_the_module_is_changed(number: int) -> None:
+    kind, plan, options, error, sentence = REFUSED[number]
+    if error is None:  # a plan that can be followed: the others fail for what they say
+        on_ranks(lambda comm: parallelize(kind(), plan, comm, **options), 3)
+        return
+    models = [kind() for _ in range(3)]
+    for seed, model in enumerate(models):
+        for p in model.parameters():
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(seed))
+
+    def state(model: nn.Module) -> Any:
+        values = [(name, id(p), p.clone()) for name, p in model.named_parameters(remove_duplicate=False)]
+        hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+        return values, hooks, [(name, id(each)) for name, each in model.named_modules(remove_duplicate=False)]
+
+    def rank(comm: Any) -> str:
+        model = models[comm.rank]
+        before = state(model)
+        with pytest.raises(error, match=sentence) as found:
+            parallelize(model, plan, comm, **options)
+        after = state(model)
+        assert before[1:] == after[1:]
+        assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(before[0], after[0], strict=True))
+        return str(found.value)
+
+    for number, said in enumerate(on_ranks(rank, 3)):
+        assert said.startswith(f"parallelize: rank {number} got ")
+        assert "\n" not in said
+        assert ", expected " in said
+        assert "; " in said
+
+
+def test_ranks_that_ask_for_different_things_are_told_at_once() -> None:
+    good, wrong = {"*.wq": "colwise"}, {"*.query": "colwise"}
+
+    def rank(comm: Any, model: nn.Module, plan: Plan) -> str:
+        with pytest.raises((MismatchError, InvalidArgumentError)) as found:
+            parallelize(model, plan, comm)
+        return str(found.value)
+
+    refused = on_ranks(lambda comm: rank(comm, make(), wrong if comm.rank == 1 else good), 3)
+    assert "which no module matches" in refused[1]
+    for number in (0, 2):
+        assert (
+            f"rank {number} got a plan that it can follow where rank 1 refused its plan, expected the s"
+            in refused[number]
+        )
+    other = on_ranks(lambda comm: rank(comm, make(layers=1 + comm.rank // 2), good), 3)
+    assert "rank 0 got a plan that it can follow where rank 2 got another module, plan or options" in other[0]
+    assert "rank 2 got a plan that it can follow where rank 0 got another module" in other[2]
+
+
+def test_a_sequence_that_does_not_divide() -> None:
+    models = [make() for _ in range(3)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], KINDS["sequence"][0], comm, sequence_dim=1)
+        with pytest.raises(ShapeError, match=r"got shape \(2, 11, 96\), expected 3 equal parts along dimension 1; pad"):
+            model(tokens()[:, :11])
+        model(tokens())
+
+    on_ranks(rank, 3)
+
+
+def test_every_style_has_a_name() -> None:
+    assert {type(style).__name__ for style in STYLES.values()} == {
+        "Colwise", "Rowwise", "Vocab", "Heads", "Summed", "OnSequence", "SequenceRegion", "GatherSequence", "Whole",
+    }  # fmt: skip

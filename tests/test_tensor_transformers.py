@@ -1,0 +1,249 @@
+"""Models of transformers, unmodified and built from small configurations: the same logits, gradients and tokens.
+
+In float64, 1e-12 of the largest magnitude; gradients, which have come through all layers, five times that.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch_ranks
+from tensor_cases import close, on_ranks, sent, unlike
+from torch import nn
+
+import ringcomm
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.tensor.dropout import ShardedDropout
+from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor.styles import Colwise, Dropout
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install transformers"
+    ),
+]
+
+VOCABULARY, LENGTH = 97, 12  # not a multiple of any number of ranks
+
+LLAMA: dict[str, Any] = {
+    "model.embed_tokens": "vocab", "lm_head": "colwise_gather_output",
+    "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise",
+    "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise",
+}  # fmt: skip
+LLAMA_SEQUENCE: dict[str, Any] = {
+    **LLAMA, "model.layers": "sequence_region", "*.self_attn": "gather_sequence", "*.input_layernorm": "sequence",
+    "*.post_attention_layernorm": "sequence",
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "transformer.wte": "vocab", "lm_head": "colwise_gather_output",
+    "*.c_attn": Colwise(parts=3), "*.attn": "heads", "*.attn.c_proj": "rowwise", "*.attn_dropout": Dropout(1),
+    "*.c_fc": "colwise", "*.mlp.c_proj": "rowwise",
+}  # fmt: skip
+
+
+def llama(tied: bool = False, kind: str = "Llama", **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, tie_word_embeddings=tied, attention_bias=True,
+        bos_token_id=1, eos_token_id=None, pad_token_id=None, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return spread(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+def gpt2(**options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None,
+        attn_implementation="eager", **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return spread(transformers.GPT2LMHeadModel(config))
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Values that lie apart, in float64: initial weights are so small that attention hardly attends."""
+    with torch.no_grad():
+        for p in model.double().parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    out = model(input_ids=tokens(), labels=tokens())
+    out.loss.backward()
+    return out.loss.detach(), out.logits.detach()
+
+
+def without_noise(name: str) -> bool:
+    """A key's bias changes nothing: its gradient is rounding alone."""
+    return not name.endswith("k_proj.bias")
+
+
+def check(whole: nn.Module, plan: Any, world_size: int, training: bool, **options: Any) -> None:
+    others = [copy.deepcopy(whole).train(training) for _ in range(world_size)]
+    kinds = {name: type(each) for name, each in whole.named_modules()}
+    loss, logits = run(whole.train(training))
+
+    def rank(comm: Any) -> None:
+        model = parallelize(others[comm.rank], plan, comm, **options)
+        found, mine = run(model)
+        assert close(mine, logits)
+        assert close(found, loss)
+        assert [name for name in unlike(model, whole, 5) if without_noise(name)] == []
+        assert sum(sent(comm).values()) > 0
+        assert kinds.keys() == {name for name, _ in model.named_modules()}
+        tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+
+    on_ranks(rank, world_size)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("plan", ["ours", "its own"])
+def test_llama(plan: str, tied: bool, training: bool) -> None:
+    check(llama(tied), LLAMA if plan == "ours" else None, 2, training)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_sequence_parallel(tied: bool, overlap: bool) -> None:
+    check(llama(tied), LLAMA_SEQUENCE, 2, True, sequence_dim=1, overlap=overlap)
+
+
+def test_llama_sequence_parallel_with_activation_checkpointing() -> None:
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, LLAMA_SEQUENCE, 2, True, sequence_dim=1)
+
+
+def test_qwen3_by_its_own_plan() -> None:
+    """Norms of heads are whole, but each rank uses them on its own heads: their gradients are summed."""
+    check(llama(True, "Qwen3"), None, 2, True)
+
+
+def test_phi3_by_its_own_plan() -> None:
+    """A fused projection that gives its whole output."""
+    import transformers
+
+    config = transformers.Phi3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    check(spread(transformers.Phi3ForCausalLM(config)), None, 2, True)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_gpt2(training: bool, world_size: int) -> None:
+    """Conv1D with fused queries, keys and values; tied embeddings. Without dropout: threads share a generator."""
+    model = gpt2()
+    for each in model.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+    check(model, GPT2, world_size, training)
+
+
+def trains_with_dropout(options: dict[str, Any], dtype: torch.dtype, slack: float) -> list[str]:
+    comm = ringcomm.init()
+    whole = gpt2(**options).to(dtype).train()
+    model = parallelize(copy.deepcopy(whole), GPT2, comm)
+    assert isinstance(model.transformer.h[0].attn.attn_dropout, ShardedDropout)
+    found = []
+    for each in (whole, model):
+        torch.manual_seed(7)
+        found.append((*run(each), torch.rand(3)))
+    expected, mine = found
+    wrong = [name for i, name in enumerate(("loss", "logits")) if not close(mine[i], expected[i], slack=slack)]
+    if not torch.equal(mine[2], expected[2]):
+        wrong.append("the generator")
+    if close(run(copy.deepcopy(whole).eval())[1], expected[1], torch.bfloat16):
+        wrong.append("nothing was dropped")
+    comm.close()
+    return wrong + unlike(model, whole, 5 * slack)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "slack"),
+    [
+        ({"attn_pdrop": 0.0}, torch.float64, 1.0),
+        ({"reorder_and_upcast_attn": True}, torch.float32, 5.0),  # else attention calls a function, not the module
+    ],
+)
+def test_gpt2_drops_what_one_process_drops(options: dict[str, Any], dtype: torch.dtype, slack: float) -> None:
+    """Attention weights of a rank's heads included; ranks as processes, each with its generator."""
+    assert torch_ranks.run(trains_with_dropout, options, dtype, slack, world_size=2) == [[], []]
+
+
+@pytest.mark.parametrize(("kind", "plan"), [(llama, LLAMA), (llama, None), (gpt2, GPT2)])
+def test_generation(kind: Any, plan: Any) -> None:
+    whole = kind().eval()
+    others = [copy.deepcopy(whole) for _ in range(2)]
+    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    prompt = tokens()[:, :4]
+    expected = whole.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assert expected.shape == (2, 16)
+
+    def rank(comm: Any) -> torch.Tensor:
+        model = parallelize(others[comm.rank], plan, comm)
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+    for found in on_ranks(rank, 2):
+        assert torch.equal(found, expected)
+
+
+def test_refusals() -> None:
+    """Heads of keys and values that do not divide; a plan of experts; a model without a plan."""
+    import transformers
+
+    options = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=2, **options)
+    )
+    cases: list[tuple[Any, Any, int, Any, str]] = [
+        (
+            llama(),
+            None,
+            3,
+            InvalidArgumentError,
+            r"outputs of model\.layers\.0\.self_attn\..* \(\d heads of 8\), expected 3 eq",
+        ),
+        (
+            llama(),
+            LLAMA,
+            4,
+            InvalidArgumentError,
+            r"16 outputs of .*k_proj \(2 heads of 8\), expected 4 equal parts of wh",
+        ),
+        (
+            experts,
+            None,
+            2,
+            UnsupportedError,
+            r"the style '\w+' of transformers for '.*experts.*', which is not here|a param",
+        ),
+        (gpt2(), None, 2, InvalidArgumentError, "got no plan and a GPT2LMHeadModel without one"),
+    ]
+    for model, plan, world_size, error, sentence in cases:
+        copies = [copy.deepcopy(model) for _ in range(world_size)]
+
+        def rank(
+            comm: Any, copies: Any = copies, plan: Any = plan, error: Any = error, sentence: str = sentence
+        ) -> None:
+            with pytest.raises(error, match=sentence):
+                parallelize(copies[comm.rank], plan, comm)
+
+        on_ranks(rank, world_size)
