@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.part import part_of
 from ringcomm.rendezvous import init
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA = ("dp", "shard", "cp")
@@ -39,16 +41,18 @@ class Mesh:
         self, comm: Communicator, names: Sequence[str], shape: Sequence[int], device_mesh: DeviceMesh | None = None
     ) -> None:
         self.comm, self.names, self.shape, self.device_mesh = comm, tuple(names), tuple(shape), device_mesh
-        self.coordinates: dict[str, int] = {}
-        below = 1
-        for name, extent in reversed([*zip(self.names, self.shape, strict=True)]):
-            self.coordinates[name] = comm.rank // below % extent
-            below *= extent
-        if device_mesh is not None:
-            self.coordinates = dict(zip(self.names, device_mesh.get_coordinate(), strict=True))
+        places = [comm.rank // math.prod(shape[axis + 1 :]) % extent for axis, extent in enumerate(shape)]
+        self.coordinates = dict(
+            zip(self.names, places if device_mesh is None else device_mesh.get_coordinate(), strict=True)
+        )
         self._made: dict[tuple[str, ...], Communicator] = {}
         for name in self.names:
             self._made[(name,)] = self._make((name,))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.names)
 
     def size(self, name: str) -> int:
         """Ranks along an axis; 1 for an axis that is not there."""
@@ -97,6 +101,16 @@ class Mesh:
     def counts(self) -> bool:
         """Whether this rank speaks for parameters that all ranks of its tensor parallel group have whole."""
         return self.coordinates.get(TENSOR, 0) == 0
+
+    def speaks_for(self, p: torch.Tensor) -> bool:
+        """Whether this rank counts a parameter in norms, and saves it: another may have the same values."""
+        part = part_of(p)
+        return not part.copy and (part.dim is not None or self.counts)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes of more than one rank whose ranks have different parts of the model."""
+        return tuple(name for name in self.names if name not in (*DATA, REPLICATE) and self.size(name) > 1)
 
     def close(self) -> None:
         """Lets go of the communicators that the mesh has made; ``comm`` stays."""

@@ -8,6 +8,9 @@ Every rank writes its own part of every tensor under the tensor's ordinary name 
 of torch.distributed.checkpoint. A plain process reads the module with ``dcp.load(module.state_dict(),
 checkpoint_id=path)``.
 
+Of a model that is cut over a mesh the tensors are the whole model's, put together from the ranks' parts, as if one
+process had saved it: a checkpoint does not know how it was cut, and is loaded with any other cut, or none.
+
     NAME                          parameters, as the optimizer has them (master weights), and buffers
     optimizer.state.NAME.KEY      the optimizer's state
     optimizer.param_groups        hyperparameters, and the names of each group's parameters
@@ -17,28 +20,27 @@ checkpoint_id=path)``.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ringcomm import errors
-from ringcomm.errors import EngineError, RingcommError, UnsupportedError
+from ringcomm.errors import UnsupportedError
 from ringcomm.parallel.checkpoint_files import Source, Written, beside, finish, write
+from ringcomm.parallel.checkpoint_loading import Loading
 from ringcomm.parallel.checkpoint_parts import flat_of
 from ringcomm.parallel.checkpoint_state import ByRank as ByRank
-from ringcomm.parallel.checkpoint_state import Loading, Saving
-from ringcomm.parallel.ranks import Ranks, exchange
+from ringcomm.parallel.checkpoint_state import Saving
+from ringcomm.parallel.checkpoint_world import World
 
 
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any
 ) -> None:
-    """Saves a sharded module, its optimizer and whatever else is to be there on resuming; a collective.
+    """Saves a sharded module, its optimizer and whatever else is to be there on resuming; a collective, of all ranks of
+    the mesh where there is one.
 
     What had the path stays until all of the new checkpoint is written, and is then replaced at once. Gradients are not
     saved: save between two steps.
@@ -46,16 +48,20 @@ def save(
     Args:
         path: a folder that all ranks see.
         optimizer: of `ringcomm.shard`, or at stage 0 a plain one over the module's parameters.
+            Of a pipeline every stage has its own, with the same groups, of which some may be empty.
         extra: tensors, numbers, strings, and lists, tuples and dicts of these. Where the ranks' values differ, as those
             of random generators do, each rank's is kept; so it is with buffers.
-    Cost:    each rank writes 1/W of parameters and state, also at stage 0, and reads it back for its checksums; between
-             ranks only the list of what was written travels. Memory: 128 MiB, and one part of a tensor at a time.
-    Raises:  InvalidArgumentError: a module or an optimizer that is not sharded, an extra that cannot be loaded safely.
+    Cost:    each rank writes 1/W of parameters and state, also at stage 0, and reads it back for its checksums (W ranks
+             share the shards; what tensor parallel ranks have whole the first of them writes); between ranks only the
+             list of what was written travels. Memory: 128 MiB, and one part of a tensor at a time.
+    Raises:  InvalidArgumentError: a module or an optimizer that is not sharded, an extra that cannot be loaded safely,
+             stages whose optimizers have other groups.
+             UnsupportedError: an optimizer's state of another shape than its parameter, which is cut: factored moments.
              EngineError: the operating system refused to write. On every rank; the old checkpoint is there then.
     """
     flat, path = flat_of(model, "save"), Path(path)
-    world = _World(flat.ranks, "save")
-    saving = Saving(flat, optimizer, extra, world.rank)
+    world = World(flat.ranks, "save")
+    saving = Saving(flat, optimizer, extra, world)
     facts = world.together(saving.look)
     folder = world.together(lambda: beside(path) if world.rank == 0 else None)[0]
     try:
@@ -69,22 +75,24 @@ def save(
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Loads what `save` has saved, at any stage, world size and bucket size; a collective.
+    """Loads what `save` has saved, at any stage, world size, bucket size and mesh; a collective, of all ranks of the
+    mesh where there is one.
 
-    Training goes on as if it had not been interrupted, with the same bits at the same world size. A checkpoint that
+    Training goes on as if it had not been interrupted, with the same bits on the same mesh. A checkpoint that
     torch.distributed.checkpoint has saved from a module's state dict serves too. Gradients stay as they are.
 
-    Returns: ``extra``. Where the ranks' values differed: this rank's, or at another world size a `ByRank` of all.
-             Buffers that differed are this rank's, or at another world size the first rank's.
+    Returns: ``extra``. Where the ranks' values differed: this rank's, or on another mesh, or at another world size, a
+             `ByRank` of all. Buffers that differed are this rank's, or on another mesh the first rank's that had them.
     Cost:    each rank reads what it keeps, and holds it twice for a moment, in the host's memory; stages 1 and 2 gather
              the parameters. Random access to the files.
     Raises:  InvalidArgumentError (ShapeError, DtypeError): a checkpoint of another model or optimizer, or a damaged
              one; names parameter and rank. On every rank, before anything is changed.
     """
     flat = flat_of(model, "load")
-    world = _World(flat.ranks, "load")
-    loading = Loading(flat, optimizer, world.rank, world.world_size)
-    world.together(lambda: loading.read(Path(path)))
+    world = World(flat.ranks, "load")
+    loading = Loading(flat, optimizer, world)
+    everyone = world.together(loading.look)
+    world.together(lambda: loading.read(Path(path), everyone))
     with torch.no_grad():
         loading.commit()
     return loading.extra
@@ -123,48 +131,3 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
     partial = Path(file).with_name(f".{Path(file).name}.saving")
     save_file(tensors, partial, metadata=about)
     partial.replace(file)
-
-
-# ---- between ranks -----------------------------------------------------------------------------------------------
-
-
-class _World:
-    """All ranks, those that repeat shards included."""
-
-    def __init__(self, ranks: Ranks, call: str) -> None:
-        self.ranks, self.call = ranks, call
-        self.replica = 0 if ranks.replicas is None else ranks.replicas.rank
-        self.rank = ranks.rank + ranks.world_size * self.replica
-        self.world_size = ranks.data_world_size
-
-    def _exchange(self, mine: Any) -> list[Any]:
-        found = exchange(self.ranks.comm, pickle.dumps(mine))
-        if self.ranks.replicas is not None:
-            rows = exchange(self.ranks.replicas, pickle.dumps(found))
-            found = [each for row in rows for each in pickle.loads(row)]
-        return [pickle.loads(each) for each in found]
-
-    def together(self, step: Callable[[], Any]) -> list[Any]:
-        """What ``step`` returns on every rank; where it raises on one, every rank raises."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = step()
-        except OSError as refused:
-            error = EngineError(
-                f"{self.call}: rank {self.rank} got {type(refused).__name__} ({refused}), expected to reach the "
-                "checkpoint's folder; look at its disk"
-            )
-            error.__cause__ = refused
-        except Exception as other:
-            error = other
-        replies = self._exchange((None if error is None else (type(error).__name__, str(error)), result))
-        if error is not None:
-            raise error
-        for rank, (failed, _) in enumerate(replies):
-            if failed is not None:
-                kind = getattr(errors, failed[0], None)
-                if kind is None:
-                    raise RingcommError(f"{self.call}: rank {rank} got {failed[0]}: {failed[1]}; see what it raised")
-                raise kind(failed[1])
-        return [result for _, result in replies]

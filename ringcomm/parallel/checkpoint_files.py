@@ -40,6 +40,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError
 from ringcomm.parallel.layout import up
+from ringcomm.parallel.part import PLAIN
+from ringcomm.parallel.part import Part as Cut
 
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
 MOST_BOX_BYTES = 128 << 20  # so that who needs a part of a tensor does not read all of it
@@ -81,8 +83,33 @@ class Part:
     values: torch.Tensor
 
 
-def parts_of(name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0) -> list[Part]:
-    """The boxes of a tensor's elements from ``start`` on, which are ``values``; views of them."""
+def parts_of(name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> list[Part]:
+    """The boxes of a tensor's elements from ``start`` on, which are ``values``; views of them.
+
+    Args:
+        cut: of what larger tensor it is a part; boxes are of that then, and padding has none.
+    """
+    found = _parts_here(name, shape, values, start)
+    return [each for part in found for each in _moved(part, cut)] if cut.dim is not None else found
+
+
+def _moved(part: Part, cut: Cut) -> list[Part]:
+    """A box of this rank's part of a tensor as boxes of the whole one."""
+    dim, found = cut.dim, []
+    assert dim is not None
+    shape = cut.whole_shape(part.shape)
+    if 0 in shape:
+        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return [Part(part.name, shape, whole, part.values.reshape(-1)[:0].view(shape))]
+    for first, start, count in cut.boxes(part.chunk.offsets, part.chunk.sizes):
+        offsets, sizes = [*part.chunk.offsets], [*part.chunk.sizes]
+        offsets[dim], sizes[dim] = start, count
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        found.append(Part(part.name, shape, chunk, part.values.narrow(dim, first, count)))
+    return found
+
+
+def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[Part]:
     flat, shape = values.detach().reshape(-1), tuple(shape)
     if not flat.numel():
         whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
@@ -115,11 +142,11 @@ class Outgoing:
     paths: dict[str, Names] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
 
-    def tensor(self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0) -> None:
-        """Elements of a tensor from ``start`` on."""
+    def tensor(self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> None:
+        """Elements of a tensor from ``start`` on; arguments as of `parts_of`."""
         name = ".".join(path)
         self.paths[name] = path
-        self.parts += parts_of(name, shape, values, start)
+        self.parts += parts_of(name, shape, values, start, cut)
 
     def value(self, path: Names, value: bytes) -> None:
         """Something small, as `pack_value` has it."""

@@ -13,6 +13,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.optimizer import Attached, attached_of
+from ringcomm.parallel.part import part_of, refuse_parts
 
 
 def flat_of(model: nn.Module, call: str) -> FlatModel:
@@ -28,7 +29,27 @@ def flat_of(model: nn.Module, call: str) -> FlatModel:
             f"{type(flat.module).__name__} that was wrapped, expected the wrapped module; pass what ringcomm.shard "
             "returned"
         )
+    if flat.ranks.mesh is None:
+        refuse_parts(model.parameters(), call, "a checkpoint")
     return flat
+
+
+def name_of(group: FlatGroup, i: int) -> str:
+    """A parameter's name in checkpoints: the first that it has in the whole model."""
+    names = part_of(group.params[i]).names
+    return names[0] if names else group.names[i]
+
+
+def whole_shape(group: FlatGroup, i: int) -> tuple[int, ...]:
+    """Of the tensor that a parameter is, or is a part of."""
+    return part_of(group.params[i]).whole_shape(group.layout.segments[i].shape)
+
+
+def speaks_for(group: FlatGroup, i: int) -> bool:
+    """Whether this rank writes what is written once of a parameter."""
+    ranks = group.ranks
+    first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
+    return first and group.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
 class Place(NamedTuple):
@@ -39,7 +60,10 @@ class Place(NamedTuple):
 
 def places_of(flat: FlatModel) -> dict[int, Place]:
     """By id, the parameters of the flat groups."""
-    found = {id(p): Place(group, i, [group.names[i]]) for group in flat.groups for i, p in enumerate(group.params)}
+    found = {}
+    for group in flat.groups:
+        for i, p in enumerate(group.params):
+            found[id(p)] = Place(group, i, [*part_of(p).names] or [group.names[i]])
     for name, p in flat.module.named_parameters(remove_duplicate=False):
         if id(p) in found and name not in found[id(p)].names:
             found[id(p)].names.append(name)
@@ -69,9 +93,10 @@ def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
 
 
 def with_extra_state(flat: FlatModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that have get_extra_state, by the name of what it gives."""
+    """Modules of this rank that have get_extra_state, by the name of what it gives."""
     for prefix, module in flat.module.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        here = not getattr(module, "_ringcomm_elsewhere", False)
+        if here and type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
@@ -116,7 +141,7 @@ class Held:
         attached = attached_of(optimizer, call)
         if attached is not None and attached in flat.optimizers:
             pieces = [Piece(e.group, e.start, e.end, e.segments, e.param) for e in attached.entries]
-            names = [[group.names[i] for group, i in places] for places in attached.places]
+            names = [[name_of(group, i) for group, i in places] for places in attached.places]
             own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
             held = Held(pieces, names, attached=attached)
             for plain, of_group in zip(attached._plain, names, strict=True):

@@ -1,33 +1,31 @@
-"""What of a model and its optimizer goes into a checkpoint, and the way back."""
+"""What of a model and its optimizer goes into a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.checkpoint_files import Names, Outgoing, Source, pack_value, parts_of
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.checkpoint_files import Names, Outgoing, pack_value
 from ringcomm.parallel.checkpoint_parts import (
     Held,
-    Piece,
-    Place,
-    Whole,
     is_alike,
-    names_of,
+    name_of,
     places_of,
+    speaks_for,
+    whole_shape,
     wholes_of,
     with_extra_state,
 )
+from ringcomm.parallel.checkpoint_world import World
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
-from ringcomm.parallel.optimizer import Attached
 from ringcomm.parallel.optimizer_state import State
+from ringcomm.parallel.part import part_of
 
 COMMON, EACH = ("ringcomm", "common"), ("ringcomm", "ranks")
 ABOUT, GROUPS, STATE = ("optimizer", "about"), ("optimizer", "param_groups"), ("optimizer", "state")
@@ -37,23 +35,29 @@ class ByRank(dict[int, Any]):
     """A value that differed between the ranks that saved, by rank: what `load` returns at another world size."""
 
 
-# ---- saving ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Facts:
-    """What ranks tell one another before they write: digests of what may differ, and the kinds of optimizer state."""
+    """What ranks tell one another before they write.
+
+    Attributes:
+        digests: of what may differ, by kind and name.
+        alike, other: kinds of optimizer state: with a value for each element, and without.
+        spoken: parameters for which the rank writes what is written once.
+        groups: names of the parameters in each of the optimizer's groups, and the hyperparameters' digest.
+    """
 
     digests: dict[tuple[str, str], bytes]
     alike: set[str]
     other: set[str]
+    spoken: list[str]
+    groups: list[tuple[list[str], bytes]]
 
 
 class Saving:
     def __init__(
-        self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], rank: int
+        self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
     ) -> None:
-        self.flat, self.optimizer, self.rank = flat, optimizer, rank
+        self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
         self.known = places_of(flat)
         self.wholes = wholes_of(flat, self.known)
@@ -68,17 +72,23 @@ class Saving:
             for key, value in self._state(p).items():
                 mine = value.detach().cpu() if torch.is_tensor(value) else value
                 self.mine["optimizer"][".".join((*STATE, name, key))] = mine
-        facts = _Facts({}, set(), set())
+        facts = _Facts({}, set(), set(), [], [])
         for kind, values in self.mine.items():
             for key, value in values.items():
-                packed = pack_value("save", self.rank, f"{key}", value)
-                facts.digests[kind, key] = hashlib.sha256(packed).digest()
-        self.groups = [{**group, "params": names} for group, names in self._groups()]
-        self.packed_groups = pack_value("save", self.rank, "the optimizer's param_groups", self.groups)
+                facts.digests[kind, key] = self._digest(key, value)
+        for group, names in self._groups():
+            settings = {key: value for key, value in group.items() if key != "params"}
+            facts.groups.append((names, self._digest("the optimizer's param_groups", settings)))
+        for place in self.known.values():
+            if speaks_for(place.group, place.i):
+                facts.spoken.append(place.names[0])
         for p in [*(piece.param for piece in self.held.pieces), *self.held.plain.values()]:
             for key, value in self._state(p).items():
                 (facts.alike if is_alike(key, value, p) else facts.other).add(key)
         return facts
+
+    def _digest(self, what: str, value: Any) -> bytes:
+        return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self.optimizer is not None:
@@ -90,47 +100,74 @@ class Saving:
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
         """This rank's share of everything."""
         out = Outgoing()
-        if self.rank < self.flat.ranks.world_size:  # others repeat these
+        self._refuse_spoken_twice(everyone)
+        self._refuse_other_groups(everyone)
+        if self.world.replica == 0:  # others repeat these
             self._parameters(out)
             self._optimizer_state(out)
         keys = sorted({key for facts in everyone for key in facts.digests})
-        differing = [key for key in keys if len({facts.digests.get(key) for facts in everyone}) > 1]
+        differing = [key for key in keys if self._differs(key, everyone)]
         own: dict[str, dict[str, Any]] = {kind: {} for kind in self.mine}
         for kind, key in differing:
             if key in self.mine[kind]:
                 own[kind][key] = self.mine[kind][key]
         if differing:
             out.value((*EACH, str(self.rank)), pack_value("save", self.rank, "extra", own))
+        self._once(out, everyone)
         if self.rank == 0:
             alike = set().union(*(facts.alike for facts in everyone)) - set().union(
                 *(facts.other for facts in everyone)
             )
-            self._for_all(out, {key for kind, key in differing if kind == "extra"}, sorted(alike))
+            self._for_all(out, {key for kind, key in differing if kind == "extra"}, sorted(alike), everyone)
         return out
+
+    def _differs(self, key: tuple[str, str], everyone: list[_Facts]) -> bool:
+        """Whether the ranks' values differ; of a module and its optimizer, those of the ranks that have them."""
+        found = {facts.digests.get(key) for facts in everyone}
+        if key[0] == "module" or (key[0] == "optimizer" and self.flat.ranks.mesh is not None):
+            found.discard(None)
+        return len(found) > 1
+
+    def _refuse_spoken_twice(self, everyone: list[_Facts]) -> None:
+        first: dict[str, int] = {}
+        for rank, facts in enumerate(everyone):
+            for name in facts.spoken:
+                if first.setdefault(name, rank) != rank:
+                    raise InvalidArgumentError(
+                        f"save: rank {self.rank} heard of {name} from rank {first[name]} and from rank {rank}, which "
+                        "are apart along an axis of the mesh that cuts models, expected it from one of them; use a "
+                        "Pipeline over that axis, or a mesh without it"
+                    )
 
     def _parameters(self, out: Outgoing) -> None:
         for group in self.flat.groups:
             start, end = group.layout.shard_range(self.flat.ranks.rank)
-            for i, first, last in _spans(group, start, end):
+            for i, first, last in spans_of(group, start, end):
+                if not group.counts(i):
+                    continue
                 segment = group.layout.segments[i]
                 values = group.master[first - group.start : last - group.start]
-                out.tensor((segment.name,), segment.shape, values, first - segment.offset)
+                out.tensor(
+                    (name_of(group, i),), segment.shape, values, first - segment.offset, part_of(group.params[i])
+                )
 
     def _optimizer_state(self, out: Outgoing) -> None:
         for piece in self.held.pieces:
             group = piece.group
             start, end = group.layout.shard_range(self.flat.ranks.rank)
-            spans = _spans(group, max(start, piece.start), min(end, piece.end))
-            spans = [each for each in spans if self.held.has_state(group, each[0])]
+            spans = spans_of(group, max(start, piece.start), min(end, piece.end))
+            spans = [each for each in spans if self.held.has_state(group, each[0]) and group.counts(each[0])]
             for key, value in self._state(piece.param).items():
                 for i, first, last in spans:
-                    segment = group.layout.segments[i]
-                    path = (*STATE, segment.name, key)
+                    segment, cut = group.layout.segments[i], part_of(group.params[i])
+                    path = (*STATE, name_of(group, i), key)
                     if is_alike(key, value, piece.param):
                         values = value.reshape(-1)[first - piece.start : last - piece.start]
-                        out.tensor(path, segment.shape, values, first - segment.offset)
-                    elif first == segment.offset:  # of all that have it, one writes
-                        self._other(out, path, value)
+                        out.tensor(path, segment.shape, values, first - segment.offset, cut)
+                        continue
+                    refuse_cut("save", self.rank, group, i, key, value)
+                    if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
+                        self._other(out, path, value)  # of all that have it, one writes
 
     def _other(self, out: Outgoing, path: Names, value: Any) -> None:
         if torch.is_tensor(value):
@@ -138,257 +175,82 @@ class Saving:
         else:
             out.value(path, pack_value("save", self.rank, ".".join(path), value))
 
-    def _for_all(self, out: Outgoing, differing: set[str], alike: list[str]) -> None:
-        """What one rank writes for all."""
-        for group in self.flat.groups:
-            for segment in group.layout.segments:
-                if not segment.numel:
-                    out.tensor((segment.name,), segment.shape, group.master[:0])
+    def _once(self, out: Outgoing, everyone: list[_Facts]) -> None:
+        """What the first of the ranks that have it writes."""
+
+        def is_first(key: tuple[str, str]) -> bool:
+            return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
+
         for place in self.known.values():
-            out.aliases[place.names[0]] = place.names[1:]
+            if speaks_for(place.group, place.i):
+                group, i = place.group, place.i
+                if not group.layout.segments[i].numel:
+                    out.tensor((place.names[0],), whole_shape(group, i), group.master[:0])
+                out.aliases[place.names[0]] = place.names[1:]
         for each in self.wholes:
-            out.tensor((each.names[0],), each.tensor.shape, each.tensor)
-            out.aliases[each.names[0]] = each.names[1:]
+            if is_first(("module", each.names[0])):
+                out.tensor((each.names[0],), each.tensor.shape, each.tensor)
+                out.aliases[each.names[0]] = each.names[1:]
         for name, _ in with_extra_state(self.flat):
-            out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
+            if is_first(("module", name)):
+                out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
+        for name, p in self.held.plain.items():
+            for key, value in self._state(p).items():
+                if is_first(("optimizer", ".".join((*STATE, name, key)))):
+                    self._other(out, (*STATE, name, key), value)
+
+    def _for_all(self, out: Outgoing, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
+        """What one rank writes for all."""
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
-        about = {"version": 1, "world_size": self.flat.ranks.data_world_size, "stage": self.flat.stage, "extra": extra}
+        world = {"world_size": self.world.world_size, "axes": self.world.axes}
+        about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
         out.value(COMMON, pack_value("save", self.rank, "extra", about))
         if self.optimizer is not None:
             kind = {"class": type(self.optimizer).__name__, "alike": alike}
             out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
-            out.value(GROUPS, self.packed_groups)
-        for name, p in self.held.plain.items():
-            for key, value in self._state(p).items():
-                self._other(out, (*STATE, name, key), value)
+            names = joined([[names for names, _ in facts.groups] for facts in everyone])
+            groups = [{**group, "params": of} for (group, _), of in zip(self._groups(), names, strict=True)]
+            out.value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
+
+    def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
+        """The stages of a pipeline have optimizers of their own, whose groups are saved as one optimizer's."""
+        if self.world.ranks.mesh is None:
+            return
+        mine = [settings for _, settings in everyone[self.rank].groups]
+        for rank, facts in enumerate(everyone):
+            theirs = [settings for _, settings in facts.groups]
+            if len(theirs) != len(mine):
+                raise InvalidArgumentError(
+                    f"save: rank {self.rank} got an optimizer of {len(mine)} parameter groups where rank {rank} has "
+                    f"{len(theirs)}, expected the same groups on every rank of a mesh; leave groups empty where a "
+                    "stage has no such parameters"
+                )
+            number = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+            if number is not None:
+                raise InvalidArgumentError(
+                    f"save: rank {self.rank} got other hyperparameters in the optimizer's group {number} than rank "
+                    f"{rank} has, expected the same on every rank of a mesh; make the same groups on every stage"
+                )
 
 
-def _spans(group: FlatGroup, start: int, end: int) -> list[tuple[int, int, int]]:
+def joined(groups: list[list[list[str]]]) -> list[list[str]]:
+    """The names in each of an optimizer's groups, of all ranks."""
+    return [list(dict.fromkeys(name for names in each for name in names)) for each in zip(*groups, strict=True)]
+
+
+def refuse_cut(call: str, rank: int, group: FlatGroup, i: int, key: str, value: Any) -> None:
+    """Refuses state of another shape than its parameter's, of which no part can be told."""
+    if torch.is_tensor(value) and value.numel() > 1 and part_of(group.params[i]).is_cut:
+        raise UnsupportedError(
+            f"{call}: rank {rank} got {key} of shape {tuple(value.shape)} of {name_of(group, i)}, which is cut over "
+            "the ranks of a tensor parallel group, expected state of the parameter's shape; use an optimizer that "
+            "works element by element"
+        )
+
+
+def spans_of(group: FlatGroup, start: int, end: int) -> list[tuple[int, int, int]]:
     """Segments in a range of a group's buffer: which, the first of its elements there, one past the last."""
     return [
         (each.segment, start + each.offset, start + each.offset + each.numel)
         for each in group.layout.fragments(start, end)
     ]
-
-
-# ---- loading -----------------------------------------------------------------------------------------------------
-
-
-class Loading:
-    """A checkpoint's way into a model: `read` changes nothing, `commit` everything."""
-
-    def __init__(self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, rank: int, world_size: int) -> None:
-        self.flat, self.optimizer, self.rank, self.world_size = flat, optimizer, rank, world_size
-        self.masters: list[torch.Tensor] = []
-        self.wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.extra_states: list[tuple[nn.Module, Any]] = []
-        self.states: list[tuple[torch.Tensor, State]] = []
-        self.hyperparameters: list[dict[str, Any]] = []
-        self.extra: dict[str, Any] = {}
-        self.attached: Attached | None = None
-        self.stepped: dict[FlatGroup, set[int]] = {}
-
-    def _wrong(self, got: str, expected: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"load: rank {self.rank} got {got}, expected {expected}; load a checkpoint of this model and optimizer"
-        )
-
-    def read(self, path: Path) -> None:
-        """Into memory of its own, whatever is wrong is found here."""
-        self.source = Source(path, "load", self.rank)
-        own = self._read_extra()
-        known = places_of(self.flat)
-        wholes = wholes_of(self.flat, known)
-        stateful = dict(with_extra_state(self.flat))
-        self._refuse_unknown({*names_of(known, wholes), *stateful})
-        self._read_masters(known)
-        for each in wholes:
-            self._read_whole(each, own.get("module", {}))
-        for name, module in stateful.items():
-            if name not in self.source.paths:
-                raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
-            self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
-        if self.optimizer is not None:
-            self._read_optimizer(self.optimizer, own.get("optimizer", {}))
-
-    def _read_extra(self) -> dict[str, dict[str, Any]]:
-        """Fills `extra`; returns what was this rank's own."""
-        source = self.source
-        if not source.has_value(COMMON):
-            return {}  # of torch.distributed.checkpoint
-        about = source.value(COMMON)
-        if not source.has_checksums:
-            raise self._wrong("a checkpoint without its checksums", "all of its files")
-        self.extra = dict(about["extra"])
-        if about["world_size"] == self.world_size:
-            mine = (*EACH, str(self.rank))
-            own = source.value(mine) if source.has_value(mine) else {"extra": {}, "module": {}}
-            self.extra |= own["extra"]
-            return dict(own)
-        for rank in range(about["world_size"]):
-            theirs = (*EACH, str(rank))
-            for key, value in source.value(theirs)["extra"].items() if source.has_value(theirs) else ():
-                self.extra.setdefault(key, ByRank())[rank] = value
-        return {}
-
-    def _refuse_unknown(self, names: set[str]) -> None:
-        for name, path in self.source.paths.items():
-            if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
-                raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
-
-    def _read_masters(self, known: dict[int, Place]) -> None:
-        for group in self.flat.groups:
-            master = torch.empty(group.end - group.start, dtype=group.types.master)
-            for i, p in enumerate(group.params):
-                self._check(known[id(p)].names, group.layout.segments[i].shape, group.types.master)
-            for i, first, last in _spans(group, group.start, group.end):
-                segment = group.layout.segments[i]
-                name = self._name(known[id(group.params[i])].names)
-                values = master[first - group.start : last - group.start]
-                self.source.read(parts_of(name, segment.shape, values, first - segment.offset))
-            self.masters.append(master)
-
-    def _name(self, names: list[str]) -> str:
-        """The one under which a parameter was saved."""
-        return next((name for name in names if name in self.source.paths), names[0])
-
-    def _check(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.source.check(self._name(names), shape, dtype)
-
-    def _read_whole(self, each: Whole, own: dict[str, Any]) -> None:
-        self._check(each.names, tuple(each.tensor.shape), each.tensor.dtype)
-        mine = own.get(each.names[0])
-        self.wholes.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
-
-    # ---- optimizer -----------------------------------------------------------------------------------------------
-
-    def _read_optimizer(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        held = Held.of(self.flat, optimizer, "load")
-        kind = type(optimizer).__name__
-        if not self.source.has_value(ABOUT):
-            raise self._wrong("a checkpoint without an optimizer", f"one with the state of {kind}")
-        about = self.source.value(ABOUT)
-        if about["class"] != kind:
-            raise self._wrong(f"the state of {about['class']}", f"that of {kind}")
-        groups = self.source.value(GROUPS)
-        self._check_groups([group["params"] for group in groups], held.names)
-        self.hyperparameters = [{key: value for key, value in each.items() if key != "params"} for each in groups]
-        keys: dict[str, list[str]] = {}
-        for path in self.source.paths.values():
-            if path[:2] == STATE and len(path) == 4:
-                keys.setdefault(path[2], []).append(path[3])
-        if held.attached is not None:  # parameters that were not always trained together have counters of their own
-            held.attached.separate(lambda group, i: self._counters(group.names[i], keys, {*about["alike"]}))
-            held = Held.of(self.flat, optimizer, "load")
-        for piece in held.pieces:
-            self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
-        for name, p in held.plain.items():
-            self.states.append(
-                (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
-            )
-        self.attached = held.attached
-        self.stepped = {
-            group: {i for i, name in enumerate(group.names) if name in keys}
-            for group in self.flat.groups
-            if group.trainable
-        }
-
-    def _check_groups(self, saved: list[list[str]], mine: list[list[str]]) -> None:
-        if len(saved) != len(mine):
-            raise self._wrong(f"an optimizer's state of {len(saved)} parameter groups", f"{len(mine)}")
-        for number, (theirs, ours) in enumerate(zip(saved, mine, strict=True)):
-            for name in ours:
-                if name not in theirs:
-                    raise self._wrong(f"an optimizer's state without {name} in group {number}", "the same groups")
-            if len(theirs) > len(ours):
-                name = next(name for name in theirs if name not in ours)
-                raise self._wrong(f"an optimizer's state with {name} in group {number}", "the same groups")
-
-    def _counters(self, name: str, keys: dict[str, list[str]], alike: set[str]) -> tuple[object, ...]:
-        """What parameters that travel together must have in common."""
-        found: list[object] = [name in keys]
-        for key in sorted(set(keys.get(name, ())) - alike):
-            path = (*STATE, name, key)
-            facts = self.source.tensors.get(".".join(path))
-            value = self.source.value(path) if facts is None else None
-            if facts is not None and facts.size.numel() == 1:
-                value = self.source.tensor(".".join(path)).item()
-            found.append((key, value if isinstance(value, (int, float)) else None))
-        return tuple(found)
-
-    def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
-        state: State = {}
-        group, names = piece.group, piece.group.names
-        for i, first, last in _spans(group, piece.start, piece.end):
-            segment = group.layout.segments[i]
-            for key in keys.get(names[i], ()):
-                name = ".".join((*STATE, names[i], key))
-                facts = self.source.tensors.get(name)
-                if key in alike and facts is not None:
-                    self.source.check(name, segment.shape, facts.properties.dtype)
-                    dtype = facts.properties.dtype
-                    if dtype.is_floating_point:
-                        dtype = piece.param.dtype
-                    if key not in state:
-                        state[key] = torch.zeros(piece.end - piece.start, dtype=dtype)
-                    values = state[key][first - piece.start : last - piece.start]
-                    self.source.read(parts_of(name, segment.shape, values, first - segment.offset))
-                    continue
-                value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
-                if key in state and not _same(state[key], value):
-                    raise self._wrong(
-                        f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"
-                    )
-                state.setdefault(key, value)
-        return {key: value.view(piece.param.shape) if key in alike else value for key, value in state.items()}
-
-    def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
-        path = (*STATE, name, key)
-        place = ".".join(path)
-        if place not in self.source.tensors:
-            return own.get(place, self.source.value(path))
-        if key in alike:
-            self.source.check(place, tuple(p.shape), self.source.tensors[place].properties.dtype)
-        value = own[place] if place in own else self.source.tensor(place)
-        return value.to(p.dtype) if key in alike and value.is_floating_point() else value
-
-    # ---- into the model ------------------------------------------------------------------------------------------
-
-    def commit(self) -> None:
-        """Changes everything; a collective."""
-        for unit in self.flat.units:
-            unit.release()
-        for group, master in zip(self.flat.groups, self.masters, strict=True):
-            for _, first, last in _spans(group, group.start, group.end):
-                group.master[first - group.start : last - group.start].copy_(
-                    master[first - group.start : last - group.start]
-                )
-            work = group.publish()
-            if work is not None:
-                work.wait()
-        for tensor, values in self.wholes:
-            tensor.copy_(values)
-        for module, value in self.extra_states:
-            module.set_extra_state(value)
-        if self.optimizer is not None:
-            self._commit_optimizer(self.optimizer)
-
-    def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.attached is not None:
-            self.attached._stepped = self.stepped
-        for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
-            group.update(hyperparameters)
-        settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for param, state in self.states:
-            optimizer.state.pop(param, None)
-            if state:
-                group = settings[id(param)]
-                on_host = not (group.get("capturable") or group.get("fused"))
-                optimizer.state[param] = {
-                    key: value.to(param.device) if torch.is_tensor(value) and not (key == "step" and on_host) else value
-                    for key, value in state.items()
-                }
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)

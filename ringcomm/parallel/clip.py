@@ -12,6 +12,7 @@ from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.norm import total_norm
+from ringcomm.parallel.part import refuse_parts
 
 
 def clip_grad_norm_(
@@ -35,8 +36,12 @@ def clip_grad_norm_(
     Cost:    one pass over this rank's gradients, at stage 0 over its share; two messages of a few bytes.
     Returns: the norm before clipping, the same on every rank.
     Raises:  RingcommError: a norm that is not finite, with ``error_if_nonfinite``; on every rank.
+             InvalidArgumentError: parameters of a pipeline's stage, or of tensor parallel layers, that were not sharded
+             over a mesh: nothing says which ranks have the others.
     """
     chosen, flat = _chosen(parameters)
+    if flat is None or flat.ranks.mesh is None:
+        refuse_parts(chosen, "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[FlatGroup, set[int]] = {}
@@ -51,9 +56,9 @@ def clip_grad_norm_(
     count += sum(p.numel() for p in beside)
     parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
     plain = [p.grad for p in beside if p.grad is not None]
-    if flat.ranks.rank == flat.ranks.root:
-        parts += plain
     mesh = flat.ranks.mesh
+    if flat.ranks.rank == flat.ranks.root:
+        parts += [p.grad for p in beside if p.grad is not None and (mesh is None or mesh.speaks_for(p))]
     if mesh is not None:  # other ranks have other parts of the model
         alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
         norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)

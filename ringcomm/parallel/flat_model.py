@@ -72,6 +72,8 @@ class FlatModel:
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.sync = True
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
+        self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
+        self._leaves = 0  # how many there were
         self.backwards = 0  # how many there were
         self._scheduled = False  # whether this backward pass has asked for its end
         self._peeking = False  # whether this pass of autograd may be one of torch.autograd.grad
@@ -207,9 +209,12 @@ class FlatModel:
         if arrived < len(group.params):
             return
         if not self.sync:
-            group.gradient.collect()
+            self._collect(group)
         elif self.stage < 2:
             self._launch_while(lambda group: self._arrived.get(group, 0) == len(group.params))
+
+    def _collect(self, group: FlatGroup) -> None:
+        group.gradient.collect(self.held, self.leaf)
 
     def _launch_while(self, ready: Callable[[FlatGroup], bool]) -> None:
         """Launches what is ready, in the order that all ranks keep."""
@@ -248,7 +253,7 @@ class FlatModel:
                 continue
             if not self.sync:
                 if group.gradient.opened:
-                    group.gradient.collect()
+                    self._collect(group)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.launch(group)
             else:  # a rank may have left some out
@@ -277,7 +282,7 @@ class FlatModel:
             self._hear_who_was_used(used)
         for group in self.order:
             if group.gradient.opened:
-                group.gradient.collect()
+                self._collect(group)
             group.gradient.show()
         for attached in self.optimizers:
             attached.show()
@@ -352,11 +357,15 @@ class FlatModel:
     @contextmanager
     def interleaved(self) -> Iterator[None]:
         """A step of forward and backward passes of parts of the module in any order, as in a pipeline: parameters are
-        whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`)."""
+        whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`). `begin_part`
+        says what comes next."""
         self.begin_forward()
         for unit in self.units:
             self.timed(unit.gather)
+        for group in self.order:
+            group.gradient.begin_parts()
         before, self.sync, self.held = self.sync, False, True
+        self.leaf, self._leaves = None, 0
         try:
             yield
         except BaseException:
@@ -364,10 +373,18 @@ class FlatModel:
             self._abandon()
             raise
         self.sync, self.held = before, False
+        for group in self.order:
+            group.gradient.end_parts(self._leaves)
         if torch.is_grad_enabled() and self.sync:
             self._finish()
         else:
             self._reset()
+
+    def begin_part(self, microbatch: int | None) -> None:
+        """Inside of `interleaved`: what follows is a part of this micro-batch's passes; None: of each parameter's
+        next."""
+        self.leaf = microbatch
+        self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
 
     def forget_gradients(self) -> None:
         """As zero_grad() does."""

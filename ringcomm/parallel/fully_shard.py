@@ -25,6 +25,7 @@ from torch import nn
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.mesh import Mesh
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
@@ -231,7 +232,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def fully_shard(
     module: _M,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[..., Any] | None = None,
     mp_policy: Any = MixedPrecision(),  # noqa: B008  it is frozen
@@ -419,7 +420,9 @@ def _host(policy: Any) -> torch.device | None:
 _known: weakref.WeakKeyDictionary[Ranks, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
-def _ranks_for(comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
+def _ranks_for(
+    comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
+) -> Ranks:
     """The ranks of an earlier call with the same arguments while its modules live, else new ones: a collective."""
     import torch.distributed as dist
 
@@ -428,6 +431,8 @@ def _ranks_for(comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | 
     source: tuple[Any, ...] = ()
     if comm is not None:
         source = comm if isinstance(comm, tuple) else (comm,)
+    elif isinstance(mesh, Mesh):
+        source = (mesh,)
     elif mesh is not None:
         source = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     elif dist.is_available() and dist.is_initialized():

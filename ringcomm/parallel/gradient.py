@@ -31,6 +31,11 @@ class Gradient:
         tree: add the backward passes between two reductions up in a balanced binary tree, as the ranks are. With a
             power of two of passes the sum's bits do not depend on how passes are dealt out to ranks; it costs one
             buffer for each level of the tree.
+
+    Attributes:
+        counts: with ``tree``, by parameter, how many passes its sums are of. A level of the tree has a part of it where
+            the number has that bit, and zeros elsewhere.
+        base: how many there were when a step of a pipeline began.
     """
 
     def __init__(self, group: FlatGroup, stage: int, tree: bool) -> None:
@@ -49,6 +54,8 @@ class Gradient:
         self.views: list[torch.Tensor] | None = None
         self.standins = [ShardedGradient.of(p, name) for p, name in zip(group.params, group.names, strict=True)]
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
+        self.counts = [0] * len(group.params)
+        self.base = 0
         self.has_reduced = False
         self.contributed: set[int] = set()  # who has a gradient in the local sums
         self.has: set[int] = set()  # who has one in what was reduced
@@ -91,8 +98,13 @@ class Gradient:
         self.opened = False
         self.show()
 
-    def collect(self) -> None:
-        """After the last gradient of a backward pass: adds them to the local sums."""
+    def collect(self, apart: bool = False, leaf: int | None = None) -> None:
+        """After the last gradient of a backward pass: adds them to the local sums.
+
+        Args:
+            apart: whether the pass is a part of one: parameters without a gradient get theirs from another part.
+            leaf: with ``apart``, of which micro-batch of the step; None: each parameter's next.
+        """
         params = self.group.params
         fresh = []
         for i, p in enumerate(params):
@@ -109,7 +121,12 @@ class Gradient:
         self.opened = False
         if not fresh:
             return
-        if self.tree or not self.has_local:
+        if self.tree and apart and not self._fills_a_level(fresh, leaf):
+            for i, grad in fresh:
+                self._advance(i, self.counts[i] if leaf is None else self.base + leaf)
+                self._add_leaf(i, grad)
+            self._free_levels()
+        elif self.tree or not self.has_local:
             self._push(self._packed(fresh))
         else:
             local = self.levels[0]
@@ -142,9 +159,10 @@ class Gradient:
             with contextlib.suppress(RingcommError):  # whoever forgets does not want the result
                 work.wait()
             self._give_back(wire, out, *self.levels)
-            self.levels = []
+            self._no_levels()
         self._give_back(*self.levels)
-        self.levels, self.views, self.shown = [], None, {}
+        self._no_levels()
+        self.views, self.shown = None, {}
         self.has_reduced = self.opened = False
         self.contributed.clear()
         self.has.clear()
@@ -225,7 +243,7 @@ class Gradient:
             else:
                 target.copy_(mean)
         self._give_back(wire, out, *self.levels)
-        self.levels = []
+        self._no_levels()
         self.has_reduced = True
         self.has |= self.contributed
         self.contributed.clear()
@@ -274,10 +292,67 @@ class Gradient:
             sums = self._added(before, sums)
             self.levels[level] = None
             level += 1
-        self.levels.extend([None] * (level + 1 - len(self.levels)))
-        self.levels[level] = sums
+        self._hold(level, sums)
+        self.counts = [count + 1 for count in self.counts]
         if self.plain and not self.tree:
             self.views = [self._part(sums, i) for i in range(len(self.group.params))]
+
+    def _hold(self, level: int, sums: torch.Tensor) -> None:
+        self.levels.extend([None] * (level + 1 - len(self.levels)))
+        self.levels[level] = sums
+
+    def _no_levels(self) -> None:
+        self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
+
+    # Parts of passes: each parameter has a tree of its own, all in the same buffers.
+
+    def begin_parts(self) -> None:
+        """A step of a pipeline begins."""
+        self.base = max(self.counts)
+
+    def end_parts(self, leaves: int) -> None:
+        """It ends, after so many micro-batches: who was left out in the last ones has zeros there."""
+        if self.tree and self.has_local:
+            for i in range(len(self.counts)):
+                self._advance(i, self.base + leaves)
+            self._free_levels()
+
+    def _fills_a_level(self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None) -> bool:
+        """Whether these gradients are the next leaf of all parameters."""
+        expected = self.counts[0] if leaf is None else self.base + leaf
+        return len(fresh) == len(self.counts) and all(count == expected for count in self.counts)
+
+    def _advance(self, i: int, count: int) -> None:
+        """Adds leaves of zeros to a parameter's tree until it has so many."""
+        while self.counts[i] < count:
+            self._add_leaf(i, None)
+
+    def _add_leaf(self, i: int, sums: torch.Tensor | None) -> None:
+        """Adds a leaf to a parameter's tree; None: zeros."""
+        level, emptied = 0, []
+        while self.counts[i] >> level & 1:
+            whole = self.levels[level]
+            assert whole is not None
+            before = self._part(whole, i)
+            sums = before if sums is None else before.add_(sums)
+            emptied.append(before)
+            level += 1
+        if level >= len(self.levels) or self.levels[level] is None:
+            self._hold(level, self._new_whole().zero_())
+        if sums is not None:
+            whole = self.levels[level]
+            assert whole is not None
+            self._part(whole, i).copy_(sums)
+        for before in emptied:
+            before.zero_()
+        self.counts[i] += 1
+
+    def _free_levels(self) -> None:
+        """Gives back the buffers of levels that no parameter has a part in."""
+        for level, whole in enumerate(self.levels):
+            if whole is not None and not any(count >> level & 1 for count in self.counts):
+                self._give_back(whole)
+                self.levels[level] = None
 
     def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         before.add_(after)

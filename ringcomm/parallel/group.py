@@ -244,9 +244,8 @@ class FlatGroup:
 
     def counts(self, i: int) -> bool:
         """Whether this rank, with those that share its shards, speaks for a parameter: in norms and checkpoints."""
-        part = part_of(self.params[i])
         mesh = self.ranks.mesh
-        return not part.copy and (part.dim is not None or mesh is None or mesh.counts)
+        return not part_of(self.params[i]).copy if mesh is None else mesh.speaks_for(self.params[i])
 
     # ---- figures --------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,11 @@ def _refuse(flat: FlatModel) -> None:
             f"join: rank {flat.ranks.rank} got a model with replicas of its shards, expected one communicator; shard "
             "it over a mesh of one axis"
         )
+    if flat.ranks.mesh is not None and flat.ranks.mesh.model_axes:
+        raise UnsupportedError(
+            f"join: rank {flat.ranks.rank} got a model that is cut along {' and '.join(flat.ranks.mesh.model_axes)}, "
+            "whose collectives nobody answers, expected data parallel ranks alone; give all ranks as many steps"
+        )
     for name, each in flat.module.named_modules():
         if type(each).__name__ == "SyncBatchNorm":
             raise UnsupportedError(

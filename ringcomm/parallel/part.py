@@ -3,11 +3,13 @@ norms and checkpoints to read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from ringcomm.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Part:
             is padding, and zero.
         names: in the whole model, where they are others than here; the first is the one in checkpoints.
         copy: whether another stage of a pipeline has the same values, and counts and saves them.
+        staged: whether other ranks have other parameters of the model.
     """
 
     dim: int | None = None
@@ -28,12 +31,34 @@ class Part:
     pieces: tuple[tuple[int, int], ...] = ()
     names: tuple[str, ...] = ()
     copy: bool = False
+    staged: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other elements of the tensor."""
+        return self.dim is not None and self.pieces != ((0, self.extent),)
+
+    @property
+    def is_lonely(self) -> bool:
+        """Whether this rank's parameters are not those of the whole model."""
+        return self.is_cut or self.copy or self.staged
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the whole tensor, from the shape here."""
         if self.dim is None:
             return tuple(shape)
         return (*shape[: self.dim], self.extent, *shape[self.dim + 1 :])
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """What a box of the tensor here is in the whole, along ``dim``: from which of the box's elements on, from which
+        of the whole's, and how many. Padding is left out."""
+        assert self.dim is not None
+        first, last, at = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
+        for start, length in self.pieces:
+            low, high = max(first, at), min(last, at + length)
+            if low < high:
+                yield low - first, start + low - at, high - low
+            at += length
 
 
 PLAIN = Part()
@@ -42,6 +67,17 @@ PLAIN = Part()
 def part_of(p: torch.Tensor) -> Part:
     """A parameter's place; `PLAIN` where nothing was cut."""
     return getattr(p, "_ringcomm_part", PLAIN)
+
+
+def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
+    """Raises for parameters that other ranks have the rest of, where nothing says which ranks: ``what`` would be this
+    rank's alone."""
+    if any(part_of(p).is_lonely for p in params):
+        raise InvalidArgumentError(
+            f"{call}: got parameters of a pipeline's stage or of tensor parallel layers that no mesh was named for, "
+            f"expected those of a sharded model: {what} needs the other ranks; call ringcomm.shard(model, optimizer, "
+            "stage=0, mesh=mesh) first"
+        )
 
 
 def note(p: torch.Tensor, **changes: Any) -> None:

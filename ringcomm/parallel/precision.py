@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.part import refuse_parts
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -111,6 +112,8 @@ class GradScaler(torch.amp.GradScaler):
         from ringcomm.parallel.optimizer import attached_of
 
         attached = attached_of(optimizer, "GradScaler")
+        if attached is None or attached.flat.ranks.mesh is None:
+            refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
         if attached is None:
             return super()._unscale_grads_(optimizer, *args, **kwargs)
         if attached.flat.ranks.joining is not None:

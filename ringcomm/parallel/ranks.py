@@ -268,6 +268,13 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> R
     from ringcomm.mesh import Mesh
 
     if isinstance(mesh, Mesh):
+        unknown = [name for name in mesh.model_axes if name not in ("tp", "pp")]
+        if unknown:
+            raise InvalidArgumentError(
+                f"{call}: rank {mesh.comm.rank} got a mesh with the axis {unknown[0]!r}, expected dp, shard, cp, "
+                "replicate, tp or pp: of another it is not known who has what; pass communicators, comm=mesh['dp'], or "
+                "rename the axis"
+            )
         return Ranks(*mesh.data, mesh)
     if mesh.ndim == 1:
         return Ranks(communicator_of(mesh.get_group(), call, device))

@@ -34,6 +34,8 @@ from ringcomm.parallel.unit import Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ringcomm.mesh import Mesh
+
 Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
@@ -43,7 +45,7 @@ def shard(
     stage: int = 2,
     comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     units: Units = None,
     mixed_precision: MixedPrecision | None = None,
     bucket_cap_mb: float | None = None,
@@ -64,7 +66,8 @@ def shard(
         stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
             the shards, over those that hold the same one.
-        mesh: in place of ``comm``; of two axes the first replicates and the second shards.
+        mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
+            and of two the first replicates and the second shards.
         units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
             joined while they are small. What is in no unit belongs to the module itself.
         bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
@@ -210,7 +213,7 @@ def units_of(
 
 
 def _ranks(
-    comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | None, module: nn.Module
+    comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | Mesh | None, module: nn.Module
 ) -> Ranks:
     if comm is not None and mesh is not None:
         raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
