@@ -1,9 +1,10 @@
-"""A small GPT over bytes, and the text that it reads: what `train_gpt.py` trains."""
+"""A small GPT over bytes, in plain PyTorch: what `train_gpt.py` trains. It knows nothing of ranks."""
 
 import math
 
 import torch
 import torch.nn.functional as F
+from text import printable
 from torch import nn
 
 VOCABULARY = 256  # bytes
@@ -48,49 +49,19 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens (batch, sequence) and where they stand, (sequence), to logits (batch, sequence, VOCABULARY)."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])
+        x = self.token(tokens) + self.position(positions)
         return self.head(self.norm(self.blocks(x)))
 
     @torch.no_grad()
     def sample(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> str:
+        """The prompt, gone on with for ``count`` bytes."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)])
         for _ in range(count):
             logits = self(tokens[:, -self.context :])[0, -1] / temperature
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)[None]], 1)
         return printable(bytes(tokens[0].tolist()))
-
-
-def printable(data: bytes) -> str:
-    """Text for a terminal: line ends stay, and what is no printable character becomes a dot."""
-    return "".join(
-        c if c == "\n" or (c.isprintable() and c != "\ufffd") else "." for c in data.decode(errors="replace")
-    )
-
-
-def read_text(path: str | None) -> torch.Tensor:
-    """Bytes of a file, or of Python's own language reference."""
-    if path is None:
-        from pydoc_data.topics import topics
-
-        data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    else:
-        with open(path, "rb") as file:
-            data = file.read()
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-class Batches:
-    """Random windows of the text; every rank draws its own, the same for every copy of the model."""
-
-    def __init__(self, text: torch.Tensor, batch: int, context: int, seed: int) -> None:
-        if len(text) <= context + 1:
-            raise SystemExit(f"train_gpt: the text has {len(text)} bytes, expected more than --context {context} + 1")
-        self.text, self.batch, self.context = text, batch, context
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(self.text) - self.context - 1, (self.batch,), generator=self.generator)
-        windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
-        return windows[:, :-1], windows[:, 1:]

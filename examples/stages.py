@@ -1,52 +1,24 @@
-"""What every stage keeps and sends, measured and predicted, as a table and as a picture: `train_gpt.py --stages`."""
+"""Every ZeRO stage in turn: do they agree, and what does each keep and send, measured and predicted, as a table and as
+a picture: `train_gpt.py --stages`."""
 
-import ctypes
-import gc
-import threading
+import argparse
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
+from mesh import described
+from report import MIB, Peak, mean_over_ranks, slowest, train, watched
+from training import batches_of, sharded_training
 
-MIB = 1 << 20
+import ringcomm
+from ringcomm.parallel import memory
+from ringcomm.parallel.flat_model import flat_model_of
+
 KEPT = ("parameters", "master", "gradients", "optimizer", "transient", "gathered")
 COLUMNS = (*KEPT, "wire")
-
-
-class Peak:
-    """The most memory of this process while inside, sampled by a thread. A page that several ranks have mapped counts
-    in parts, so that the ranks' sum is what the machine holds."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier model had is not to be used again unseen
-        self.before = self.most = self.now()
-        self.stop = threading.Event()
-
-    @staticmethod
-    def now() -> int:
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-
-    def watch(self) -> None:
-        while not self.stop.wait(0.002):
-            self.most = max(self.most, self.now())
-
-    def __enter__(self) -> "Peak":
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
-
-
-def wire(traffic: Mapping[str, int], ranks: int) -> float:
-    """Bytes that a rank sends for collectives on messages of so many bytes."""
-    share = (ranks - 1) / ranks
-    factors = {"all_reduce bytes": 2 * share, "reduce_scatter bytes": share, "all_gather bytes": share}
-    return sum(factor * traffic.get(kind, 0) for kind, factor in factors.items())
 
 
 @dataclass
@@ -60,14 +32,68 @@ class Run:
     predicted: dict[str, float]
     peak: float
     step_ms: tuple[float, float, float]  # median, least, most
-    loss: float = 0.0  # over all ranks
+    loss: float = 0.0
     same: bool = True
+
+
+def wire(traffic: Mapping[str, int], ranks: int) -> float:
+    """Bytes that a rank sends for collectives on messages of so many bytes."""
+    share = (ranks - 1) / ranks
+    factors = {"all_reduce bytes": 2 * share, "reduce_scatter bytes": share, "all_gather bytes": share}
+    return sum(factor * traffic.get(kind, 0) for kind, factor in factors.items())
+
+
+def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor, mesh: ringcomm.Mesh) -> Run:
+    """Trains anew, with the same data; memory is watched in the first steps, time is taken from the others."""
+    first = watched(a.steps)
+    peak = Peak()
+    training = sharded_training(a, a.backend, mesh, stage)
+    batches = batches_of(a, text, mesh)
+    train(argparse.Namespace(**{**vars(a), "until": first}), [training], batches, peak=peak)
+    peak.stop()
+    flat = flat_model_of(training.model)
+    before = Counter(flat.ranks.traffic)
+    train(a, [training], batches, done=first)
+    ranks, times = flat.ranks.world_size, [1e3 * x for x in slowest(training.seconds)[first:]]
+    plan = memory.Plan(training.model, stage, ranks, accumulation=training.measure.passes)
+    return Run(
+        stage,
+        training.losses,
+        {name: x.clone() for name, x in training.model.state_dict().items()},
+        asdict(memory.memory(training.model))
+        | {"wire": wire(flat.ranks.traffic - before, ranks) / max(1, a.steps - first)},
+        asdict(plan.memory) | {"wire": wire(plan.traffic, ranks)},
+        mean_over_ranks(peak.extra),
+        (statistics.median(times), min(times), max(times)),
+        training.loss,
+    )
+
+
+def run_stages(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> None:
+    """Every stage, and whether they agree to the last bit on every rank."""
+    runs: list[Run] = []
+    for stage in range(4):
+        if dist.get_rank() == 0:
+            print(f"\nstage {stage}")
+        runs.append(run_stage(a, stage, text, mesh))
+        here, first = runs[-1], runs[0]
+        same = here.losses == first.losses and all(torch.equal(x, first.weights[n]) for n, x in here.weights.items())
+        here.same = mean_over_ranks(float(same)) == 1.0
+    if dist.get_rank() == 0:
+        print(table(runs))
+        if mesh.size("pp") > 1:
+            print("A pipeline brings parameters once a step, where stage 3 is predicted to bring them in every pass.")
+        if a.plot:
+            axes = dict(zip(mesh.names, mesh.shape, strict=True))
+            plot(runs, a.plot, f"{described(axes)}, {a.precision}")
+    if not all(run.same for run in runs):
+        raise SystemExit("train_gpt: the stages' losses or parameters differ, expected the same bits")
 
 
 def table(runs: Sequence[Run]) -> str:
     """Two lines for each stage: as measured, and as predicted."""
     titles = f"{'loss':12s}{'same bits':12s}" + "".join(f"{name:>12s}" for name in COLUMNS)
-    lines = [f"\n{'MiB on a rank':20s}{titles}{'peak':>10s}   step ms"]
+    lines = [f"\n{'MiB on rank 0':20s}{titles}{'peak':>10s}   step ms"]
     for run in runs:
         median, least, most = run.step_ms
         said = f"{run.loss:<12.6f}{'yes' if run.same else 'NO':12s}"
@@ -79,11 +105,12 @@ def table(runs: Sequence[Run]) -> str:
             values = "".join(f"{figures[name] / MIB:12.3f}" for name in COLUMNS)
             lines.append(f"{f'stage {run.stage} {kind}':20s}{head:24s}{values}{tail}")
     lines += [
-        "loss: the mean of the last 50 steps and of all ranks. same bits: the losses of every step and rank, and all",
-        "parameters, are stage 0's to the last bit. parameters to optimizer: what a rank keeps between two steps;",
-        "transient: memory for whole gradients on their way; gathered: the most that is whole at a time at stage 3.",
-        "wire: sent by a rank in a step. peak: the most of the process in the first steps, with activations, beyond",
-        "what was there before the model. step ms: median (min-max) of the slowest rank.",
+        "loss: the mean of the last 50 steps. same bits: the losses of every step, and all parameters of every rank,",
+        "are stage 0's to the last bit. parameters to optimizer: what a rank keeps between two steps; transient:",
+        "memory for whole gradients on their way; gathered: the most that is whole at a time at stage 3. wire: sent by",
+        "a rank in a step, for gradients and parameters. peak: the most of the process in the first steps, with",
+        "activations, beyond what was there before the model, mean over the ranks. step ms: median (min-max) of the",
+        "slowest rank.",
     ]
     return "\n".join(lines)
 
@@ -99,7 +126,7 @@ def plot(runs: Sequence[Run], file: str, title: str) -> None:
     for run, style in zip(runs, ("-", "--", "-.", ":"), strict=True):
         left.plot(run.losses, style, linewidth=7 - 1.8 * run.stage, alpha=0.75, label=f"stage {run.stage}")
     same = "the same bits" if all(run.same for run in runs) else "NOT the same bits"
-    left.set(xlabel="step", ylabel="loss of rank 0", title=f"All stages: {same}")
+    left.set(xlabel="step", ylabel="loss", title=f"All stages: {same}")
     left.legend()
     places, bottom = range(len(runs)), [0.0] * len(runs)
     for name in KEPT:
@@ -111,6 +138,6 @@ def plot(runs: Sequence[Run], file: str, title: str) -> None:
     right.hlines(expected, [x - 0.45 for x in places], [x + 0.45 for x in places], colors="black", label="predicted")
     right.set_ylim(0, 1.1 * max(*bottom, *expected))
     right.set_xticks(places, [f"stage {run.stage}" for run in runs])
-    right.set(ylabel="MiB on a rank", title=title)
+    right.set(ylabel="MiB on rank 0", title=title)
     right.legend()
     figure.savefig(file, dpi=120)

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch_ranks
+import train_runs
+from train_runs import EXAMPLES, final_losses, steps
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ("--steps", "6", "--batch", "2", "--context", "32", "--layers", "1", "--dim", "32", "--heads", "2")
-
-
-def run_main(words: tuple[str, ...], port: int) -> str:
-    """What the program prints, on one rank of a pool."""
-    os.environ["MASTER_PORT"] = str(port)
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    train_gpt = importlib.import_module("train_gpt")
-    before, sys.argv = sys.argv, ["train_gpt.py", *words]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train_gpt.main()
-    finally:
-        sys.argv = before
-    return out.getvalue()
 
 
 def train(*words: str) -> str:
     """What the first of three ranks prints."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return str(torch_ranks.run(run_main, (*SMALL, *words), port, backend="", timeout_s=100)[0])
+    text, status = train_runs.train(*SMALL, *words, world_size=3)
+    assert status == 0, text
+    return text
 
 
 def launch(*words: str) -> str:
@@ -56,20 +37,9 @@ def launch(*words: str) -> str:
     return done.stdout
 
 
-def final_losses(text: str) -> dict[str, str]:
-    """By copy of the model."""
-    lines = text[text.index("final loss") :].splitlines()[1:4]
-    return {line.split("  ")[0].strip(): line.split()[-1] for line in lines if line[:1].isalpha()}
-
-
-def steps(text: str) -> list[list[str]]:
-    """The step's number and the mean loss up to there, of every line on the way."""
-    return [line.split()[1:4:2] for line in text.splitlines() if line.startswith("step ")]
-
-
 def test_it_runs_under_torchrun_and_backends_train_alike() -> None:
     text = launch("--compare")
-    assert "bytes of text, 2 ranks, 128 tokens per step" in text
+    assert "bytes of text, 2 ranks (dp 2), 128 tokens per step" in text
     assert "No sample of generated text: 6 steps are too few" in text
     losses = final_losses(text)
     assert losses["ringcomm"] == losses["gloo"]  # two ranks: every order of summation gives the same bits
@@ -79,7 +49,7 @@ def test_it_runs_under_torchrun_and_backends_train_alike() -> None:
 
 def test_a_sample_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    text = importlib.import_module("gpt").printable(bytes(range(256)) + "\u00e9\x1b[31m\u202e".encode())
+    text = importlib.import_module("text").printable(bytes(range(256)) + "\u00e9\x1b[31m\u202e".encode())
     assert all(c == "\n" or c.isprintable() for c in text)
     assert "A" in text
     assert "\u00e9" in text
