@@ -8,10 +8,11 @@ from collections.abc import Sequence
 USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
 
 commands:
-  bench   bandwidth and latency of the collectives, as nccl-tests measures them
-  doctor  what was built, what is usable on this machine, and what is not and why (or: info)
-  memory  bytes on each rank at every ZeRO stage, from a number of parameters
-  tune    the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
+  bench     bandwidth and latency of the collectives, as nccl-tests measures them
+  doctor    what was built, what is usable on this machine, and what is not and why (or: info)
+  memory    bytes on each rank at every ZeRO stage, from a number of parameters
+  schedule  a pipeline schedule as a table or a picture, its idle share, and what each rank holds
+  tune      the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
 
 ringcomm COMMAND --help describes a command.
 """
@@ -45,11 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.parallel.budget import main as memory
 
         return memory(words[1:])
+    if command == "schedule":
+        from ringcomm.pipeline.show import main as schedule
+
+        return schedule(words[1:])
     if command in ("doctor", "info"):
         return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor, memory or tune; ringcomm --help describes "
-        "them",
+        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule or tune; ringcomm --help "
+        "describes them",
         file=sys.stderr,
     )
     return 2

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ringcomm import _C, cli, driver, info, info_cuda
+from ringcomm.pipeline.schedules import schedule_of
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("bench", "doctor", "info", "tune"))
+    assert all(command in text for command in ("bench", "doctor", "info", "schedule", "tune"))
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"], ["doctor", "more"]])
@@ -28,6 +30,25 @@ def test_bench_takes_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_wrong_word_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "-g", "2", "--ranks-as", "threads", "broadcast", "-r", "9", "-b", "64", "-e", "64"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_schedule_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "schedule.html"
+    words = ["schedule", "--schedule", "interleaved", "--ranks", "2", "--microbatches", "2", "--chunks", "2"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert schedule_of("interleaved", 2, 2, 2).table() in text
+    assert "idle 20.0%, by the published formula 20.0%" in text  # (p - 1) / (v m + p - 1)
+    assert "activations held, by rank: 4 3" in text
+    assert out.read_text().count('<g class="box') == 16
+    assert cli.main([*words[:-2], "--costs", "1", "3", "1"]) == 0
+    assert "formula" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--schedule", "best"], ["--ranks", "0"], ["--chunks", "2"], ["--out", "a.gif"]])
+def test_schedule_refuses_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schedule", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

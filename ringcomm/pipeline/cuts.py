@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.pipeline.balance import balance
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Chain(nn.ModuleList):
         return result
 
 
-def split(model: nn.Module, at: Sequence[str]) -> Stages:
+def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
     """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
 
         stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
@@ -74,13 +75,16 @@ def split(model: nn.Module, at: Sequence[str]) -> Stages:
     calls them: a pipeline says so where it is not. Each stage runs the model's own forward, in which modules of earlier
     stages give back tensors that have a shape and no values, up to the first module of the stage: that gets what the
     stage before has sent. So whatever forward computes from shapes, such as positions and masks, each stage computes;
-    what depends on the model's inputs needs them passed on every rank.
+    what depends on the model's inputs needs them passed on every rank. A stage that comes to need values that it does
+    not have, such as the weight of another stage's module, says so.
 
     Args:
-        at: names of submodules with which the second, third, ... stage begins, in order.
+        at: names of submodules with which the second, third, ... stage begins, in order; or how many stages: then
+            `ringcomm.pipeline.balance.balance` chooses them by parameters.
     Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
     """
-    wanted = list(at)
+    wanted = list(at) if not isinstance(at, int) else balance(model, at)
+    shared = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     known = [name for name, _ in model.named_modules()]
     for name in wanted:
         if name not in known or name == "":
@@ -92,7 +96,7 @@ def split(model: nn.Module, at: Sequence[str]) -> Stages:
     seen: set[int] = set()
     reached = 0
 
-    def look(name: str, module: nn.Module) -> None:
+    def look(name: str, module: nn.Module, in_a_row: bool = False) -> None:
         nonlocal reached
         if id(module) in seen:
             return
@@ -106,7 +110,7 @@ def split(model: nn.Module, at: Sequence[str]) -> Stages:
                 "name the first module in it in its place"
             )
         if not inside:
-            if begins or any(True for _ in module.parameters()):
+            if begins or (in_a_row and shared[id(module)] == 1) or _keeps(module):
                 stage_of[name] = reached
                 seen.update(id(each) for each in module.modules())
             return
@@ -117,7 +121,7 @@ def split(model: nn.Module, at: Sequence[str]) -> Stages:
                     "every parameter in a module of one stage; put it into a module of its own"
                 )
         for key, child in module.named_children():
-            look(f"{name}.{key}" if name else key, child)
+            look(f"{name}.{key}" if name else key, child, isinstance(module, (nn.Sequential, Chain)))
 
     look("", model)
     if reached < len(wanted):
@@ -127,6 +131,12 @@ def split(model: nn.Module, at: Sequence[str]) -> Stages:
             "of the model; sort them"
         )
     return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of))
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Whether a module has something of its own to keep: parameters, or buffers that are saved."""
+    saved = (key for each in module.modules() for key in each._buffers.keys() - each._non_persistent_buffers_set)
+    return any(True for _ in module.parameters()) or any(True for _ in saved)
 
 
 def _ties(model: nn.Module, stage_of: Mapping[str, int]) -> tuple[Tie, ...]:
@@ -140,9 +150,3 @@ def _ties(model: nn.Module, stage_of: Mapping[str, int]) -> tuple[Tie, ...]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return tuple(Tie(tuple(names[key]), by_stage) for key, by_stage in uses.items() if len(by_stage) > 1)
-
-
-def shape_only(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory: not a number, or zero for integers, to who looks all the same."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 Later = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
@@ -32,15 +33,31 @@ class Store:
             torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
 
 
+def backward(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: Deferring | None = None) -> None:
+    """``torch.autograd.backward(ends, gradients)``, also inside of ``deferring``: that function by itself would leave a
+    mode before it runs the graph."""
+    if deferring is None:
+        torch.autograd.backward(ends, gradients)
+        return
+    found = tuple(torch.ones_like(x) if g is None else g for x, g in zip(ends, gradients, strict=True))
+    with deferring:
+        _engine_run_backward(tuple(ends), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class Deferring(TorchFunctionMode):
     """Inside, linear layers leave the gradients of their weights to ``store``: calls of torch.nn.functional.linear, and
     of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
-    autograd. Everything else, also what autocast converts, has its gradients at once.
+    autograd. Everything else, also what autocast converts, has its gradients at once; and so have embeddings that are
+    an output layer as well, whose gradients autograd adds up before. For a forward pass, and for its backward pass too,
+    in which checkpoints run theirs.
+
+    Args:
+        kept: ids of parameters that have their gradients at once.
     """
 
-    def __init__(self, store: Store, kept: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, store: Store, kept: set[int]) -> None:
         super().__init__()
-        self.store, self.kept = store, {id(p) for p in kept}
+        self.store, self.kept = store, kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,6 +65,8 @@ class Deferring(TorchFunctionMode):
             return _Linear.apply(*_linear(*args, **kwargs), self.store, False)
         if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0]):
             return _Linear.apply(args[1], args[2], args[0], self.store, True)
+        if func is F.embedding and len(args) > 1:
+            self.kept.add(id(args[1]))
         return func(*args, **kwargs)
 
     def _defers(self, input: Any, weight: Any, bias: Any = None) -> bool:
@@ -68,7 +87,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: Store, turned: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        ctx.own = weight, bias  # a checkpoint gives others back
         ctx.store, ctx.turned = store, turned
         if turned:
             assert bias is not None
@@ -77,7 +97,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, values = ctx.saved_tensors
+        weight, bias = ctx.own
         rows = grad.reshape(-1, grad.shape[-1])
         turned = ctx.turned
 
@@ -91,5 +112,5 @@ class _Linear(torch.autograd.Function):
         ctx.store.waiting.append(later)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = rows.mm(weight.t() if turned else weight).view(x.shape)
+            dx = rows.mm(values.t() if turned else values).view(x.shape)
         return dx, None, None, None, None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.cuts import Stages, shape_only
+from ringcomm.pipeline.absent import Absent, Maker, any_absent, weightless
+from ringcomm.pipeline.cuts import Stages
+
+ANY = -1
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,6 @@ class Shape:
 
         return tree_map(each, tree)
 
-    @staticmethod
-    def made(tree: Any, device: torch.device) -> Any:
-        """The nest with tensors that have no values."""
-        return tree_map(lambda x: shape_only(x.shape, x.dtype, device) if isinstance(x, Shape) else x, tree)
-
 
 @dataclass(frozen=True)
 class About:
@@ -46,7 +45,7 @@ class About:
 
     Attributes:
         leaves: of the arguments with which its first module is called: the number of a tensor that is sent, or the
-            checksum of one that it must have itself, or None.
+            checksum of one that it must have itself (`ANY`: it may be any), or None.
         inputs: of the model, as shapes.
         usual: the first tensor that the first stage sends, as a shape.
         outputs: of modules before, as shapes, where they are others than the usual one.
@@ -56,6 +55,10 @@ class About:
     inputs: Any
     usual: Shape
     outputs: Mapping[str, Any]
+
+    def of_any(self) -> About:
+        """The same where values may be others."""
+        return replace(self, leaves=tuple(("own", ANY) if each and each[0] == "own" else each for each in self.leaves))
 
 
 class _Cut(BaseException):
@@ -69,8 +72,9 @@ class _Cut(BaseException):
 class _Run:
     stage: int
     about: About | None
-    received: Sequence[torch.Tensor]
+    received: list[torch.Tensor]
     entered: bool
+    grads: bool  # whether they are taken
     outputs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,14 +84,14 @@ class Local:
     Args:
         mine: this rank's stages. The parameters of all other modules are let go of.
         rank: for messages.
+        device: of tensors, on a rank without parameters.
     """
 
-    def __init__(self, stages: Stages, mine: Sequence[int], rank: int) -> None:
-        self.stages, self.model, self.rank = stages, stages.model, rank
+    def __init__(self, stages: Stages, mine: Sequence[int], rank: int, device: torch.device) -> None:
+        self.stages, self.model, self.rank, self._device = stages, stages.model, rank, device
         self.running: _Run | None = None
         self._grads: dict[int, set[int]] = {}  # by stage: named arguments of the next one's first module to send
-        kept = next((p for p in self.model.parameters()), None)
-        self.device = torch.device("cpu") if kept is None else kept.device
+        self._absent = Maker()
         for tie in stages.ties:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
@@ -97,7 +101,21 @@ class Local:
             module = self.model.get_submodule(name)
             if stage not in mine:
                 _empty(module)
+            elif len(mine) < len(stages):
+                for p in module.parameters():
+                    note(p, staged=True)
             _guard(module, self._guarded(name, stage))
+
+    @property
+    def device(self) -> torch.device:
+        """On which this rank's parameters are."""
+        found = next((p.device for p in self.model.parameters() if not p.is_meta), None)
+        return self._device if found is None else found
+
+    def used_often(self) -> list[torch.Tensor]:
+        """Parameters here that more than one module has."""
+        uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)
+        return [p for p in self.model.parameters() if uses[id(p)] > 1]
 
     # ---- one stage ------------------------------------------------------------------------------------------------
 
@@ -106,22 +124,23 @@ class Local:
         stage: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        received: Sequence[torch.Tensor] = (),
+        received: list[torch.Tensor],
         about: About | None = None,
     ) -> tuple[Any, About | None]:
         """Runs a stage.
 
         Args:
             args, kwargs: of the model, as far as this rank has them.
-            received, about: from the stage before.
+            received, about: from the stage before. What the model has in the place of a received tensor takes its
+                values, and its place in the list.
         Returns: the tensors for the next stage, and what it has to know; of the last stage the model's output and None.
         """
         if about is not None:
-            theirs = Shape.made(about.inputs, self.device)
+            theirs = self._made(about.inputs)
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
-        run = self.running = _Run(stage, about, received, entered=stage == 0)
         last = stage == len(self.stages) - 1
         grads = torch.is_grad_enabled() or (not last and stage not in self._grads)
+        run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
         try:
             with torch.set_grad_enabled(grads):
                 output = self.model(*args, **kwargs)
@@ -133,7 +152,16 @@ class Local:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
+        self._refuse_absent(run, "the end", output)
         return output, None
+
+    def _refuse_absent(self, run: _Run, name: str, tree: Any) -> None:
+        if any_absent(tree):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} with what depends on "
+                "the model's inputs, or on results or weights of other stages, that have not been handed on, expected "
+                "values; pass the inputs on every rank, or hand the rest on as positional arguments"
+            )
 
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
@@ -157,12 +185,15 @@ class Local:
                     raise self._wrong(
                         run.stage, f"called {name}", first[run.stage + 1] if run.entered else first[run.stage]
                     )
+                self._refuse_absent(run, name, (args, kwargs))
+                self._refuse_no_grad(run, name, tree_leaves((args, kwargs)))
                 raise _Cut(args, kwargs)
             if not run.entered:
                 if name != first[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
+            self._refuse_absent(run, name, (args, kwargs))
             output = forward(*args, **kwargs)
             run.outputs[name] = Shape.of(output)
             return output
@@ -172,7 +203,12 @@ class Local:
     def _shadow(self, run: _Run, name: str) -> Any:
         """What a module of an earlier stage gives back here."""
         assert run.about is not None
-        return Shape.made(run.about.outputs.get(name, run.about.usual), self.device)
+        return self._made(run.about.outputs.get(name, run.about.usual))
+
+    def _made(self, tree: Any) -> Any:
+        """A nest of shapes with tensors in their places."""
+        device = self.device
+        return tree_map(lambda x: self._absent.make(x.shape, x.dtype, device) if isinstance(x, Shape) else x, tree)
 
     # ---- between two stages ----------------------------------------------------------------------------------------
 
@@ -214,14 +250,40 @@ class Local:
             )
         for i, fact in enumerate(run.about.leaves):
             if fact is not None and fact[0] == "sent":
-                leaves[i] = run.received[fact[1]]
-            elif fact is not None and (not torch.is_tensor(leaves[i]) or _checksum(leaves[i]) != fact[1]):
-                raise InvalidArgumentError(
-                    f"Pipeline: rank {self.rank} got other values than stage {run.stage - 1} in a named argument of "
-                    f"{name}, which depends on the model's inputs, expected the same; pass the inputs on every rank, "
-                    "or hand it on as a positional argument"
-                )
+                leaves[i] = run.received[fact[1]] = self._arrived(name, leaves[i], run.received[fact[1]])
+            elif fact is not None and (not _has_values(leaves[i]) or fact[1] not in (ANY, _checksum(leaves[i]))):
+                raise self._other_values(name)
+        if any(getattr(module, "inplace", False) for module in self.model.get_submodule(name).modules()):
+            leaves = [x.clone() if torch.is_tensor(x) and x.is_leaf and x.requires_grad else x for x in leaves]
+        self._refuse_no_grad(run, name, run.received)
         return tree_unflatten(leaves, spec)
+
+    def _refuse_no_grad(self, run: _Run, name: str, tensors: Sequence[Any]) -> None:
+        if run.grads and not torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} got a call of {name}, with which a stage begins, that takes no gradients, "
+                "expected one that does, as what it is called with has; checkpoint with use_reentrant=False"
+            )
+
+    def _arrived(self, name: str, own: Any, x: torch.Tensor) -> torch.Tensor:
+        """A received tensor: in the very object that the model has in its place, so that what the model does with that
+        besides, such as a sum around the module, a checkpoint, or a mask for the next module, has the values too."""
+        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
+        if alike and isinstance(own, Absent):
+            return own.fill(x)
+        if not alike or _checksum(own) != _checksum(x):
+            raise self._other_values(name)
+        return x
+
+    def _other_values(self, name: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"Pipeline: rank {self.rank} got other values than the stage before in an argument of {name}, or none, "
+            "which depends on the model's inputs, expected the same; pass the inputs on every rank"
+        )
+
+
+def _has_values(x: Any) -> bool:
+    return torch.is_tensor(x) and not isinstance(x, Absent)
 
 
 def _checksum(x: torch.Tensor) -> int:
@@ -235,13 +297,14 @@ def _checksum(x: torch.Tensor) -> int:
 
 
 def _empty(module: nn.Module) -> None:
-    """Lets go of a module's parameters and buffers; who reads them all the same gets not a number."""
+    """Lets go of a module's parameters and buffers; what is computed from them all the same is absent."""
     for each in module.modules():
+        each.__dict__["_ringcomm_elsewhere"] = True
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
                 if tensor is not None:
                     del held[key]
-                    each.__dict__[key] = shape_only(tensor.shape, tensor.dtype, tensor.device)
+                    each.__dict__[key] = weightless(tensor)
 
 
 def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -251,4 +314,16 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(lambda *a, **k: kind.__call__(self, *a, **k), args, kwargs)
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": guarded, "__module__": kind.__module__})
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"Pipeline: got a {kind.__name__} that belongs to a pipeline to copy or pickle, expected its values; save "
+            "state_dict()"
+        )
+
+    members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__, "_ringcomm_staged": True}
+    module.__class__ = type(kind.__name__, (kind,), members)
+
+
+def staged(model: nn.Module) -> bool:
+    """Whether a pipeline has a part of the model already."""
+    return any(hasattr(type(module), "_ringcomm_staged") for module in model.modules())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import ShapeError
+from ringcomm.pipeline.local import About
 
 HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
 _LENGTH = struct.Struct("<q")
@@ -18,6 +19,20 @@ _TAG = 1 << 20  # the first of the tags used here
 
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Of each tensor: shape, type, and whether its gradient is wanted."""
+
+
+class Sent(NamedTuple):
+    """What is kept of a tensor that a stage has handed on and whose gradient will come: not its values."""
+
+    edge: torch.autograd.graph.GradientEdge
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> list[Sent]:
+        """Of those that want a gradient."""
+        edge = torch.autograd.graph.get_gradient_edge
+        return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
 
 
 class Messages:
@@ -32,12 +47,13 @@ class Messages:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        self._told: dict[tuple[str, int], tuple[Facts, Any]] = {}  # by direction and stage
+        self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are taken
 
-    def send(self, tensors: Sequence[torch.Tensor], about: Any, stage: int, rank: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], about: About, stage: int, rank: int) -> None:
         """Sends a stage's inputs to its rank."""
+        key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
-        told = self._told.get(("to", stage))
+        told = self._told.get(key)
         if told is not None and facts != told[0]:
             raise ShapeError(
                 f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(told[0])} as "
@@ -46,39 +62,49 @@ class Messages:
         if told is None:
             self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
             if self.static_shapes:
-                self._told["to", stage] = facts, about
+                self._told[key] = facts, about
         for x in tensors:
             self._send(x.detach(), rank, _forward(stage))
 
-    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], Any]:
+    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], About]:
         """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
-        told = self._told.get(("at", stage))
+        key = ("at", stage, torch.is_grad_enabled())
+        told = self._told.get(key)
         if told is None:
             told = pickle.loads(self._receive_head(rank, _forward(stage)))
             if self.static_shapes:
-                self._told["at", stage] = told
+                self._told[key] = told[0], told[1].of_any()
         facts, about = told
         tag = _forward(stage)
         return [self._receive(shape, dtype, wanted, rank, tag) for shape, dtype, wanted in facts], about
 
     def send_gradients(self, received: Sequence[torch.Tensor], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back; zeros where there are none."""
-        for x in received:
-            if x.requires_grad:
+        """Sends the gradients of a stage's inputs back. Of several some may be missing: a byte for each tells first."""
+        wanted = [x for x in received if x.requires_grad]
+        if len(wanted) > 1:
+            there = torch.tensor([x.grad is not None for x in wanted], device=self.device)
+            self._send(there.to(torch.uint8), rank, _backward(stage), counts=False)
+        for x in wanted:
+            if x.grad is not None or len(wanted) == 1:
                 self._send(torch.zeros_like(x) if x.grad is None else x.grad, rank, _backward(stage))
 
-    def receive_gradients(self, sent: Sequence[torch.Tensor], stage: int, rank: int) -> list[torch.Tensor]:
-        """The gradients of what was sent to a stage, of the tensors that want one."""
-        wanted = [x for x in sent if x.requires_grad]
-        return [self._receive(tuple(x.shape), x.dtype, False, rank, _backward(stage)) for x in wanted]
+    def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
+        """The gradients of what was sent to a stage; None where that stage had no use for it."""
+        tag = _backward(stage)
+        several = len(sent) > 1
+        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if several else [1] * len(sent)
+        return [
+            self._receive(x.shape, x.dtype, False, rank, tag) if its else None
+            for x, its in zip(sent, there, strict=True)
+        ]
 
-    def send_beside(self, x: torch.Tensor, rank: int) -> None:
-        """Sends a tensor beside those of the schedule."""
-        self._send(x, rank, _TAG - 1)
+    def send_beside(self, x: torch.Tensor, rank: int, number: int) -> None:
+        """Sends a tensor beside those of the schedule, in the ``number``th row of such."""
+        self._send(x, rank, _TAG - 1 - number)
 
-    def receive_beside(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+    def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
         """Receives one."""
-        self.comm.recv(x, rank, _TAG - 1)
+        self.comm.recv(x, rank, _TAG - 1 - number)
         return x
 
     def finish(self) -> None:

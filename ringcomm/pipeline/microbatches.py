@@ -44,21 +44,26 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
         return [leaf] * count
     if leaf.dim() == 0 or leaf.shape[0] % count:
         raise ShapeError(
-            f"Pipeline: rank {rank} got a tensor of shape {tuple(leaf.shape)}, expected a dimension 0 that divides into "
-            f"{count} micro-batches; change the batch, or pass a list of micro-batches, or Whole(tensor)"
+            f"Pipeline: rank {rank} got a tensor of shape {tuple(leaf.shape)}, expected a dimension 0 that divides "
+            f"into {count} micro-batches; change the batch, or pass a list of micro-batches, or Whole(tensor)"
         )
     return leaf.split(leaf.shape[0] // count)
 
 
 def joined(outputs: Sequence[Any]) -> Any:
     """The micro-batches' outputs as one: tensors one behind the other along dimension 0, numbers as a dimension
-    of their own, and of anything else the first."""
+    of their own; of plain values that are equal the first. A list of all where they are anything else."""
     by_leaf = [tree_flatten(output) for output in outputs]
     spec = by_leaf[0][1]
+    if any(other != spec for _, other in by_leaf):
+        return [*outputs]
     return tree_unflatten([_joined([leaves[i] for leaves, _ in by_leaf]) for i in range(len(by_leaf[0][0]))], spec)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    if not torch.is_tensor(parts[0]):
-        return parts[0]
-    return torch.stack([*parts]) if parts[0].dim() == 0 else torch.cat([*parts])
+    first = parts[0]
+    if all(isinstance(part, (int, float, bool, str, type(None))) and part == first for part in parts):
+        return first
+    if not all(torch.is_tensor(part) and part.shape[1:] == first.shape[1:] for part in parts):
+        return [*parts]
+    return torch.stack([*parts]) if first.dim() == 0 else torch.cat([*parts])

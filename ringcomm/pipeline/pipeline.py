@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ringcomm.communicator import Communicator
-from ringcomm.errors import AbortedError, InvalidArgumentError, UnsupportedError
+from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.check import check
 from ringcomm.pipeline.cuts import Chain, Stages, split
-from ringcomm.pipeline.deferred import Deferring, Store
-from ringcomm.pipeline.local import About, Local
-from ringcomm.pipeline.messages import Messages
+from ringcomm.pipeline.deferred import Deferring, Store, backward
+from ringcomm.pipeline.local import About, Local, staged
+from ringcomm.pipeline.messages import Messages, Sent
 from ringcomm.pipeline.microbatches import cut_inputs, joined
 from ringcomm.pipeline.schedules import Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline.ties import Ties
@@ -28,8 +33,9 @@ class Evaluation(NamedTuple):
     """What `Pipeline.evaluate` gives.
 
     Attributes:
-        output: of all micro-batches, on the rank of the last stage; None elsewhere.
-        loss: on every rank; None without a loss.
+        output: of all micro-batches, on the rank of the last stage; None elsewhere. What cannot be joined, such as
+            tensors that differ in more than dimension 0, is a list.
+        loss: on every rank; None without a loss, or where the last stage's rank passed no target that it needs.
     """
 
     output: Any
@@ -63,8 +69,15 @@ class Pipeline(nn.Module):
             wait in each message.
     Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
              runs forward and backward of each micro-batch in turn and adds their gradients.
-    Cost:    between two stages what is handed on and its gradient, once for each micro-batch, and 512 bytes for shapes.
-    Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete.
+    Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
+             rank has all modules in one stage, and others otherwise.
+    Memory:  parameters of this rank's stages; of a micro-batch between its forward and backward pass what autograd
+             keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
+             and their results' gradients until their weights' turn.
+    Cost:    between two stages what is handed on and its gradient, once for each micro-batch, 512 bytes for shapes, and
+             a byte for each gradient where there are several.
+    Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
+             is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
     """
 
     def __init__(
@@ -91,14 +104,41 @@ class Pipeline(nn.Module):
                 )
         self.microbatches, self.reduction, self._loss = self.schedule.microbatches, reduction, loss
         self.mine = self.schedule.stages_of(comm.rank)
-        self._local = Local(stages, self.mine, comm.rank)
+        if staged(stages.model):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a whole one; "
+                "make or load it again"
+            )
+        self._agree(stages, (reduction, ties, static_shapes))
+        where = torch.device("cpu" if "cpu" in comm.device else comm.device)
+        self._local = Local(stages, self.mine, comm.rank, where)
         self.messages = Messages(comm, self._local.device, static_shapes)
         self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
         self._clock: list[tuple[Action, float, float]] = []
+        self._repeated = {id(p) for p in self._local.used_often()}
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
+
+    def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
+        """Raises on every rank where one has another model, cut or schedule; a collective."""
+        rows = [" ".join(map(str, row)) for row in self.schedule.rows]
+        facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
+        facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
+        theirs = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps(facts))]
+        for rank, other in enumerate(theirs):
+            if other != theirs[0]:
+                here, there = next(pair for pair in zip_longest(other, theirs[0]) if pair[0] != pair[1])
+                raise MismatchError(
+                    f"Pipeline: rank {rank} got {here or 'nothing more'}, expected {there or 'nothing more'} as on "
+                    "rank 0; make the same model, cuts and schedule on every rank"
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"Pipeline: rank {self.comm.rank} got a pipeline to copy or pickle, expected its values; save state_dict()"
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -138,14 +178,15 @@ class Pipeline(nn.Module):
         Raises:  ShapeError: a batch that does not divide. InvalidArgumentError: a model whose calls do not come in the
                  order of its stages. An error on one rank aborts the communicator: the others raise AbortedError.
         """
-        return self._run(args, kwargs, target, scaler, train=True)[1]
+        loss = self._run(args, kwargs, target, scaler, train=True)[1]
+        assert loss is not None  # its rank raises without one
+        return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
         """Forward passes of a batch, without gradients; arguments as of `step`. A collective."""
-        computes = target is not None or self._loss is None
-        outputs, loss = self._run(args, kwargs, target, None, train=False, computes=computes)
-        return Evaluation(outputs, loss if computes else None)
+        computes = target is not None or self._loss is None or _needs_output_alone(self._loss)
+        return Evaluation(*self._run(args, kwargs, target, None, train=False, computes=computes))
 
     def _run(
         self,
@@ -155,35 +196,41 @@ class Pipeline(nn.Module):
         scaler: torch.amp.GradScaler | None,
         train: bool,
         computes: bool = True,
-    ) -> tuple[Any, torch.Tensor]:
-        inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+    ) -> tuple[Any, torch.Tensor | None]:
         flat = flat_model_of(self)
-        last = self.schedule.rank_of[-1]
         try:
+            inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+            device = self.messages.device = self._local.device
+            if scaler is not None:
+                scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():
-                step = _Step(self, inputs, scaler, flat, train, computes)
                 with self._ties.stood_in():
+                    step = _Step(self, inputs, scaler, flat, train, computes)
                     for action in self.schedule.rows[self.comm.rank]:
                         if train or action.kind is Kind.FORWARD:
                             step.do(action)
                     if train:
+                        if flat is not None:
+                            flat.begin_part(None)
                         self._ties.settle()
                 self.messages.finish()
             self._clock = step.clock
-            loss = torch.tensor([step.loss, step.loss_bits], dtype=torch.float64, device=self._local.device)
-            self.comm.broadcast(loss, last)
+            found = step.loss
+            value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
+            told = torch.tensor([value, bits], dtype=torch.float64, device=device)
+            self.comm.broadcast(told, self.schedule.rank_of[-1])
+            bits = int(told[1])
+            loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
             raise
-        dtype = torch.float64 if float(loss[1]) == 64 else torch.float32
-        return (joined(step.outputs) if step.outputs else None), loss[0].to(dtype)
+        return (joined(step.outputs) if step.outputs else None), loss
 
     def timeline(self) -> list[list[tuple[Action, float, float]]]:
         """By rank, the actions of the last step with the seconds in which each began to compute and ended, from the
-        first on: for `ringcomm.pipeline.picture.draw`. A collective; clocks are of one host."""
-        import pickle
-
+        first on: for `ringcomm.pipeline.picture.draw`. A collective; clocks are of one host, and on a device tell when
+        work was launched."""
         rows = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps(self._clock))]
         start = min((row[0][1] for row in rows if row), default=0.0)
         return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
@@ -224,17 +271,19 @@ class _Step:
         self.computes = computes
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
-        self.loss, self.loss_bits = 0.0, 32
-        self._total: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
+        self.kept = pipe._repeated | pipe._ties.standins
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
-        self._open: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._open: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[Sent] | torch.Tensor]] = {}
         self._stores: dict[tuple[int, int], Store] = {}
 
     def do(self, action: Action) -> None:
         """Carries an action out."""
         at = (action.stage, action.microbatch)
+        if self.flat is not None and self.train:
+            self.flat.begin_part(action.microbatch)
         if action.kind is Kind.FORWARD:
             received, about = self._receive(*at)
             start = time.perf_counter()
@@ -250,29 +299,31 @@ class _Step:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _receive(self, stage: int, number: int) -> tuple[Sequence[torch.Tensor], About | None]:
+    def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], About | None]:
         if stage == 0:
-            return (), None
+            return [], None
         source = self.schedule.rank_of[stage - 1]
         if source != self.rank:
             return self.messages.receive(stage, source)
         sent, about = self._parcels.pop(("forward", stage, number))
         return [x.detach().requires_grad_(x.requires_grad) for x in sent], about
 
-    def _forward(self, stage: int, number: int, received: Sequence[torch.Tensor], about: About | None) -> None:
+    def _deferring(self, stage: int, number: int) -> Deferring | None:
+        if not self.train or not self.schedule.splits_backward:
+            return None
+        return Deferring(self._stores.setdefault((stage, number), Store()), self.kept)
+
+    def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
         args, kwargs, target = self.inputs[number]
-        deferring: Any = nullcontext()
-        if self.train and self.schedule.splits_backward:
-            store = self._stores[stage, number] = Store()
-            deferring = Deferring(store, self.ties.standins)
         if stage == 0 and self.flat is not None:
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
-        with deferring:
+        with self._deferring(stage, number) or nullcontext():
             output, after = self.pipe._local.run(stage, args, kwargs, received, about)
             if after is None:
                 output = self._end(output, target)
         if self.train:
-            self._open[stage, number] = (received, output)
+            self._refuse_cut_off(stage, received, output)
+            self._open[stage, number] = (received, output if after is None else Sent.of(output))
         if after is None:
             return
         following = self.schedule.rank_of[stage + 1]
@@ -281,20 +332,28 @@ class _Step:
         else:
             self.messages.send(output, after, stage + 1, following)
 
-    def _end(self, output: Any, target: Any) -> list[torch.Tensor]:
+    def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
+        if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {stage}, whose results depend on no tensor that wants a "
+                "gradient, expected a path to the stages before; checkpoint with use_reentrant=False, and detach no "
+                "tensor that they are trained through"
+            )
+
+    def _end(self, output: Any, target: Any) -> torch.Tensor | None:
         """The loss of a micro-batch, as what backward starts from."""
         if self.flat is not None:
             output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
         if not self.train:
             self.outputs.append(output)
         if not self.computes:
-            return []
+            return None
         loss = self.pipe._loss
         value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
         if not torch.is_tensor(value) or value.numel() != 1:
             if not self.train:
                 self.computes = False
-                return []
+                return None
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got {_kind(value)} as the loss of a micro-batch, expected one number; "
                 "pass loss=, which makes one of the output and the target"
@@ -302,36 +361,47 @@ class _Step:
         if self.pipe.reduction == "mean":
             value = value / self.schedule.microbatches
         found = value.detach()
-        self._total = found if self._total is None else self._total + found
-        self.loss, self.loss_bits = float(self._total), 8 * found.dtype.itemsize
-        return [value if self.scaler is None else self.scaler.scale(value)]
+        self.loss = found if self.loss is None else self.loss + found
+        scaled: torch.Tensor = value if self.scaler is None else self.scaler.scale(value)
+        return scaled
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor] | None:
+    def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor | None]:
         if stage == self.last:
-            return None
+            return []
         source = self.schedule.rank_of[stage + 1]
         if source == self.rank:
-            return self._parcels.pop(("backward", stage + 1, number))
-        return self.messages.receive_gradients(self._open[stage, number][1], stage + 1, source)
+            parcel: Sequence[torch.Tensor | None] = self._parcels.pop(("backward", stage + 1, number))
+            return parcel
+        sent = self._open[stage, number][1]
+        assert not isinstance(sent, torch.Tensor)
+        return self.messages.receive_gradients(sent, stage + 1, source)
 
-    def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor] | None) -> None:
+    def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         received, sent = self._open.pop((stage, number))
-        self.ties.passes(stage)
-        ends = [x for x in sent if x.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, gradients)
-        self.ties.passed(stage)
+        if isinstance(sent, torch.Tensor):
+            backward([sent], [None], self._deferring(stage, number))
+        else:
+            pairs = [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
+            if pairs:
+                backward([edge for edge, _ in pairs], [grad for _, grad in pairs], self._deferring(stage, number))
+        self.ties.passed(stage, number)
         if stage == 0:
             return
         before = self.schedule.rank_of[stage - 1]
         if before == self.rank:
-            wanted = [x for x in received if x.requires_grad]
-            parcel = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
-            self._parcels["backward", stage, number] = parcel
+            self._parcels["backward", stage, number] = [x.grad for x in received if x.requires_grad]
         else:
             self.messages.send_gradients(received, stage, before)
+
+
+def _needs_output_alone(loss: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(loss).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _own_loss(output: Any) -> Any:

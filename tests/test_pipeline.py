@@ -1,0 +1,465 @@
+"""Pipelines: the bits of one process that trains on the micro-batches in turn, whatever the schedule and the cuts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ringcomm
+from ringcomm.communicator import Communicator
+from ringcomm.pipeline.cuts import Chain
+from ringcomm.pipeline.microbatches import Whole, joined
+from ringcomm.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+Gradients = dict[str, "torch.Tensor | None"]
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(dim), nn.Sequential(nn.Linear(dim, 8), nn.GELU(), nn.Linear(8, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    """An embedding that is the output layer too, blocks, and sums between modules of different stages."""
+
+    def __init__(self, blocks: int = 8, dim: int = 6, tied: bool = True) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(11, dim), nn.Embedding(16, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 11, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.token(x)
+        h += self.position.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def make(kind: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind(*args, **kwargs)
+
+
+def tokens(rows: int, length: int = 5, seed: int = 1) -> torch.Tensor:
+    return torch.randint(11, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cuts(stages: int, blocks: int = 8) -> list[str]:
+    return [f"blocks.{blocks * i // stages}" for i in range(1, stages)]
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def plain(
+    model: nn.Module, losses: Sequence[Callable[[nn.Module], torch.Tensor]], divisor: float
+) -> tuple[torch.Tensor, Gradients]:
+    """One process: forward and backward of each micro-batch in turn."""
+    model, total = copy.deepcopy(model), None
+    for each in losses:
+        loss = each(model) / divisor
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total, gradients(model)
+
+
+def on_ranks(
+    model: nn.Module,
+    at: Sequence[str] | int,
+    world_size: int,
+    fn: Callable[[Pipeline, int], Any],
+    timeout: float = 30.0,
+    **options: Any,
+) -> list[Any]:
+    """What ``fn(pipeline, rank)`` returns on each rank, which starts with a copy of the model."""
+    models = [copy.deepcopy(model) for _ in range(world_size)]
+
+    def rank_main(comm: Communicator) -> Any:
+        return fn(Pipeline(ringcomm.split(models[comm.rank], at), comm, **options), comm.rank)
+
+    return ringcomm.run_ranks(rank_main, world_size, timeout=timeout)
+
+
+def differing(found: Sequence[Gradients], expected: Gradients) -> list[str]:
+    """Names of parameters whose gradients differ, or that no rank has."""
+    seen = {name for each in found for name in each}
+    wrong = sorted(expected.keys() - seen)
+    for each in found:
+        for name, grad in each.items():
+            want = expected[name]
+            if grad is None or want is None:
+                wrong += [name] * (grad is not want)
+            elif not torch.equal(grad, want):
+                wrong.append(name)
+    return wrong
+
+
+def check_parity(model: nn.Module, schedule: str, world_size: int, stages: int, m: int, **options: Any) -> None:
+    x, y = tokens(2 * m), tokens(2 * m, seed=2)
+    pairs = zip(x.chunk(m), y.chunk(m), strict=True)
+    loss, expected = plain(model, [lambda net, a=a, b=b: cross_entropy(net(a), b) for a, b in pairs], m)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        args = (x,) if rank == 0 else ()  # the other ranks have no data
+        found = pipe.step(*args, target=y) if rank == world_size - 1 else pipe.step(*args)
+        return found, gradients(pipe)
+
+    done = on_ranks(
+        model, cuts(stages), world_size, step, microbatches=m, schedule=schedule, loss=cross_entropy, **options
+    )
+    assert all(torch.equal(found, loss) for found, _ in done), ([found for found, _ in done], loss)
+    assert differing([found for _, found in done], expected) == []
+
+
+# ---- parity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 3, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_the_bits_of_one_process(schedule: str, world_size: int, m: int) -> None:
+    stages = 2 * world_size if schedule == "interleaved" else world_size
+    check_parity(make(Net), schedule, world_size, stages, m, ties="exact")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_eight_ranks(schedule: str) -> None:
+    stages = 16 if schedule == "interleaved" else 8
+    model = make(Net, 16)
+    x = tokens(10)
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(5)], 5)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        return pipe.step(x, target=x), gradients(pipe)
+
+    at = cuts(stages, 16)
+    done = on_ranks(model, at, 8, step, microbatches=5, schedule=schedule, loss=cross_entropy, ties="exact")
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([found for _, found in done], expected) == []
+
+
+def test_one_rank_with_several_stages() -> None:
+    check_parity(make(Net), "interleaved", 1, 4, 3, ties="exact")
+
+
+class Functional(Net):
+    """Uses the embedding as its output layer without a module for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.norm(self.blocks[0](self.token(x))), self.token.weight)
+
+
+def test_an_embedding_that_is_multiplied_with_has_its_gradient_at_once() -> None:
+    model, x = make(Functional, 1), tokens(12)
+    _, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(6)], 6)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x, target=x)
+        return gradients(pipe)
+
+    options = {"microbatches": 6, "schedule": "zero-bubble", "loss": cross_entropy}
+    assert differing(on_ranks(model, [], 1, step, **options), expected) == []
+
+
+def test_a_step_may_be_repeated_and_gradients_add_up() -> None:
+    model, batches = make(Net, 4), [tokens(4, seed=s) for s in range(3)]
+    every = [part for x in batches for part in x.chunk(2)]
+    _, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in every], 2)
+
+    def steps(pipe: Pipeline, rank: int) -> Gradients:
+        for x in batches:
+            pipe.step(x, target=x)
+        return gradients(pipe)
+
+    done = on_ranks(model, cuts(2, 4), 2, steps, microbatches=2, loss=cross_entropy, ties="exact")
+    assert differing(done, expected) == []
+
+
+def test_losses_may_be_shares_of_a_sum() -> None:
+    model, x = make(Net, 4, tied=False), tokens(6)
+    count = x.numel()
+
+    def share(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / count
+
+    loss, expected = plain(model, [lambda net, a=a: share(net(a), a) for a in x.chunk(3)], 1)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        return pipe.step(x, target=x), gradients(pipe)
+
+    done = on_ranks(model, cuts(2, 4), 2, step, microbatches=3, loss=share, reduction="sum")
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([found for _, found in done], expected) == []
+
+
+# ---- ties ---------------------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One weight in three places, and a second one in two."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(11, 11)
+        self.blocks = nn.ModuleList(Block(11) for _ in range(4))
+        self.middle = nn.Linear(11, 11, bias=False)
+        self.late = nn.ModuleList(Block(11) for _ in range(4))
+        self.head = nn.Linear(11, 11, bias=False)
+        self.head.weight = self.token.weight
+        if uses == 3:
+            self.middle.weight = self.token.weight
+        self.late[3].norm.weight = self.blocks[0].norm.weight
+        self.late[3].norm.bias = self.blocks[0].norm.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.token(x)
+        for block in self.blocks:
+            h = block(h)
+        h = self.middle(h)
+        for block in self.late:
+            h = block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 3), ("interleaved", 3), ("zero-bubble", 3)])
+@pytest.mark.parametrize("uses", [2, 3])
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> None:
+    model, x = make(Shared, uses), tokens(10)
+    at = ["middle", "late.2"]
+    if schedule == "interleaved":
+        at = ["blocks.1", "blocks.3", "middle", "late.1", "late.3"]
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(5)], 5)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        assert torch.equal(pipe.step(x, target=x), loss)
+        return gradients(pipe)
+
+    done = on_ranks(model, at, world_size, step, microbatches=5, schedule=schedule, loss=cross_entropy, ties=ties)
+    if ties == "exact":
+        assert differing(done, expected) == []
+    copies = [grad for found in done for name, grad in found.items() if name in ("token.weight", "head.weight")]
+    assert len(copies) >= 2
+    assert all(torch.equal(grad, copies[0]) for grad in copies)
+    for found in done:
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, expected[name])
+
+
+def test_a_tie_of_two_stages_on_one_rank_is_exact() -> None:
+    class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__(8, tied=False)
+            self.blocks[4].mlp[0].weight = self.blocks[0].mlp[0].weight  # stages 0 and 2 of 4, both on rank 0
+
+    check_parity(make(Twice), "interleaved", 2, 4, 4, ties="exact")
+
+
+def test_tied_weights_in_16_bit_are_summed_in_32() -> None:
+    model, x = make(Net, 4).bfloat16(), tokens(24)
+    wide = [lambda net, a=a: cross_entropy(net(a).float(), a) for a in x.chunk(12)]
+    found = [plain(model, [each], 12)[1]["token.weight"] for each in wide]
+    expected = torch.stack([grad.float() for grad in found if grad is not None]).sum(0)
+
+    def step(pipe: Pipeline, rank: int) -> torch.Tensor | None:
+        pipe.step(x, target=x)
+        return gradients(pipe)["token.weight" if rank == 0 else "head.weight"]
+
+    options = {"microbatches": 12, "loss": lambda output, target: cross_entropy(output.float(), target)}
+    for grad in on_ranks(model, cuts(2, 4), 2, step, **options):
+        torch.testing.assert_close(grad, expected.bfloat16(), rtol=2e-2, atol=1e-4)
+
+
+# ---- what is handed on ----------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Gets a tensor and a nest, gives a tensor with a gradient, one without, whole numbers, and what is no tensor."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, beside: dict[str, Any], scale: float = 1.0) -> tuple[Any, ...]:
+        h = torch.tanh(self.linear(x)) * scale + beside["skip"]
+        with torch.no_grad():
+            noted = h.mean()
+        return h, {"skip": x, "noted": beside["noted"] + noted, "ids": beside["ids"] + 1, "name": "kept"}, scale * 0.5
+
+
+class Nests(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = Chain([Nested(4) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
+        h, beside, scale = self.parts(x, {"skip": x * 0, "noted": torch.zeros(()), "ids": ids, "name": "kept"})
+        return {"loss": h.square().mean() + 0 * beside["skip"].sum(), "scale": scale, "rows": (h, beside)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("static", [False, True])
+def test_nests_are_handed_on(schedule: str, static: bool) -> None:
+    model, m = make(Nests), 4
+    x, ids = torch.randn(8, 4), torch.arange(8)[:, None]
+    batches = [*zip(x.chunk(m), ids.chunk(m), strict=True)]
+    loss, expected = plain(model, [lambda net, a=a, b=b: net(a, b)["loss"] for a, b in batches], m)
+    outputs = joined([model(a, b) for a, b in batches])
+    at = ["parts.2", "parts.4"] if schedule != "interleaved" else [f"parts.{i}" for i in range(1, 6)]
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, Any]:
+        before = pipe.evaluate(x, ids)  # before any training step, and of other tensors that want gradients
+        found = pipe.step(x, ids)
+        grads = gradients(pipe)
+        after = pipe.evaluate(x, ids)
+        assert before.loss is not None
+        assert after.loss is not None
+        assert torch.equal(before.loss, after.loss)
+        assert torch.equal(before.loss, loss)
+        return found, grads, after.output
+
+    done = on_ranks(model, at, 3, step, microbatches=m, schedule=schedule, static_shapes=static)
+    assert all(torch.equal(found, loss) for found, _, _ in done)
+    assert differing([found for _, found, _ in done], expected) == []
+    assert done[0][2] is done[1][2] is None
+    found = done[2][2]
+    assert found["scale"] == outputs["scale"] == 0.5**6
+    assert found["rows"][1]["name"] == "kept"
+    assert torch.equal(found["rows"][1]["ids"], ids + 6)
+    assert torch.equal(found["rows"][0], outputs["rows"][0])
+    assert torch.equal(found["rows"][1]["noted"], outputs["rows"][1]["noted"])
+    assert found["loss"].shape == (m,)
+
+
+class TwoWays(nn.Module):
+    """Hands two tensors on, of which the next stage needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last = Second()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.one(x), self.two(x))
+
+
+class Second(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.linear(a).square().mean()
+
+
+def test_what_the_next_stage_does_not_need_has_no_gradient() -> None:
+    model, x = make(TwoWays), torch.randn(4, 3)
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(2)], 2)
+    assert expected["two.weight"] is None
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, ["last"], 2, step, microbatches=2), expected) == []
+
+
+class Beside(nn.Module):
+    """Sums around modules, a mask by name, and a label that a middle stage needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.middle = Labelled()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        x = x + self.middle(x, mask=mask, label=label)
+        return (self.last(x) * 2).square().mean()
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * mask + F.one_hot(label, 4)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_sums_around_a_stage_and_arguments_by_name(static: bool) -> None:
+    model, m = make(Beside), 3
+    x, mask, label = torch.randn(6, 4), torch.rand(6, 1).round(), torch.arange(6) % 4
+    parts = [*zip(x.chunk(m), mask.chunk(m), label.chunk(m), strict=True)]
+    loss, expected = plain(model, [lambda net, a=a, b=b, c=c: net(a, b, label=c) for a, b, c in parts], m)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        value = pipe.evaluate(x, mask, label=label).loss
+        assert value is not None
+        assert torch.equal(value, loss)
+        return pipe.step(x, mask, label=label), gradients(pipe)
+
+    done = on_ranks(model, ["layers.2", "middle"], 3, step, microbatches=m, static_shapes=static)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([found for _, found in done], expected) == []
+
+
+def test_shapes_may_change_from_one_micro_batch_to_the_next() -> None:
+    model, parts = make(Net, 4), [tokens(rows, length, seed=length) for rows, length in ((2, 3), (1, 7), (3, 5))]
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in parts], 3)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, Any]:
+        found = pipe.step(parts, target=parts)
+        return found, gradients(pipe), pipe.evaluate(parts).output
+
+    done = on_ranks(model, cuts(2, 4), 2, step, microbatches=3, loss=cross_entropy, ties="exact")
+    assert all(torch.equal(found, loss) for found, _, _ in done)
+    assert differing([found for _, found, _ in done], expected) == []
+    assert [tuple(x.shape) for x in done[1][2]] == [(2, 3, 11), (1, 7, 11), (3, 5, 11)]
+
+
+def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
+    model, x = make(Beside), torch.randn(6, 4)
+    mask, label = torch.ones(2, 1), torch.zeros(2, dtype=torch.long)
+    loss, _ = plain(model, [lambda net, a=a: net(a, mask, label=label) for a in x.chunk(3)], 3)
+    step: Callable[[Pipeline, int], torch.Tensor] = lambda pipe, rank: pipe.step(x, Whole(mask), label=Whole(label))  # noqa: E731
+    assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
+
+
+def test_modules_one_behind_the_other() -> None:
+    model, x = make(lambda: nn.Sequential(*(Block(6) for _ in range(3)))), torch.randn(6, 6)
+    loss, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def rank_main(comm: Communicator) -> tuple[torch.Tensor, Gradients]:
+        pipe = Pipeline([*models[comm.rank]], comm, microbatches=3, loss=lambda output: output.square().mean())
+        return pipe.step(x), gradients(pipe)
+
+    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([found for _, found in done], expected) == []

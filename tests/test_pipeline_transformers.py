@@ -1,0 +1,180 @@
+"""Models of Hugging Face transformers, as they are, through `split`: the bits of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_pipeline import SCHEDULES, Gradients, differing, gradients
+from torch import nn
+
+import ringcomm
+from ringcomm.communicator import Communicator
+from ringcomm.errors import AbortedError, InvalidArgumentError
+from ringcomm.pipeline.pipeline import Pipeline
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, LENGTH, MICROBATCHES = 6, 7, 3
+
+
+def llama(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=31, n_positions=32, n_embd=16, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS = {"llama": (llama, "model.layers"), "gpt2": (gpt2, "transformer.h")}
+
+
+def batch(padded: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(31, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    if not padded:
+        return {"input_ids": ids, "labels": ids}
+    mask = (torch.arange(LENGTH) >= torch.arange(ROWS)[:, None] % 3).long()  # on the left
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def parts_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    rows = ROWS // MICROBATCHES
+    return [{key: x[i : i + rows] for key, x in inputs.items()} for i in range(0, ROWS, rows)]
+
+
+def plain(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+    model, total, logits = copy.deepcopy(model), torch.zeros(()), []
+    for part in parts_of(inputs):
+        output = model(**part)
+        loss = output.loss / MICROBATCHES
+        loss.backward()
+        total = total + loss.detach()
+        logits.append(output.logits.detach())
+    return total, torch.cat(logits), gradients(model)
+
+
+def check(model: nn.Module, at: list[str], world_size: int, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+    loss, logits, expected = plain(model, inputs)
+    models = [copy.deepcopy(model) for _ in range(world_size)]
+
+    def rank_main(comm: Communicator) -> Any:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=MICROBATCHES, ties="exact", **options)
+        found = pipe.step(**inputs)
+        evaluation = pipe.evaluate(**inputs)
+        assert torch.equal(evaluation.loss, loss)
+        return found, gradients(pipe), evaluation.output
+
+    done = ringcomm.run_ranks(rank_main, world_size, timeout=30)
+    assert all(torch.equal(found, loss) for found, _, _ in done), (done[0][0], loss)
+    assert differing([grads for _, grads, _ in done], expected) == []
+    assert torch.equal(done[-1][2].logits, logits)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", [*MODELS])
+def test_every_schedule(name: str, schedule: str) -> None:
+    make, layers = MODELS[name]
+    at = [f"{layers}.{i}" for i in ((1, 2, 3) if schedule == "interleaved" else (2,))]
+    check(make(), at, 2, batch(False), schedule=schedule)
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_four_stages(name: str) -> None:
+    make, layers = MODELS[name]
+    check(make(), [f"{layers}.{i}" for i in (1, 2, 3)], 4, batch(False))
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_each_input_where_it_is_needed(name: str) -> None:
+    make, layers = MODELS[name]
+    model, inputs = make(), batch(False)
+    loss, _, expected = plain(model, inputs)
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def rank_main(comm: Communicator) -> Any:
+        at = [f"{layers}.1", f"{layers}.3"]
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=MICROBATCHES, ties="exact")
+        mine = [{"input_ids": inputs["input_ids"]}, {}, {"labels": inputs["labels"]}][comm.rank]
+        return pipe.step(**mine), gradients(pipe)
+
+    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([grads for _, grads in done], expected) == []
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", [*MODELS])
+def test_padding(name: str, static: bool) -> None:
+    make, layers = MODELS[name]
+    check(make(), [f"{layers}.2"], 2, batch(True), static_shapes=static)
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_a_mask_on_rank_0_alone_is_an_error(name: str) -> None:
+    make, layers = MODELS[name]
+    inputs, models = batch(True), [make(), make()]
+    found: dict[int, BaseException] = {}
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], [f"{layers}.2"]), comm, microbatches=MICROBATCHES)
+        try:
+            pipe.step(**(inputs if comm.rank == 0 else {"labels": inputs["labels"]}))
+        except (InvalidArgumentError, AbortedError) as error:
+            found[comm.rank] = error
+
+    ringcomm.run_ranks(rank_main, 2, timeout=10)
+    assert "pass the inputs on every rank" in str(found[1])
+    assert isinstance(found[0], AbortedError)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("name", [*MODELS])
+def test_gradient_checkpointing(name: str, schedule: str) -> None:
+    make, layers = MODELS[name]
+    model = make()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    check(model, [f"{layers}.2"], 2, batch(False), schedule=schedule)
+
+
+def test_llama_with_a_tied_head() -> None:
+    check(llama(tie_word_embeddings=True), ["model.layers.1", "model.layers.3"], 3, batch(False))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_with_tensor_parallel(schedule: str) -> None:
+    model, inputs = llama(), batch(False)
+    loss, logits, expected = plain(model, inputs)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank_main(comm: Communicator) -> Any:
+        mesh = ringcomm.init_mesh({"pp": 2, "tp": 2}, comm)
+        cut = ringcomm.parallelize(models[comm.rank], None, mesh["tp"])
+        pipe = Pipeline(
+            ringcomm.split(cut, ["model.layers.2"]), mesh["pp"], microbatches=MICROBATCHES, schedule=schedule
+        )
+        found = pipe.step(**inputs)
+        norms = {name: p.grad for name, p in pipe.named_parameters() if "norm" in name}
+        return found, norms, pipe.evaluate(**inputs).output
+
+    done = ringcomm.run_ranks(rank_main, 4, timeout=30)
+    for found, norms, output in done:
+        torch.testing.assert_close(found, loss)
+        assert norms
+        for name, grad in norms.items():
+            torch.testing.assert_close(grad, expected[name])
+        if output is not None:
+            torch.testing.assert_close(output.logits, logits)
