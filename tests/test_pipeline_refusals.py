@@ -354,9 +354,11 @@ def test_a_mask_that_one_rank_lacks() -> None:
 @pytest.mark.parametrize("passed", ["nothing", "other inputs"])
 def test_a_mask_that_one_rank_lacks_in_several_modules(made_anew: bool, passed: str) -> None:
     x, mask = torch.randn(2, 6), torch.tensor([[1.0], [0.0]])
+    model = make(InARow, made_anew)
+    models = [copy.deepcopy(model) for _ in range(2)]
 
     def rank_main(comm: Communicator) -> torch.Tensor:
-        pipe = pipeline(comm, make(InARow, made_anew), ["blocks.2"])
+        pipe = pipeline(comm, models[comm.rank], ["blocks.2"])
         return pipe.step(*((x, mask) if comm.rank == 0 else () if passed == "nothing" else (x,)))
 
     if made_anew or passed == "other inputs":
@@ -364,7 +366,7 @@ def test_a_mask_that_one_rank_lacks_in_several_modules(made_anew: bool, passed: 
         assert isinstance(found[1], InvalidArgumentError)
         assert isinstance(found[0], AbortedError)
         return
-    model = make(InARow, made_anew)  # the very mask that has been handed on, also for the module behind
+    # the very mask that has been handed on, also for the module behind
     expected = sum(model(x[i : i + 1], mask[i : i + 1]).square().mean() / 2 for i in range(2))
     assert all(torch.equal(loss, expected) for loss in ringcomm.run_ranks(rank_main, 2, timeout=10))
 
