@@ -1,5 +1,5 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
-# make test    set up .venv, install, run every test
+# make test    set up .venv, install, run every test, in two processes
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,8 +22,8 @@ setup: $(VENV)/.installed
 # What the build and the tests need, then the project itself on the torch that is now there.
 $(VENV)/.tools: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout hypothesis ruff mypy clang-format \
-	  accelerate lightning nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout pytest-xdist hypothesis ruff mypy \
+	  clang-format accelerate lightning transformers nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
@@ -33,8 +33,10 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
+# Each of the processes runs tests of many ranks: more than two of them want more cores and memory than a laptop has.
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,10 +18,10 @@ def shared_memory_files() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left() -> Iterator[None]:
-    """A module of tests leaves no file in /dev/shm."""
+    """A module of tests leaves no file in /dev/shm: ringcomm makes none there."""
     before = shared_memory_files()
     yield
-    assert shared_memory_files() <= before, "shared memory was left behind"
+    assert shared_memory_files() <= before, "shared memory was left behind, by this module or one that ran beside it"
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ emulated `_C` in the place of the installed one before anything else imports it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.machinery
 import importlib.util
 import json
@@ -14,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,15 @@ def tool(name: str) -> str:
     return path
 
 
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[None]:
+    """One process at a time builds there: the tests may run in several."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing it lets go
+        yield
+
+
 @cache
 def module() -> Path:
     """The built `_C`."""
@@ -45,9 +57,10 @@ def module() -> Path:
         f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}",
         f"-DRINGCOMM_VERSION={version}",
     ]
-    for words in (configure, [tool("cmake"), "--build", str(BUILD), "--target", "_C"]):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    with building(BUILD):
+        for words in (configure, [tool("cmake"), "--build", str(BUILD), "--target", "_C"]):
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return BUILD / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 

@@ -42,7 +42,7 @@ def main(tests: str) -> None:
     """Run tests of this file in this Python."""
     words = ["-q", "-p", "no:cacheprovider", "--no-header", "-k", tests, __file__]
     status = pytest.main(words)
-    torch_ranks.close_pools()
+    torch_ranks.close_pool()
     raise SystemExit(int(status))
 
 

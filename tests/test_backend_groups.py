@@ -460,7 +460,7 @@ def _missing_at_init() -> str:
 def test_a_rank_missing_at_init_is_named() -> None:
     for rank, text in enumerate(run(_missing_at_init, backend="")):
         assert rank == 1 or "[1]" in text, text
-    torch_ranks.close_pools()  # torch counts the failed group, on two ranks of three
+    torch_ranks.close_pool()  # torch counts the failed group, on two ranks of three
 
 
 @pytest.mark.parametrize("first", ["ringcomm", "torch"])

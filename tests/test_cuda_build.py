@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ FAULTS = {  # what is planted: (file, from, to, what the lint must say)
 needs_kernels = pytest.mark.skipif(not BUILT.startswith("built for"), reason=f"needs kernels for GPUs: {BUILT}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def disassembler() -> None:
     if missing := sass_lint.missing_tools("cuobjdump", "nvdisasm"):
         pytest.skip(missing)
@@ -112,18 +111,17 @@ def compile_one(csrc: Path, out: Path) -> sass_lint.Kernel:
     return kernel
 
 
-@cache
-def clean() -> list[str]:
-    out = ROOT / "build" / "lint.cubin"
-    out.parent.mkdir(exist_ok=True)
-    return sass_lint.lint(compile_one(ROOT / "csrc", out))
+@pytest.fixture(scope="module")
+def clean(disassembler: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the lint says of the source as it is."""
+    return sass_lint.lint(compile_one(ROOT / "csrc", tmp_path_factory.mktemp("lint") / "clean.cubin"))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen_in_the_machine_code(fault: str, tmp_path: Path, disassembler: None) -> None:
+def test_planted_faults_are_seen_in_the_machine_code(fault: str, tmp_path: Path, clean: list[str]) -> None:
     """A test of the lint."""
-    assert clean() == []
+    assert clean == []
     file, before, after, said = FAULTS[fault]
     for folder in ("core", "cuda"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)

@@ -1,7 +1,8 @@
 """A pool of processes, one a rank, that the tests of the torch.distributed backend share.
 
-Importing torch takes seconds, so the processes are started once and run test after test. Each test gets fresh process
-groups; a test that fails, hangs or dies takes the pool with it, and the next one starts a new pool.
+Importing torch takes seconds, so a process is started once, when a test first needs so many, and runs test after test,
+of any world size. Each test gets fresh process groups; a test that fails, hangs or dies takes the pool with it, and the
+next one starts a new pool.
 """
 
 from __future__ import annotations
@@ -28,35 +29,43 @@ _ended_groups: list[Any] = []
 
 
 class Pool:
-    """`world_size` processes that wait for functions to run."""
+    """Processes that wait for functions to run; the first W of them are the ranks of a world of W."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        self.processes: list[Any] = []
+
+    def grow(self, world_size: int) -> None:
+        """Starts the processes that are missing."""
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(world_size):
+        new = range(len(self.pipes), world_size)
+        for rank in new:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, world_size), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        self.results(120.0)
+        self.results(new, 120.0)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, backend: str) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_s: float, backend: str
+    ) -> list[Any]:
+        self.grow(world_size)
         folder = tempfile.mkdtemp(prefix="ringcomm-test-")
         try:
-            for pipe in self.pipes:
-                pipe.send((function, args, folder, timeout_s, backend))
-            return self.results(timeout_s + 5.0)
+            for pipe in self.pipes[:world_size]:
+                pipe.send((function, args, folder, world_size, timeout_s, backend))
+            return self.results(range(world_size), timeout_s + 5.0)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def results(self, timeout_s: float) -> list[Any]:
-        """What every rank returned. The first error wins; the ranks get a moment to report theirs."""
+    def results(self, ranks: range, timeout_s: float) -> list[Any]:
+        """What every one of these ranks returned. The first error wins; the ranks get a moment to report theirs."""
         end = time.monotonic() + timeout_s
         replies: dict[int, tuple[bool, Any]] = {}
-        while len(replies) < len(self.pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in replies}
+        while len(replies) < len(ranks):
+            waiting = {self.pipes[rank]: rank for rank in ranks if rank not in replies}
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             for pipe in ready:
                 try:
@@ -68,20 +77,21 @@ class Pool:
             if not ready:
                 break
         errors = [text for ok, text in replies.values() if not ok]
-        if errors or len(replies) < len(self.pipes):
-            missing = sorted(set(range(len(self.pipes))) - set(replies))
+        if errors or len(replies) < len(ranks):
+            missing = sorted(set(ranks) - set(replies))
             errors += [f"ranks {missing} gave no answer within {timeout_s:g} s"] if missing else []
             raise AssertionError("\n".join(errors))
-        return [replies[rank][1] for rank in range(len(self.pipes))]
+        return [replies[rank][1] for rank in ranks]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
+        self.pipes, self.processes = [], []
 
 
-_pools: dict[int, Pool] = {}
+_pool = Pool()
 
 
 def run(
@@ -96,23 +106,17 @@ def run(
     Functions, arguments and results are pickled: functions must be at the top level of a module. ``backend=""`` leaves
     the group to the function; the folder for its store is then in the environment variable RINGCOMM_TEST_FOLDER.
     """
-    for other in [each for each in _pools if each != world_size]:
-        _pools.pop(other).close()
-    if world_size not in _pools:
-        _pools[world_size] = Pool(world_size)
     try:
-        return _pools[world_size].run(function, args, timeout_s, backend)
+        return _pool.run(function, args, world_size, timeout_s, backend)
     except BaseException:
-        _pools.pop(world_size).close()
+        _pool.close()
         raise
 
 
 @atexit.register
-def close_pools() -> None:
-    """End every process of every pool."""
-    for pool in _pools.values():
-        pool.close()
-    _pools.clear()
+def close_pool() -> None:
+    """End every process."""
+    _pool.close()
 
 
 def init(backend: str, rank: int, world_size: int, name: str = "store") -> None:
@@ -124,8 +128,8 @@ def init(backend: str, rank: int, world_size: int, name: str = "store") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _serve(pipe: multiprocessing.connection.Connection, rank: int, world_size: int) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+def _serve(pipe: multiprocessing.connection.Connection, rank: int) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     faulthandler.enable()
     try:
@@ -140,11 +144,11 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, world_size: i
         return
     while True:
         try:
-            function, args, folder, timeout_s, backend = pipe.recv()
+            function, args, folder, world_size, timeout_s, backend = pipe.recv()
         except EOFError:
             return
         faulthandler.dump_traceback_later(timeout_s, exit=False)
-        os.environ["RINGCOMM_TEST_FOLDER"] = folder
+        os.environ.update(RINGCOMM_TEST_FOLDER=folder, WORLD_SIZE=str(world_size))
         try:
             reply = (True, _run_one(function, args, rank, world_size, backend))
         except BaseException:
