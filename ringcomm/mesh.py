@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.parallel.part import part_of
 from ringcomm.rendezvous import init
 
@@ -138,23 +138,32 @@ def init_mesh(
         device: where arrays lie, if ``comm`` is None.
     Names that `ringcomm.shard` knows: dp, shard and cp (averaged, and shards cut over them), replicate (averaged), tp
     and pp (cut by the layers). Others are the caller's.
-    Raises:  InvalidArgumentError: extents whose product is not the number of ranks.
+    Raises:  InvalidArgumentError: extents whose product is not the number of ranks. MismatchError: the ranks ask for
+             different axes.
     """
-    from ringcomm.parallel.ranks import communicator_of
+    from ringcomm.parallel.ranks import communicator_of, exchange
 
     if axes is not None and not isinstance(axes, Mapping):
         return _from_device_mesh(axes, device)
     named = {**(axes or {}), **sizes}
     comm = communicator_of(None, "init_mesh", device) if comm is None else comm
-    known = math.prod(extent for extent in named.values() if extent != -1)
+    asked = ", ".join(f"{name}={extent!r}" for name, extent in named.items()) or "no axes"
+    everybody = [each.decode() for each in exchange(comm, asked.encode())]  # also from a rank that is refused below
+    wrong = not named or any(type(extent) is not int for extent in named.values())
+    known = 0 if wrong else math.prod(extent for extent in named.values() if extent != -1)
     free = [name for name, extent in named.items() if extent == -1]
     if len(free) == 1 and known > 0 and comm.world_size % known == 0:
         named[free[0]] = comm.world_size // known
-    if not named or any(extent < 1 for extent in named.values()) or math.prod(named.values()) != comm.world_size:
-        asked = ", ".join(f"{name}={extent}" for name, extent in named.items()) or "no axes"
+    if wrong or any(extent < 1 for extent in named.values()) or math.prod(named.values()) != comm.world_size:
         raise InvalidArgumentError(
-            f"init_mesh: rank {comm.rank} got {asked}, expected extents whose product is the {comm.world_size} ranks; "
-            "change one, or give one as -1"
+            f"init_mesh: rank {comm.rank} got {asked}, expected whole numbers whose product is the {comm.world_size} "
+            "ranks; change one, or give one as -1"
+        )
+    other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
+    if other is not None:
+        raise MismatchError(
+            f"init_mesh: rank {comm.rank} got {asked} where rank {other} has {everybody[other]}, expected the same "
+            "axes in the same order; pass the same on every rank"
         )
     return Mesh(comm, [*named], [*named.values()])
 

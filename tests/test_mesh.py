@@ -12,7 +12,7 @@ from tensor_cases import difference, on_ranks, part, tensor_of
 from torch import nn
 
 import ringcomm
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.mesh import Mesh, init_mesh
 from ringcomm.parallel.part import part_of
 from ringcomm.tensor.plan import parallelize
@@ -97,6 +97,8 @@ def test_what_is_left() -> None:
         ({"dp": 0, "tp": -1}, "dp=0, tp=-1"),
         ({"dp": -3, "tp": -1}, "dp=-3, tp=-1"),
         ({}, "no axes"),
+        ({"dp": 3.0}, "dp=3.0"),
+        ({"dp": "3"}, "dp='3'"),
     ],
 )
 def test_extents_that_do_not_fit(sizes: dict[str, int], said: str) -> None:
@@ -104,11 +106,29 @@ def test_extents_that_do_not_fit(sizes: dict[str, int], said: str) -> None:
         with pytest.raises(InvalidArgumentError) as found:
             init_mesh(sizes, comm)
         assert str(found.value) == (
-            f"init_mesh: rank {comm.rank} got {said}, expected extents whose product is the 3 ranks; change one, or "
-            "give one as -1"
+            f"init_mesh: rank {comm.rank} got {said}, expected whole numbers whose product is the 3 ranks; change "
+            "one, or give one as -1"
         )
 
     on_ranks(rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"), [({"tp": 3, "dp": 1}, "tp=3, dp=1"), ({"dp": 1, "tp": -1}, "dp=1, tp=-1"), ({"dp": 2}, "dp=2")]
+)
+def test_ranks_that_ask_for_different_axes_are_told_at_once(others: dict[str, int], said: str) -> None:
+    def rank(comm: Any) -> str:
+        with pytest.raises((MismatchError, InvalidArgumentError)) as found:
+            init_mesh(others if comm.rank == 1 else {"dp": 1, "tp": 3}, comm)
+        return str(found.value)
+
+    refused = on_ranks(rank, 3)
+    assert f"rank 1 got {said}" in refused[1]
+    for number in (0, 2):
+        assert refused[number] == (
+            f"init_mesh: rank {number} got dp=1, tp=3 where rank 1 has {said}, expected the same axes in the same "
+            "order; pass the same on every rank"
+        )
 
 
 def test_an_axis_that_is_not_there() -> None:

@@ -297,6 +297,33 @@ def test_stages_with_other_groups_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_optimizers_that_know_the_names_of_their_parameters(tmp_path: Path) -> None:
+    """Which differ between the stages, and are no hyperparameters."""
+
+    def job_of(model: Net, mesh: Any) -> Job:
+        def named(pipe: nn.Module) -> torch.optim.Optimizer:
+            params = [(name, p) for name, p in pipe.named_parameters() if p.requires_grad]
+            return torch.optim.AdamW(params, lr=1e-2)
+
+        return Job(model, mesh, 1, make_optimizer=named)
+
+    def save(model: Net, mesh: Any) -> Any:
+        job = job_of(model, mesh)
+        job.train(0, 1)
+        checkpoint.save(tmp_path / "x", job.pipe, job.optimizer)
+        return parts(job)
+
+    def load(model: Net, mesh: Any) -> list[str]:
+        job = job_of(model, mesh)
+        names = job.optimizer.param_groups[0]["param_names"]
+        checkpoint.load(tmp_path / "x", job.pipe, job.optimizer)
+        assert job.optimizer.param_groups[0]["param_names"] == names
+        return differing(contents(tmp_path / "x"), parts(job))
+
+    assert cases.run({"pp": 2}, save)
+    assert cases.run({"dp": 2}, load, make(seed=7)) == [[], []]
+
+
 def test_what_no_mesh_was_named_for_is_refused(tmp_path: Path) -> None:
     def over_data_alone(model: Net, mesh: Any) -> None:
         cases.parallelize(model, cases.PLAN, mesh["tp"])

@@ -231,6 +231,24 @@ def test_mixed_precision(stage: int) -> None:
         assert same(result, without_pipeline[number % 4])
 
 
+def test_mixed_precision_of_an_input_that_every_stage_uses() -> None:
+    class Masked(Net):
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            x = self.token(tokens)
+            for block in self.blocks:
+                x = x + block(x) * mask
+            return self.head(self.norm(x))
+
+    def body(model: Net, mesh: Any) -> float:
+        job = Job(model, mesh, 1, mixed_precision=MixedPrecision(torch.bfloat16, output_dtype=torch.float32))
+        x, y = cases.batch(0)
+        return float(job.pipe.step(x, torch.linspace(0, 1, len(x))[:, None, None], target=y))
+
+    torch.manual_seed(0)
+    model = Masked()
+    assert cases.run({"pp": 2}, body, model) == cases.run({"pp": 1}, body, model) * 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"offload": True}, {"reshard_after_forward": False}, {"bucket_cap_mb": 1.0}, {"atom": "tensor"}],

@@ -132,6 +132,40 @@ def test_ranks_that_differ_raise_everywhere(change: Callable[[Communicator], Any
         assert one_sentence(error)
 
 
+def test_a_step_without_gradients() -> None:
+    def main(comm: Communicator) -> None:
+        pipe = pipeline(comm, row(), ["2"])
+        with torch.no_grad():
+            pipe.step(torch.ones(4, 6))
+
+    for error in errors(main):
+        assert isinstance(error, InvalidArgumentError)
+        assert one_sentence(error)
+        assert "evaluate()" in str(error)
+
+
+def test_other_plain_arguments_with_static_shapes() -> None:
+    """They travel with the shapes: a stage would go on with the first ones."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+            return self.second(self.first(x)) * scale
+
+    def main(comm: Communicator) -> None:
+        pipe = pipeline(comm, make(Scaled), ["second"], static_shapes=True)
+        for scale in (1.0, 1.0, 3.0):
+            pipe.step(*([torch.ones(4, 4)] if comm.rank == 0 else []), **({} if comm.rank else {"scale": scale}))
+
+    found = errors(main)
+    assert isinstance(found[0], ShapeError)
+    assert "static_shapes=False" in str(found[0])
+    assert isinstance(found[1], AbortedError)
+
+
 def test_a_model_has_one_pipeline_and_no_copies() -> None:
     def rank_main(comm: Communicator) -> None:
         pipe = pipeline(comm, row(), ["2"])

@@ -395,6 +395,21 @@ def test_an_embedding_keeps_its_hooks() -> None:
     assert seen == [(2, LENGTH, WIDTH)] * 2
 
 
+def test_buffers_of_any_strides_are_those_of_rank_0() -> None:
+    models = [make() for _ in range(3)]
+    for number, model in enumerate(models):
+        base = number + torch.arange(6.0)
+        for key, x in {"turned": base.view(2, 3).t(), "wide": base[:3].expand(4, 3), "none": base[:0]}.items():
+            model.register_buffer(key, x)
+
+    def rank(comm: Any) -> list[bool]:
+        model = parallelize(models[comm.rank], KINDS["tensor"][0], comm)
+        wide = torch.arange(3.0).expand(4, 3)
+        return [torch.equal(model.turned, torch.arange(6.0).view(2, 3).t()), torch.equal(model.wide, wide)]
+
+    assert on_ranks(rank, 3) == [[True, True]] * 3
+
+
 def test_the_mode_and_what_is_frozen_stay() -> None:
     models = [make() for _ in range(2)]
 

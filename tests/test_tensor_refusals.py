@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensor_cases import on_ranks
-from test_tensor_plan import GPT, KINDS, Plan, make, tokens
+from test_tensor_plan import GPT, KINDS, SEQUENCE, Plan, make, tokens
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -45,7 +45,9 @@ class Odd(nn.Module):
         self.conv, self.bag, self.bounded = nn.Conv1d(6, 6, 1), nn.EmbeddingBag(6, 6), nn.Embedding(6, 6, max_norm=1.0)
         self.mine, self.scaled, self.hooked = Mine(6, 6), Scaled(6, 6), nn.Linear(6, 6)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.drop, self.alpha, self.seen = Fewer(0.1), nn.AlphaDropout(0.1), nn.Dropout(0.1)
         self.hooked.register_forward_hook(lambda module, args, y: y * 2)
+        self.seen.register_forward_hook(lambda module, args, y: y * 2)
         self.empty, self.dictionary, self.linear = (
             nn.ModuleList(),
             nn.ModuleDict({"a": nn.Linear(6, 6)}),
@@ -61,6 +63,21 @@ class Mine(nn.Linear):
 class Scaled(nn.Embedding):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
+
+
+class Fewer(nn.Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def dropping() -> nn.Module:
+    model = make()
+    model.layers[1].drop.p = 0.1
+    return model
+
+
+def without(plan: Plan, *names: str) -> Plan:
+    return {name: style for name, style in plan.items() if name not in names}
 
 
 class Counted(nn.Module):
@@ -93,7 +110,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
      "tied to token.weight and cut in another way, expected the same cut; pass pad=True"),
     (make, {"norm": "colwise"}, {}, UnsupportedError, "got norm, a LayerNorm, expected a plain Linear; leave it out"),
     (make, {"head": "vocab", "token": "vocab"}, {}, UnsupportedError, "got head, a Linear, expected a plain Embedding"),
-    (make, {"norm": Dropout(1)}, {}, UnsupportedError, "got norm, a LayerNorm, as dropout, expected nn.Dropout"),
+    (make, {"norm": Dropout(1)}, {}, UnsupportedError, "got norm, a LayerNorm, expected a plain Dropout; l"),
     (Odd, {"conv": "colwise"}, {}, UnsupportedError, "got conv, a Conv1d, expected a plain Linear"),
     (Odd, {"bag": "vocab"}, {}, UnsupportedError, "got bag, a EmbeddingBag, expected a plain Embedding"),
     (Odd, {"bounded": "vocab"}, {}, UnsupportedError, "got bounded, an embedding with max_norm, expected one without"),
@@ -103,6 +120,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (Odd, {"normed": "rowwise"}, {}, UnsupportedError, "got normed, a parametrized ParametrizedLinear"),
     (Odd, {"empty": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for empty, an empty ModuleList"),
     (Odd, {"dictionary": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for dictionary, a Modu"),
+    (lambda: nn.Sequential(nn.ModuleList([nn.Linear(6, 6)] * 2)), {"0": "sequence_region"}, {"sequence_dim": 1},
+     InvalidArgumentError, "for 0, a ModuleList that has a module twice, expected each once"),
     (Torch, {"attention": "heads"}, {}, UnsupportedError, "got attention, of a MultiheadAttention of torch, whi"),
     (Torch, {"attention.out_proj": "rowwise"}, {}, UnsupportedError, "got attention.out_proj, of a Multihead"),
     (Torch, {"encoder.linear1": "colwise"}, {}, UnsupportedError, "encoder.linear1, of a TransformerEncoderLay"),
@@ -116,6 +135,21 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
      "SequenceRegion for layers.0.attention inside of another region"),
     (make, {"layers": "sequence_region", "token": Vocab(scatter=True)}, {"sequence_dim": 1}, InvalidArgumentError,
      "Vocab for token with scatter=True and a sequence region, expected one"),
+    (Odd, {"drop": "sequence"}, {"sequence_dim": 1}, UnsupportedError, "got drop, a Fewer with a forward pass of its"),
+    (Odd, {"seen": "sequence"}, {"sequence_dim": 1}, UnsupportedError, "got seen, a Dropout with hooks, expected a p"),
+    (Odd, {"alpha": "sequence"}, {"sequence_dim": 1}, UnsupportedError, "got alpha, a AlphaDropout, expected a plain"),
+    (make, without(SEQUENCE, "layers.*.norm?"), {"sequence_dim": 1}, InvalidArgumentError,
+     r"got no style for layers\.0\.norm1, which has parameters, in the sequence region layers, expected one; add it"),
+    (make, without(SEQUENCE, "layers.1.down"), {"sequence_dim": 1}, InvalidArgumentError, r"for layers\.1\.down, w"),
+    (dropping, without(SEQUENCE, "*.drop"), {"sequence_dim": 1}, InvalidArgumentError,
+     r"got no style for layers\.1\.drop, which drops, in the sequence region layers, expected one; add it as"),
+    (lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.1)))),
+     {"0": "sequence_region", "0.0": "sequence"}, {"sequence_dim": 1}, InvalidArgumentError,
+     r"got no style for 0\.0\.1, which drops"),
+    (lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)), nn.Dropout(0.0))),
+     {"0": "sequence_region", "0.0": "sequence"}, {"sequence_dim": 1}, None, ""),
+    (dropping, {**without(SEQUENCE, "layers.*.norm?", "*.drop"), "layers.*.norm?": "replicate", "*.drop": "replicate"},
+     {"sequence_dim": 1}, None, ""),
     (make, None, {}, InvalidArgumentError, "got no plan and a Model without one, expected styles by the names"),
 ]  # fmt: skip
 
@@ -151,6 +185,17 @@ def test_refusals_come_before_the_module_is_changed(number: int) -> None:
         assert "\n" not in said
         assert ", expected " in said
         assert "; " in said
+
+
+def test_values_that_are_not_there_are_refused() -> None:
+    with torch.device("meta"):
+        models = [make(dtype=torch.float32) for _ in range(3)]
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(UnsupportedError, match=r"got token\.weight on the meta device, expected values.*to_empty"):
+            parallelize(models[comm.rank], {"*.wq": "colwise"}, comm)
+
+    on_ranks(rank, 3)
 
 
 def test_ranks_that_ask_for_different_things_are_told_at_once() -> None:

@@ -22,7 +22,18 @@ from ringcomm.parallel.checkpoint_parts import (
     wholes_of,
     with_extra_state,
 )
-from ringcomm.parallel.checkpoint_state import ABOUT, COMMON, EACH, GROUPS, STATE, ByRank, joined, refuse_cut, spans_of
+from ringcomm.parallel.checkpoint_state import (
+    ABOUT,
+    COMMON,
+    EACH,
+    GROUPS,
+    STATE,
+    ByRank,
+    joined,
+    refuse_cut,
+    settings_of,
+    spans_of,
+)
 from ringcomm.parallel.checkpoint_world import World
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
@@ -145,7 +156,7 @@ class Loading:
             counts = [len(names) for names in everyone]
             raise self._wrong(f"optimizers of {', '.join(map(str, counts))} parameter groups", "as many on every rank")
         self._check_groups([group["params"] for group in groups], held.names, joined(everyone))
-        self.hyperparameters = [{key: value for key, value in each.items() if key != "params"} for each in groups]
+        self.hyperparameters = [settings_of(each) for each in groups]
         keys: dict[str, list[str]] = {}
         for path in self.source.paths.values():
             if path[:2] == STATE and len(path) == 4:

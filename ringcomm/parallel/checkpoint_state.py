@@ -77,8 +77,7 @@ class Saving:
             for key, value in values.items():
                 facts.digests[kind, key] = self._digest(key, value)
         for group, names in self._groups():
-            settings = {key: value for key, value in group.items() if key != "params"}
-            facts.groups.append((names, self._digest("the optimizer's param_groups", settings)))
+            facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
         for place in self.known.values():
             if speaks_for(place.group, place.i):
                 facts.spoken.append(place.names[0])
@@ -209,7 +208,9 @@ class Saving:
             kind = {"class": type(self.optimizer).__name__, "alike": alike}
             out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
             names = joined([[names for names, _ in facts.groups] for facts in everyone])
-            groups = [{**group, "params": of} for (group, _), of in zip(self._groups(), names, strict=True)]
+            groups = [
+                {**settings_of(group), "params": of} for (group, _), of in zip(self._groups(), names, strict=True)
+            ]
             out.value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
 
     def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
@@ -231,6 +232,11 @@ class Saving:
                     f"save: rank {self.rank} got other hyperparameters in the optimizer's group {number} than rank "
                     f"{rank} has, expected the same on every rank of a mesh; make the same groups on every stage"
                 )
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer group's hyperparameters: without its parameters, and the names that some optimizers have of them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def joined(groups: list[list[list[str]]]) -> list[list[str]]:

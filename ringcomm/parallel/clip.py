@@ -41,7 +41,8 @@ def clip_grad_norm_(
     """
     chosen, flat = _chosen(parameters)
     if flat is None or flat.ranks.mesh is None:
-        refuse_parts(chosen, "clip_grad_norm_", "their norm")
+        everything = [*parameters.parameters()] if isinstance(parameters, nn.Module) else []  # also of a frozen stage
+        refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[FlatGroup, set[int]] = {}

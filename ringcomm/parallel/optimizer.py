@@ -239,7 +239,8 @@ class Attached:
         A norm of this rank's part alone would be wrong, so whoever else looks gets an error.
         """
         self.host.arrive()
-        plain = self.flat.ranks.world_size == 1 or self.flat.stage == 0
+        ranks = self.flat.ranks
+        plain = (ranks.world_size == 1 or self.flat.stage == 0) and (ranks.mesh is None or not ranks.mesh.model_axes)
         for entry, standin in zip(self.entries, self._standins, strict=True):
             gradient = entry.group.gradient
             if not gradient.has_reduced or gradient.has.isdisjoint(entry.segments):

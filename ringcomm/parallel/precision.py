@@ -112,10 +112,11 @@ class GradScaler(torch.amp.GradScaler):
         from ringcomm.parallel.optimizer import attached_of
 
         attached = attached_of(optimizer, "GradScaler")
-        if attached is None or attached.flat.ranks.mesh is None:
-            refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
         if attached is None:
+            refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
             return super()._unscale_grads_(optimizer, *args, **kwargs)
+        if attached.flat.ranks.mesh is None:
+            refuse_parts(attached.flat.module.parameters(), "GradScaler", "an overflow")
         if attached.flat.ranks.joining is not None:
             raise UnsupportedError(
                 f"GradScaler: rank {attached.flat.ranks.rank} is inside of join, where the other ranks do not hear of "

@@ -61,7 +61,8 @@ class Ranks:
         self.joining: Join | None = None
         self.root = 0  # whose values all ranks get: the first that still has input
         self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
-        self.background = comm.kind != "cpu" or self._least_cores() >= 2 * comm.world_size
+        ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
+        self.background = comm.kind != "cpu" or self._least_cores() >= 2 * ranks_here
 
     @property
     def rank(self) -> int:
@@ -264,7 +265,9 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
     """The ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two, the first
-    replicates and the second shards."""
+    replicates and the second shards.
+
+    Raises: InvalidArgumentError: an axis along which the ranks have different parts of a model, or may have."""
     from ringcomm.mesh import Mesh
 
     if isinstance(mesh, Mesh):
@@ -276,6 +279,12 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> R
                 "rename the axis"
             )
         return Ranks(*mesh.data, mesh)
+    cuts = [name for name in mesh.mesh_dim_names or () if name in ("tp", "pp")]
+    if cuts:
+        raise InvalidArgumentError(
+            f"{call}: got a DeviceMesh with the axis {cuts[0]!r}, expected axes along which the ranks have the same "
+            "model; pass ringcomm.init_mesh(mesh), which knows axes by their names, or slice it first"
+        )
     if mesh.ndim == 1:
         return Ranks(communicator_of(mesh.get_group(), call, device))
     if mesh.ndim == 2:

@@ -59,10 +59,15 @@ class Messages:
                 f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(told[0])} as "
                 "in the first micro-batch; pass static_shapes=False where shapes change"
             )
+        if told is not None and about.of_any() != told[1]:
+            raise ShapeError(
+                f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
+                "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
+            )
         if told is None:
             self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
             if self.static_shapes:
-                self._told[key] = facts, about
+                self._told[key] = facts, about.of_any()
         for x in tensors:
             self._send(x.detach(), rank, _forward(stage))
 

@@ -65,8 +65,8 @@ class Pipeline(nn.Module):
         reduction: how the micro-batches' losses make the step's: "mean", or "sum" where each is a share already.
         ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", with each
             micro-batch, which has the bits of one process and costs two messages of the parameter's size each time.
-        static_shapes: promises the same shapes in every micro-batch; then they travel once. On a device this saves a
-            wait in each message.
+        static_shapes: promises the same shapes, and plain values among the arguments, in every micro-batch; then they
+            travel once. On a device this saves a wait in each message.
     Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
              runs forward and backward of each micro-batch in turn and adds their gradients.
     Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
@@ -178,6 +178,11 @@ class Pipeline(nn.Module):
         Raises:  ShapeError: a batch that does not divide. InvalidArgumentError: a model whose calls do not come in the
                  order of its stages. An error on one rank aborts the communicator: the others raise AbortedError.
         """
+        if not torch.is_grad_enabled():
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} got a step() where gradients are off, expected them on; leave "
+                "torch.no_grad(), or call evaluate()"
+            )
         loss = self._run(args, kwargs, target, scaler, train=True)[1]
         assert loss is not None  # its rank raises without one
         return loss
@@ -315,7 +320,7 @@ class _Step:
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
         args, kwargs, target = self.inputs[number]
-        if stage == 0 and self.flat is not None:
+        if self.flat is not None:  # as the whole model would have them on every rank
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         with self._deferring(stage, number) or nullcontext():
             output, after = self.pipe._local.run(stage, args, kwargs, received, about)

@@ -183,11 +183,11 @@ class ColumnParallelLinear(_ParallelLinear):
         """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
         region, comm = self.region, self.region.comm
         if self.entered or self.sequence_dim is None:
-            y = F.linear(input if self.entered else region.enter(f, input), self.weight_of(), self.bias)
+            y = F.linear(input if self.entered else region.enter(self, f, input), self.weight_of(), self.bias)
         elif self.overlap:
             y = overlapped.gather_linear(input, self.weight_of(), self.bias, comm, self.sequence_dim)
         else:
-            y = F.linear(region.enter(g, input, self.sequence_dim), self.weight_of(), self.bias)
+            y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         return self._whole(gather(y, comm)) if self.gather_output else y
 
     def _whole(self, y: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ def vocab_parallel_cross_entropy(
     Order:   the sum of exponentials is a sum of the ranks' sums, a canonical tree.
     Cost:    one all_reduce of N maxima and one of 2 N sums, 3 N with smoothing; backward nothing.
     Returns: the loss, the same on every rank; its gradient is this rank's columns.
-    Raises:  ShapeError, InvalidArgumentError: before anything is sent.
+    Raises:  ShapeError, InvalidArgumentError: before anything is sent; on a device a wrong target is an assertion of
+             torch's there.
     """
     region = Region.of(comm)
     if logits.shape[:-1] != target.shape:
@@ -66,6 +67,8 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got a target of {int(target[~known][0])}, expected 0 to "
             f"{classes - 1}, or ignore_index; look at the labels"
         )
+    if not target.is_cpu:
+        torch._assert_async(known.all())
     flat = logits.reshape(target.numel(), width)
     rows = _CrossEntropy.apply(flat, target.flatten(), region, classes, ignore_index, label_smoothing)
     if reduction == "none":

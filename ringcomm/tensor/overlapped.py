@@ -10,6 +10,7 @@ to the type that travels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ def _summed(region: Region, make: Callable[[int], torch.Tensor]) -> torch.Tensor
 
 
 def _exchange(comm: Communicator, going: torch.Tensor, coming: torch.Tensor) -> list[Any]:
-    ring = range(comm.world_size)
-    following, previous = ring[(comm.rank + 1) - comm.world_size], ring[comm.rank - 1]
-    return [comm.isend(going, following, TAG), comm.irecv(coming, previous, TAG)]
+    """Every second rank receives first, so that it works, too, where calls run one behind the other."""
+    following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    starts = [partial(comm.isend, going, following, TAG), partial(comm.irecv, coming, previous, TAG)]
+    return [start() for start in (starts if comm.rank % 2 == 0 else starts[::-1])]

@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.parallel.part import part_of
 from ringcomm.tensor.dropout import ShardedDropout
-from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, form_of, take
+from ringcomm.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    form_of,
+    refuse_changed,
+    take,
+)
 from ringcomm.tensor.regions import Region
 from ringcomm.tensor.sequence import gather_before, sum_gradient, surround
 from ringcomm.tensor.styles import (
@@ -84,7 +92,7 @@ def parallelize(
         raise
     _agree(module, comm, asked)
     for tensor in [*module.parameters(), *module.buffers()]:
-        comm.broadcast(tensor.detach(), 0)
+        comm.broadcast(_apart(tensor.detach()), 0)
     for site in sites:
         site.fill()
     for site in sites:
@@ -145,8 +153,15 @@ def _prepared(
             f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the messages "
             "of sequence parallel layers can be cut; pass sequence_dim"
         )
+    empty = next((name for name, tensor in _tensors(module) if tensor.is_meta), None)
+    if empty is not None:
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {empty} on the meta device, expected values: the layers take over "
+            "their parts of them; call to_empty() and initialise the module first"
+        )
     chosen = resolve(module, _carried(module, region.rank) if plan is None else plan, region.rank)
     _check_sequence(module, chosen, sequence_dim, region.rank)
+    _refuse_forgotten(module, chosen, region.rank)
     sites: dict[int, _Site] = {}
     for name, style in chosen.items():
         found = module.get_submodule(name)
@@ -167,9 +182,19 @@ def _prepared(
 
 def _facts(module: nn.Module, sites: list[_Site], sequence_dim: int | None, overlap: bool) -> list[Any]:
     """What the ranks must have alike."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(module)]
     return [shapes, [(site.names, site.style) for site in sites], sequence_dim, overlap]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that have memory of their own: the first along a dimension that was expanded."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
+    return x
 
 
 def _agree(module: nn.Module, comm: Communicator, asked: int) -> None:
@@ -290,6 +315,26 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
             _check_region(module.get_submodule(name), got, inside)
 
 
+def _refuse_forgotten(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses what no style names in a sequence region: parameters would train on a rank's part alone, dropout would
+    drop the same of every part."""
+    for name, found in module.named_modules(remove_duplicate=False):
+        around = [*_ancestors(name), name]
+        region = next((each for each in around if isinstance(chosen.get(each), SequenceRegion)), None)
+        drops = isinstance(found, _DropoutNd)
+        has = any(p is not None for p in found._parameters.values())
+        if region is None or not (has or (drops and found.p > 0)):
+            continue
+        whole = (GatherSequence, Whole) if drops else (GatherSequence, Whole, OnSequence, Summed)
+        named = not isinstance(chosen.get(name, SequenceRegion()), (SequenceRegion, Heads))
+        if not named and not any(isinstance(chosen.get(each), whole) for each in around):
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got no style for {name}, which {'drops' if drops else 'has parameters'}, in "
+                f"the sequence region {region}, expected one; add it as 'sequence' if it works on parts of the "
+                "sequence, else as 'replicate'"
+            )
+
+
 def _check_region(found: nn.Module, got: str, inside: bool) -> None:
     lists = isinstance(found, (nn.Sequential, nn.ModuleList))
     if inside:
@@ -300,6 +345,11 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
         raise InvalidArgumentError(
             f"{got}, {'an empty' if lists else 'a'} {type(found).__name__}, expected a module that is called, or a "
             "list of such in their order; name another module"
+        )
+    if lists and len({*found}) < len(found):
+        raise InvalidArgumentError(
+            f"{got}, a {type(found).__name__} that has a module twice, expected each once: the first one cuts the "
+            "sequence, and the last one brings it together; name the module around it"
         )
 
 
@@ -337,10 +387,11 @@ def _made(
         )  # fmt: skip
     if isinstance(style, Vocab):
         return VocabParallelEmbedding.of(found, region, name, sequence_dim=sequence_dim if style.scatter else None)
-    if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, nn.Dropout)):
+    if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, _DropoutNd)):
         dim = style.dim if isinstance(style, Dropout) else sequence_dim
         assert dim is not None
-        return ShardedDropout(_rate(found, name, region.rank), region.comm, dim)
+        refuse_changed(found, nn.Dropout, region, name)
+        return ShardedDropout(float(found.p), region.comm, dim)
     return None
 
 
@@ -353,15 +404,6 @@ def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
     """Whether a module lies in a sequence region; with a plan that names none, its layers are taken to."""
     regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
     return not regions or any(name in regions for name in above)
-
-
-def _rate(found: nn.Module, name: str, rank: int) -> float:
-    if not isinstance(found, nn.Dropout):
-        raise UnsupportedError(
-            f"parallelize: rank {rank} got {name}, a {type(found).__name__}, as dropout, expected nn.Dropout; leave it "
-            "out of the plan"
-        )
-    return float(found.p)
 
 
 def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:

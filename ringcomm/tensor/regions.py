@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ringcomm.communicator import Communicator
-from ringcomm.errors import ShapeError
+from ringcomm.errors import ShapeError, UnsupportedError
 
 
 class Region:
@@ -39,7 +39,7 @@ class Region:
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.traffic: Counter[str] = Counter()
-        self._entered: tuple[Any, Any, Any] | None = None
+        self._entered: tuple[Any, Any, Any, set[int]] | None = None
 
     @staticmethod
     def of(comm: Communicator) -> Region:
@@ -54,22 +54,30 @@ class Region:
         self.traffic[f"{op} calls"] += 1
         self.traffic[f"{op} elements"] += elements
 
-    def enter(self, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"parallelize: rank {self.rank} got layers that are cut over the ranks to copy or to pickle, expected a "
+            "state_dict(): their communicator is this process's alone; copy the module before, and load the state_dict"
+        )
+
+    def enter(self, layer: object, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """``operator(x, comm, *args)``, once for all layers that take the same tensor: those of queries, keys and
-        values then have one message, not three. In inference mode, where a tensor does not tell whether it was changed,
-        for each. Under autocast in the type in which they multiply."""
+        values then have one message, not three. A layer that takes it once more has a new one: what wrote to it since
+        may not have told (NumPy, a communicator). In inference mode, where no tensor tells, for each. Under autocast in
+        the type in which they multiply."""
         dtype = multiplied_in(x)
         if x.is_inference():
             return operator(x.to(dtype), self.comm, *args)
         key = (operator, args, dtype, x._version, torch.is_grad_enabled() and x.requires_grad)
         if self._entered is not None:
-            before, entered_with, found = self._entered
-            if before() is x and entered_with == key:
+            before, entered_with, found, takers = self._entered
+            if before() is x and entered_with == key and id(layer) not in takers:
+                takers.add(id(layer))
                 return found
         made = operator(x.to(dtype), self.comm, *args)
         if made is x:  # nothing was sent
             return x
-        self._entered = weakref.ref(x, self.leave), key, made  # as long as x lives
+        self._entered = weakref.ref(x, self.leave), key, made, {id(layer)}  # as long as x lives
         return made
 
     def leave(self, gone: Any = None) -> None:

@@ -72,7 +72,7 @@ class OnSequence:
 @dataclass(frozen=True)
 class SequenceRegion:
     """A module, or the first to the last of a list, that gets this rank's part of the sequence, and whose output is
-    brought together again: the first tensor of each."""
+    brought together again: the first tensor of each. What has parameters or drops in it needs a style."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""What would be one rank's alone, where others have the rest of the model, is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mesh_cases as cases
+import pytest
+import torch
+from mesh_cases import Job, Net
+
+import ringcomm
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.precision import GradScaler
+from ringcomm.parallel.ranks import ranks_of_mesh
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_an_overflow_over_the_data_axis_alone() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        cases.parallelize(model, cases.PLAN, mesh["tp"])
+        optimizer = cases.adamw(model)
+        ringcomm.shard(model, optimizer, 1, mesh["dp"])
+        scaler = GradScaler(init_scale=8.0)
+        x, y = cases.batch(0)
+        scaler.scale(cases.loss_of(model(x), y)).backward()
+        with pytest.raises(InvalidArgumentError, match=r"GradScaler: .* mesh=mesh"):
+            scaler.unscale_(optimizer)
+
+    cases.run({"dp": 1, "tp": 2}, body)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}])
+def test_loss_scaling_of_torch_at_stage_0(axes: dict[str, int]) -> None:
+    """It would look at this rank's gradients alone, and skip the step here and not elsewhere."""
+
+    def body(model: Net, mesh: Any) -> None:
+        job = Job(model, mesh, 0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        job.forward_backward(0, scaler)
+        with pytest.raises(InvalidArgumentError, match=r"ringcomm\.GradScaler"):
+            scaler.unscale_(job.optimizer)
+
+    cases.run(axes, body)
+
+
+def test_the_norm_of_a_stage_that_is_frozen() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        for part in (model.token, model.position, model.blocks[:2]):
+            part.requires_grad_(False)
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+        pipe = cases.Pipeline(cases.split(model, ["blocks.2"]), mesh["pp"], microbatches=2, loss=cases.loss_of)
+        with pytest.raises(InvalidArgumentError, match="their norm needs the other ranks"):
+            ringcomm.clip_grad_norm_(pipe, 1.0)
+
+    cases.run({"pp": 2}, body)
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("pp",)])
+def test_a_device_mesh_whose_axes_cut_the_model(names: tuple[str, ...]) -> None:
+    """Its second axis would be taken for one of shards, over which gradients are averaged."""
+    mesh = SimpleNamespace(ndim=len(names), mesh_dim_names=names)
+    with pytest.raises(InvalidArgumentError, match=rf"shard: .* axis '{names[-1]}', .* ringcomm.init_mesh\(mesh\)"):
+        ranks_of_mesh(mesh, "shard")
