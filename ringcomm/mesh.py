@@ -122,6 +122,15 @@ class Mesh:
         return f"<ringcomm.Mesh {axes}, rank {self.comm.rank} at {tuple(self.coordinates[n] for n in self.names)}>"
 
 
+def refuse_mesh(comm: Any, call: str, axis: str) -> None:
+    """Raises where a whole mesh was passed as the communicator of one of its axes."""
+    if isinstance(comm, Mesh):
+        raise InvalidArgumentError(
+            f"{call}: rank {comm.comm.rank} got a mesh, expected a communicator; pass one of its axes, such as "
+            f"mesh[{axis!r}]"
+        )
+
+
 def init_mesh(
     axes: Mapping[str, int] | DeviceMesh | None = None,
     comm: Communicator | None = None,

@@ -64,3 +64,73 @@ def test_a_device_mesh_whose_axes_cut_the_model(names: tuple[str, ...]) -> None:
     mesh = SimpleNamespace(ndim=len(names), mesh_dim_names=names)
     with pytest.raises(InvalidArgumentError, match=rf"shard: .* axis '{names[-1]}', .* ringcomm.init_mesh\(mesh\)"):
         ranks_of_mesh(mesh, "shard")
+
+
+def test_parts_of_a_model_are_not_averaged() -> None:
+    """Over ranks that hold different parts: the mesh was forgotten, or has the wrong axis."""
+
+    def body(model: Net, mesh: Any) -> None:
+        cases.parallelize(model, cases.PLAN, mesh["tp"])
+        with pytest.raises(
+            ringcomm.MismatchError, match=r"shard: .* cut along 0 at .* pass mesh=, or the communicator"
+        ):
+            ringcomm.shard(model, cases.adamw(model), 1, mesh.comm)
+
+    cases.run({"dp": 1, "tp": 2}, body)
+
+
+def test_stages_of_a_model_are_not_averaged() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        pipe = cases.Pipeline(cases.split(model, ["blocks.2"]), mesh["pp"], microbatches=2, loss=cases.loss_of)
+        with pytest.raises(ringcomm.MismatchError, match="pass mesh=, or the communicator"):
+            ringcomm.shard(pipe, cases.adamw(pipe), 1, mesh.comm)
+
+    cases.run({"pp": 2}, body)
+
+
+def test_a_mesh_is_no_communicator() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"got a mesh, expected a communicator; .* mesh\['tp'\]"):
+            cases.parallelize(model, cases.PLAN, mesh)
+        with pytest.raises(InvalidArgumentError, match=r"Pipeline: .* mesh\['pp'\]"):
+            cases.Pipeline(cases.split(model, ["blocks.2"]), mesh, microbatches=2)
+        with pytest.raises(InvalidArgumentError, match=r"mesh\['cp'\]"), ringcomm.context_parallel(mesh):
+            pass
+
+    cases.run({"pp": 2}, body)
+
+
+def test_layers_are_cut_before_a_model_is() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        pipe = cases.Pipeline(cases.split(model, ["blocks.2"]), mesh["pp"], microbatches=2, loss=cases.loss_of)
+        with pytest.raises(InvalidArgumentError, match="call parallelize first"):
+            cases.parallelize(pipe, cases.PLAN, mesh["tp"])
+
+    cases.run({"pp": 2, "tp": 1}, body)
+
+
+def test_a_target_that_the_loss_needs() -> None:
+    def body(model: Net, mesh: Any) -> None:
+        pipe = cases.Pipeline(cases.split(model, ["blocks.2"]), mesh["pp"], microbatches=2, loss=cases.loss_of)
+        expected = InvalidArgumentError if mesh["pp"].rank == 1 else ringcomm.AbortedError
+        with pytest.raises(expected, match="got no target, expected one for the loss"):
+            pipe.step(cases.batch(0)[0])
+
+    cases.run({"pp": 2}, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"blocks.*.qkv": "colwise"}, r"blocks.0.qkv .* Colwise\(parts=3\)"),
+        ({"blocks.*": None}, "no style divides the heads"),
+    ],
+)
+def test_what_looks_forgotten(change: dict[str, Any], text: str) -> None:
+    plan = {name: style for name, style in {**cases.PLAN, **change}.items() if style is not None}
+
+    def body(model: Net, mesh: Any) -> None:
+        cases.parallelize(model, plan, mesh["tp"])
+
+    with pytest.warns(UserWarning, match=text):
+        cases.run({"tp": 2}, body)

@@ -15,6 +15,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.context.attention import ring_attention
 from ringcomm.context.sequence import check_layout
 from ringcomm.errors import ShapeError, UnsupportedError
+from ringcomm.mesh import refuse_mesh
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
@@ -41,6 +42,7 @@ def context_parallel(comm: Communicator, *, layout: str = "zigzag", overlap: boo
     Raises:  in a call inside: as `ring_attention`; UnsupportedError: attn_mask, dropout_p other than 0,
              nn.MultiheadAttention.
     """
+    refuse_mesh(comm, CALL, "cp")
     check_layout(layout, CALL, comm.rank)
     with _Mode(comm, layout, overlap):
         yield

@@ -12,6 +12,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec, up
+from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import MixedPrecision, Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
@@ -116,10 +117,15 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
 def facts_of(module: nn.Module) -> list[str]:
     """What ranks must agree on, a line for each parameter and buffer."""
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
         for name, p in module.named_parameters()
     ]
     return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+
+
+def _place(p: torch.Tensor) -> str:
+    part = part_of(p)
+    return f" cut along {part.dim} at {list(part.pieces)} of {part.extent}" if part.is_cut else ""
 
 
 # ---- units -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.parallel.join import Join
 
 BACKEND = "ringcomm"
+SAME = "ask for the same, with the same model, on every rank"
 
 
 class _Done:
@@ -209,23 +210,24 @@ class Ranks:
         """Every rank's bytes among those that share the shards."""
         return exchange(self.comm, payload)
 
-    def agree(self, call: str, facts: Sequence[str]) -> None:
-        """Refuses to go on when the ranks differ in ``facts``, and names the first difference."""
+    def agree(self, call: str, facts: Sequence[str], advice: str = "") -> None:
+        """Refuses to go on when the ranks differ in ``facts``, and names the first difference.
+
+        Args:
+            advice: what to do where they differ; "": ask for the same.
+        """
         for comm in [self.comm] if self.replicas is None else [self.comm, self.replicas]:
             for rank, theirs in enumerate(exchange(comm, "\n".join(facts).encode())):
-                _compare(call, comm.rank, list(facts), rank, theirs.decode().split("\n"))
+                _compare(call, comm.rank, list(facts), rank, theirs.decode().split("\n"), advice or SAME)
 
 
-def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str]) -> None:
+def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str], advice: str) -> None:
     if mine == theirs:
         return
     longest = max(len(mine), len(theirs))
     pairs = zip(mine + ["nothing"] * (longest - len(mine)), theirs + ["nothing"] * (longest - len(theirs)), strict=True)
     here, there = next((a, b) for a, b in pairs if a != b)
-    raise MismatchError(
-        f"{call}: rank {rank} got {here} where rank {other} has {there}; ask for the same, with the same model, on "
-        "every rank"
-    )
+    raise MismatchError(f"{call}: rank {rank} got {here} where rank {other} has {there}; {advice}")
 
 
 def exchange(comm: Communicator, payload: bytes) -> list[bytes]:

@@ -17,6 +17,7 @@ from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable, watch_optimizers
+from ringcomm.parallel.part import part_of
 from ringcomm.parallel.partition import (
     Recipe,
     blocks_of,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from ringcomm.mesh import Mesh
 
+CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of ranks that have the same part"
 Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
@@ -170,7 +172,8 @@ def _checked(
             "call the module itself"
         )
     _refuse_foreign(optimizer, params, ranks.rank)
-    ranks.agree("shard", facts_of(module))
+    lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
+    ranks.agree("shard", facts_of(module), CUT if lonely else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
+from ringcomm.mesh import refuse_mesh
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
@@ -93,6 +94,7 @@ class Pipeline(nn.Module):
         static_shapes: bool = False,
     ) -> None:
         super().__init__()
+        refuse_mesh(comm, "Pipeline", "pp")
         if not isinstance(stages, Stages):
             stages = split(Chain(stages), [str(number) for number in range(1, len(stages))])
         self.comm = comm
@@ -204,6 +206,8 @@ class Pipeline(nn.Module):
     ) -> tuple[Any, torch.Tensor | None]:
         flat = flat_model_of(self)
         try:
+            if train:
+                self._check_target(target)
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
             if scaler is not None:
@@ -231,6 +235,14 @@ class Pipeline(nn.Module):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
             raise
         return (joined(step.outputs) if step.outputs else None), loss
+
+    def _check_target(self, target: Any) -> None:
+        at_end = self.schedule.stages - 1 in self.mine
+        if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
+                "pass target= there"
+            )
 
     def timeline(self) -> list[list[tuple[Action, float, float]]]:
         """By rank, the actions of the last step with the seconds in which each began to compute and ended, from the

@@ -190,9 +190,14 @@ class ColumnParallelLinear(_ParallelLinear):
             y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         return self._whole(gather(y, comm)) if self.gather_output else y
 
+    @property
+    def is_one(self) -> bool:
+        """Whether its outputs are cut as one, and not in parts."""
+        return len(self.gathered) == 1
+
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
         """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
-        if len(self.gathered) == 1:
+        if self.is_one:
             return y[..., : self.out_features]
         each = [-(-extent // self.region.world_size) for extent in self.gathered]
         by_rank = [part.split(each, -1) for part in y.split(self.local_features, -1)]

@@ -16,6 +16,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.parallel.part import part_of
 from ringcomm.tensor.dropout import ShardedDropout
+from ringcomm.tensor.hints import warn_of_forgotten
 from ringcomm.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -91,6 +92,8 @@ def parallelize(
         _agree(module, comm, -1)
         raise
     _agree(module, comm, asked)
+    layers = {site.names[0]: site.new for site in sites if site.new is not None}
+    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
     for tensor in [*module.parameters(), *module.buffers()]:
         comm.broadcast(_apart(tensor.detach()), 0)
     for site in sites:
@@ -152,6 +155,11 @@ def _prepared(
         raise InvalidArgumentError(
             f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the messages "
             "of sequence parallel layers can be cut; pass sequence_dim"
+        )
+    if any(part_of(p).staged for p in module.parameters()):
+        raise InvalidArgumentError(
+            f"parallelize: rank {region.rank} got a pipeline's part of a model, expected the whole; call parallelize "
+            "first, and split the model then"
         )
     empty = next((name for name, tensor in _tensors(module) if tensor.is_meta), None)
     if empty is not None:

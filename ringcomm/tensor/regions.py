@@ -27,6 +27,7 @@ import torch
 
 from ringcomm.communicator import Communicator
 from ringcomm.errors import ShapeError, UnsupportedError
+from ringcomm.mesh import refuse_mesh
 
 
 class Region:
@@ -44,6 +45,7 @@ class Region:
     @staticmethod
     def of(comm: Communicator) -> Region:
         """The one region of a communicator."""
+        refuse_mesh(comm, "tensor parallel", "tp")
         found = vars(comm).get("_tensor_region")
         if found is None:
             found = vars(comm)["_tensor_region"] = Region(comm)
