@@ -166,7 +166,7 @@ def report(overlap: list[Any], block: list[Any], command: str) -> str:
         f"`{command}`",
         "",
         f"Two processes of one thread each on {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-        "float32, forward and backward of one batch. The machine was not quiet: others used its cores meanwhile. "
+        f"float32, forward and backward of one batch. The load average was {os.getloadavg()[0]:.1f} at the end. "
         "Variants took turns in one run; figures are medians, with the least and the most; a ratio is taken within a "
         "turn.",
         "",

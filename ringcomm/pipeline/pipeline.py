@@ -403,14 +403,12 @@ class _Step:
             pairs = [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
             if pairs:
                 backward([edge for edge, _ in pairs], [grad for _, grad in pairs], self._deferring(stage, number))
-        self.ties.passed(stage, number)
-        if stage == 0:
-            return
-        before = self.schedule.rank_of[stage - 1]
+        before = self.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._parcels["backward", stage, number] = [x.grad for x in received if x.requires_grad]
-        else:
+        elif before is not None:
             self.messages.send_gradients(received, stage, before)
+        self.ties.passed(stage, number)  # behind the gradients, which are taken first there
 
 
 def _needs_output_alone(loss: Callable[..., Any]) -> bool:

@@ -155,6 +155,7 @@ class _Exact(_Held):
         """A step begins."""
         super().enter()
         self.owed = 0  # sums that the first stage's rank has yet to send
+        self.sums: list[torch.Tensor] = []  # at home: they are sent at the end, as a device takes messages in order
         self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # at home, by stage and micro-batch
 
     def passed(self, stage: int, microbatch: int) -> None:
@@ -172,8 +173,7 @@ class _Exact(_Held):
             total = each if total is None else total if each is None else total + each
         if total is None:
             total = torch.zeros_like(self.standin, requires_grad=False)
-        for rank in self.others:
-            self._send(total, rank)
+        self.sums.append(total)
         self._accumulate(total)
 
     def _arriving(self, microbatch: int) -> Iterator[torch.Tensor | None]:
@@ -185,5 +185,8 @@ class _Exact(_Held):
 
     def settle(self) -> None:
         """The sums of all micro-batches, in their order."""
+        for total in self.sums:
+            for rank in self.others:
+                self._send(total, rank)
         for _ in range(self.owed):
             self._accumulate(self._received(self.standin, self.home))
