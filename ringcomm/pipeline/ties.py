@@ -21,7 +21,7 @@ class Ties:
     Args:
         exact: whether gradients are added micro-batch by micro-batch, from the last stage to the first: the bits of one
             process where no stage uses the parameter twice. It costs two messages of the parameter's size for each
-            micro-batch and further rank.
+            micro-batch and further rank, and on the first stage's rank memory for each sum until the step ends.
     """
 
     def __init__(
