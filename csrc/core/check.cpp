@@ -88,4 +88,13 @@ void check_packing(const Packing& packing, int rank) {
            " elements, got a null address; pass tensors with data");
 }
 
+void check_combining(const Combining& combining, int rank) {
+  if (!supports(combining.dtype, combining.op) || combining.op == ReduceOp::kPremulSum)
+    fail(ErrorCode::kInvalid, "combine: rank ", rank, " expected an op that ", name(combining.dtype), " has, got ",
+         name(combining.op), "; premul_sum has its factors at the ends");
+  if (combining.count && (!combining.first || !combining.second || !combining.output))
+    fail(ErrorCode::kInvalid, "combine: rank ", rank, " expected memory for ", combining.count,
+         " elements, got a null address; pass tensors with data");
+}
+
 }  // namespace ringcomm

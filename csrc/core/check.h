@@ -10,6 +10,7 @@ namespace ringcomm {
 // Throws unless the call makes sense on this rank.
 void check_call(const Call& call, int rank, int world_size);
 void check_packing(const Packing& packing, int rank);
+void check_combining(const Combining& combining, int rank);
 
 // What all ranks must agree on: the elements of the message, or of one part; uneven parts in total.
 std::uint64_t agreed_count(const Call& call, int world_size);

@@ -118,6 +118,19 @@ struct Packing {
   std::uintptr_t stream = 0;
 };
 
+// Two messages into one: element i of the output is first[i] combined with second[i]; avg: their sum over `divisor`.
+// 16- and 8-bit floats are widened, combined and rounded once. The output may be one of the two.
+struct Combining {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  const void* first = nullptr;
+  const void* second = nullptr;
+  void* output = nullptr;
+  std::size_t count = 0;
+  int divisor = 1;
+  std::uintptr_t stream = 0;
+};
+
 // One rank of one communicator. Construct, pass `handle()` of every rank to `connect` of every rank, call.
 // Collectives run in the order of their calls, whether run or submitted; every rank must make the same calls in the
 // same order. Calls may come from any thread.
@@ -148,6 +161,7 @@ class Engine {
   }
   // Local, no call of the communicator.
   virtual void pack(const Packing& packing) = 0;
+  virtual void combine(const Combining& combining) = 0;
 
   // Memory that the peers read and write in place. Local on the cpu engine and among ranks of one process; on devices
   // of several processes a collective call, with the same size everywhere. `release` is local and may come in any
@@ -158,6 +172,8 @@ class Engine {
   // Ends every wait on every rank with `reason`; idempotent, callable from any thread.
   virtual void abort(const std::string& reason) = 0;
   virtual bool aborted() const = 0;
+  // The reason given to abort, where this rank knows it.
+  virtual std::string why_aborted() const { return {}; }
   virtual void set_timeout(std::int64_t timeout_ms) = 0;
   virtual std::int64_t timeout() const = 0;
   // Finishes what is queued, collectives and sends; receives still open end with an error. Local: peers may close

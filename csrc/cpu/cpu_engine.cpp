@@ -13,7 +13,7 @@
 #include "cpu/kernels.h"
 #include "cpu/p2p.h"
 #include "cpu/pack.h"
-#include "cpu/work_queue.h"
+#include "core/work_queue.h"
 
 namespace ringcomm {
 
@@ -72,6 +72,14 @@ class CpuEngine final : public Engine {
   void pack(const Packing& packing) override {
     check_packing(packing, rank());
     cpu::pack(packing);
+  }
+
+  void combine(const Combining& combining) override {
+    check_combining(combining, rank());
+    const void* sources[] = {combining.first, combining.second};
+    void* outputs[] = {combining.output};
+    kernels().reduce({combining.dtype, combining.op, sources, 2, nullptr, combining.divisor, outputs, 1,
+                      combining.count, false});
   }
 
   void* allocate(std::size_t nbytes) override {

@@ -12,7 +12,7 @@
 
 #include "cpu/group.h"
 #include "cpu/streaming.h"
-#include "cpu/work_queue.h"
+#include "core/work_queue.h"
 
 namespace ringcomm::cpu {
 

@@ -77,6 +77,7 @@ class CudaEngine final : public Engine {
   std::shared_ptr<Request> submit(Call call) override;
   void run_list(const std::vector<Call>& calls) override;
   void pack(const Packing& packing) override;
+  void combine(const Combining& combining) override;
   void synchronize(std::uintptr_t stream) override;
 
   void* allocate(std::size_t nbytes) override;
@@ -328,6 +329,12 @@ void CudaEngine::pack(const Packing& packing) {
     if (args.num_pieces == kMaxPieces) flush();
   }
   flush();
+}
+
+void CudaEngine::combine(const Combining& combining) {
+  check_open("combine");
+  check_combining(combining, rank());
+  fail(ErrorCode::kUnsupported, "combine: rank ", rank(), " asked the cuda engine for what it does not have yet");
 }
 
 void CudaEngine::synchronize(std::uintptr_t stream) {

@@ -1,10 +1,10 @@
-#include "cpu/work_queue.h"
+#include "core/work_queue.h"
 
 #include <chrono>
 
 #include "core/error.h"
 
-namespace ringcomm::cpu {
+namespace ringcomm {
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
   {
@@ -141,4 +141,4 @@ void WorkQueue::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-}  // namespace ringcomm::cpu
+}  // namespace ringcomm

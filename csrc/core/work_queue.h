@@ -13,7 +13,7 @@
 
 #include "core/engine.h"
 
-namespace ringcomm::cpu {
+namespace ringcomm {
 
 // The state that every request has; its end is announced once.
 class RequestBase : public Request {
@@ -65,4 +65,4 @@ class WorkQueue {
   bool stopping_ = false;
 };
 
-}  // namespace ringcomm::cpu
+}  // namespace ringcomm

@@ -1,0 +1,149 @@
+// The schedules between hosts: who sends which chunks to whom in which round. A message is cut into one chunk for each
+// of the `members` (one rank of every host); the first half of the rounds reduces and leaves every member with one
+// complete chunk, the second half gathers. Every schedule moves (m-1)/m of the message each way in each half, which no
+// schedule can beat (Patarasuk & Yuan 2009); they differ in rounds, in who talks to whom, and in the order of a sum:
+//
+//   ring        2(m-1) rounds, two neighbours       chunk c in the order c+1, c+2, ..., c
+//   butterfly   2 log2(m) rounds, log2(m) partners  the balanced tree over the members; m a power of two
+//   direct      2 rounds, all the others            any tree: the owner of a chunk has every part of it at once
+//
+// Pure functions that prove themselves at compile time; the engine over hosts, the simulator and the documents use
+// these. Source of the butterfly: Rabenseifner 2004, ICCS (recursive halving and doubling).
+#pragma once
+
+#include "core/schedule.h"
+
+namespace ringcomm {
+
+enum class Between : std::uint8_t { kRing, kButterfly, kDirect };
+
+RINGCOMM_HD constexpr bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
+RINGCOMM_HD constexpr int bits_of(int n) {  // of a power of two
+  int bits = 0;
+  while (1 << bits < n) ++bits;
+  return bits;
+}
+
+// Chunks [first, last), to or from a member.
+struct Hop {
+  int peer;
+  int first, last;
+};
+
+// A butterfly halves the range of chunks that a member cares for in every round: its low bit decides the first halving.
+RINGCOMM_HD constexpr int butterfly_first(int member, int bits, int round) {
+  int first = 0;
+  for (int k = 0; k < round; ++k) first |= (member >> k & 1) << (bits - 1 - k);
+  return first;
+}
+
+RINGCOMM_HD constexpr int num_rounds(Between kind, int members) {
+  if (members == 1) return 0;
+  return kind == Between::kRing ? 2 * (members - 1) : kind == Between::kButterfly ? 2 * bits_of(members) : 2;
+}
+RINGCOMM_HD constexpr int reducing_rounds(Between kind, int members) { return num_rounds(kind, members) / 2; }
+// Messages that a member sends, and as many that it receives, in a round.
+RINGCOMM_HD constexpr int num_hops(Between kind, int members) { return kind == Between::kDirect ? members - 1 : 1; }
+// The chunk that a member has complete between the halves; and whose a chunk is.
+RINGCOMM_HD constexpr int owned_chunk(Between kind, int members, int member) {
+  return kind == Between::kButterfly ? butterfly_first(member, bits_of(members), bits_of(members)) : member;
+}
+RINGCOMM_HD constexpr int owner_of_chunk(Between kind, int members, int chunk) {
+  return owned_chunk(kind, members, chunk);  // reversing bits undoes itself
+}
+
+RINGCOMM_HD constexpr Hop sent(Between kind, int members, int member, int round, int i) {
+  const int half = num_rounds(kind, members) / 2;
+  const bool reduces = round < half;
+  if (kind == Between::kRing) {
+    const int chunk = ring_step(member, members, round).send_chunk;
+    return {ring_next(member, members), chunk, chunk + 1};
+  }
+  if (kind == Between::kDirect) {
+    const int peer = member + 1 + i < members ? member + 1 + i : member + 1 + i - members;
+    const int chunk = reduces ? peer : member;
+    return {peer, chunk, chunk + 1};
+  }
+  const int level = reduces ? round : 2 * half - 1 - round, peer = member ^ (1 << level);
+  const int first = butterfly_first(reduces ? peer : member, half, level + 1);
+  return {peer, first, first + (members >> (level + 1))};
+}
+RINGCOMM_HD constexpr Hop received(Between kind, int members, int member, int round, int i) {
+  const int half = num_rounds(kind, members) / 2;
+  const bool reduces = round < half;
+  if (kind == Between::kRing) {
+    const int chunk = ring_step(member, members, round).recv_chunk;
+    return {ring_prev(member, members), chunk, chunk + 1};
+  }
+  if (kind == Between::kDirect) {
+    const int peer = member - 1 - i >= 0 ? member - 1 - i : member - 1 - i + members;
+    const int chunk = reduces ? member : peer;
+    return {peer, chunk, chunk + 1};
+  }
+  const int level = reduces ? round : 2 * half - 1 - round, peer = member ^ (1 << level);
+  const int first = butterfly_first(reduces ? member : peer, half, level + 1);
+  return {peer, first, first + (members >> (level + 1))};
+}
+
+// The order in which a member goes through the walks of a message that is cut into windows, every window one walk of
+// `rounds` rounds: up to `slots` of them are under way at once, so that one is combined while the next is on the wire.
+template <typename Visit>
+void interleave(std::size_t windows, int rounds, int slots, Visit&& visit) {
+  for (std::size_t first = 0; first < windows; first += static_cast<std::size_t>(slots))
+    for (int round = 0; round < rounds; ++round)
+      for (std::size_t w = first; w < smaller(windows, first + static_cast<std::size_t>(slots)); ++w) visit(w, round);
+}
+
+// Which of two parts goes first into a combine: what came in, or what was here.
+RINGCOMM_HD constexpr bool received_first(Between kind, int member, int peer) {
+  return kind == Between::kRing || peer < member;
+}
+
+// A message that travels whole, from `root` along the ring to the member before it: one hop for each member but one.
+RINGCOMM_HD constexpr int chain_position(int members, int member, int root) {
+  return ring_distance(root, member, members);
+}
+
+namespace proof {  // on bit masks of contributions: no member counted twice, everything complete where it must be
+
+constexpr bool exchange_is_complete(Between kind, int members) {
+  unsigned has[kMaxWorldSize][kMaxWorldSize] = {};  // has[member][chunk]: members already summed in
+  unsigned next[kMaxWorldSize][kMaxWorldSize] = {};
+  const unsigned all = (1u << members) - 1;
+  for (int m = 0; m < members; ++m)
+    for (int c = 0; c < members; ++c) next[m][c] = has[m][c] = 1u << m;
+  const int rounds = num_rounds(kind, members), half = reducing_rounds(kind, members);
+  for (int round = 0; round < rounds; ++round) {
+    for (int m = 0; m < members; ++m)
+      for (int i = 0; i < num_hops(kind, members); ++i) {
+        const Hop in = received(kind, members, m, round, i), out = sent(kind, members, in.peer, round, i);
+        if (out.peer != m || in.first != out.first || in.last != out.last) return false;
+        for (int c = in.first; c < in.last; ++c) {
+          if (round < half && (next[m][c] & has[in.peer][c])) return false;
+          next[m][c] = round < half ? next[m][c] | has[in.peer][c] : has[in.peer][c];
+        }
+      }
+    for (int m = 0; m < members; ++m)
+      for (int c = 0; c < members; ++c) has[m][c] = next[m][c];
+    if (round == half - 1)
+      for (int m = 0; m < members; ++m) {
+        const int mine = owned_chunk(kind, members, m);
+        if (has[m][mine] != all || owner_of_chunk(kind, members, mine) != m) return false;
+      }
+  }
+  for (int m = 0; m < members; ++m)
+    for (int c = 0; c < members; ++c)
+      if (has[m][c] != all) return false;
+  return true;
+}
+constexpr bool exchanges_are_complete_up_to(int n) {
+  for (int m = 1; m <= n; ++m) {
+    if (!exchange_is_complete(Between::kRing, m) || !exchange_is_complete(Between::kDirect, m)) return false;
+    if (is_power_of_two(m) && !exchange_is_complete(Between::kButterfly, m)) return false;
+  }
+  return true;
+}
+static_assert(exchanges_are_complete_up_to(kMaxWorldSize), "sent() and received() are not an all-reduce");
+
+}  // namespace proof
+}  // namespace ringcomm
