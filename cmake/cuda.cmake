@@ -1,6 +1,7 @@
 # The CUDA engine: target ringcomm_cuda, and cuda_build, which says what it is; or neither, and no_cuda, which says why.
 # RINGCOMM_EMULATE compiles the very same sources, kernels too, with the host's compiler.
-file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp)
+# With it, what carries bytes between GPUs of several hosts: NCCL is loaded at run time, nothing of it is needed here.
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/nccl/*.cpp)
 file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
 file(GLOB emulator_sources CONFIGURE_DEPENDS csrc/cuda/emulator/*.cpp)
 set(cuda_build "")
@@ -86,7 +87,7 @@ endif()
 message(STATUS "CUDA engine: ${cuda_build}")
 
 add_library(ringcomm_cuda STATIC ${cuda_sources} ${kernel_sources})
-target_link_libraries(ringcomm_cuda PUBLIC ringcomm_core)
+target_link_libraries(ringcomm_cuda PUBLIC ringcomm_core ${CMAKE_DL_LIBS})
 if(RINGCOMM_EMULATE)
   target_sources(ringcomm_cuda PRIVATE ${emulator_sources})
   # The emulator's cuda_runtime.h is to be found before any other.
@@ -96,7 +97,14 @@ if(RINGCOMM_EMULATE)
   # They switch stacks, and tell ThreadSanitizer about it by hand.
   set(fiber_sources ${emulator_sources})
   list(FILTER fiber_sources INCLUDE REGEX "/fibers[^/]*$")
-  set_source_files_properties(${fiber_sources} PROPERTIES COMPILE_OPTIONS -fno-sanitize=thread)
+  set_property(SOURCE ${fiber_sources} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=thread)
+  # A fake of NCCL for tests, loaded at run time: it works on the streams of the program that loads it.
+  add_library(fake_nccl SHARED tests/fake_nccl/fake_nccl.cpp)
+  set_target_properties(fake_nccl PROPERTIES OUTPUT_NAME nccl SOVERSION 2 LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/fake_nccl)
+  target_include_directories(fake_nccl PRIVATE csrc/cuda/emulator csrc)
+  target_compile_definitions(fake_nccl PRIVATE RINGCOMM_EMULATE)
+  set_property(SOURCE ${emulator_sources} APPEND PROPERTY COMPILE_OPTIONS -fvisibility=default)
+  set(CMAKE_ENABLE_EXPORTS ON)
   # Tests of the tests: RINGCOMM_FAULT=6 in the environment plants fault 6.
   target_compile_options(ringcomm_cuda PUBLIC "SHELL:-include ${CMAKE_SOURCE_DIR}/tests/cpp/cuda_faults.h")
   # Time goes into compiling, and into switching threads; little into what they compute.

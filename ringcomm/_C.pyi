@@ -11,6 +11,25 @@ def ring_step(rank: int, world_size: int, step: int) -> tuple[int, int, bool]: .
 def supports(dtype: int, reduce_op: int) -> bool: ...
 def why_no_cuda() -> str: ...
 def abs_max(spans: Sequence[tuple[int, int]], dtype: int) -> float: ...
+def simulate(
+    *,
+    collective: str,
+    between: str,
+    inside: str,
+    flat: bool,
+    hosts: int,
+    ranks_per_host: int,
+    count: int,
+    element_bytes: tuple[int, int, int],
+    inside_link: tuple[float, float, float, float, int, int, int],
+    between_link: tuple[float, float, float, float, int, int, int],
+    shared_nic: bool,
+    link_share: Sequence[float],
+    start_us: Sequence[float],
+    slowdown: Sequence[float],
+    root_host: int,
+    fold: bool,
+) -> dict[str, Any]: ...
 def fold_sums(spans: Sequence[tuple[int, int]], dtype: int, exponent: int) -> list[int]: ...
 
 class Request:

@@ -17,16 +17,19 @@ import torch
 import torch.distributed as dist
 
 from ringcomm import errors
+from ringcomm.devices import CPU, Device
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.errors import ShapeError as ShapeError
+from ringcomm.hosts import Hosts, Network, Span, identity
 
 if TYPE_CHECKING:
-    from ringcomm import _C, _c10d
+    from ringcomm import _c10d
 
 NAME = "ringcomm"
 DEVICES = ["cpu", "cuda"]
+_INIT = "init_process_group"
 
 
 # What goes wrong between the ranks of a process group is both ringcomm's error and torch.distributed's.
@@ -102,12 +105,15 @@ def _extension() -> ModuleType:
 def _backend(
     extension: ModuleType, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
 ) -> _c10d.Backend:
-    from ringcomm import _C
-
-    engine = _C.Engine("cpu", rank, world_size, _milliseconds(options._timeout))
-    _connect(engine, store, prefix, options._timeout, "init_process_group")
-    device = DeviceMaker(store, f"{prefix}/device", rank, world_size, options)
-    return extension.Backend(engine.capsule(), options, device, device.serves_cpu)
+    limit_ms = _milliseconds(options._timeout)
+    name, identities = _exchange(
+        store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, _INIT
+    )
+    hosts = Hosts.of([each.decode() for each in identities])
+    span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
+    _connect(span, store, prefix, options._timeout, _INIT)
+    device = DeviceMaker(rank, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
+    return extension.Backend(span.engine.capsule(), options, device, device.serves_cpu)
 
 
 class DeviceMaker:
@@ -115,12 +121,10 @@ class DeviceMaker:
 
     kind = "cuda"
 
-    def __init__(
-        self, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
-    ) -> None:
-        self._store, self._prefix, self._options = store, prefix, options
-        self._rank, self._world_size = rank, world_size
-        self._engine: _C.Engine | None = None
+    def __init__(self, rank: int, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options) -> None:
+        self._rank, self._hosts, self._network = rank, hosts, network
+        self._prefix, self._options = prefix, options
+        self._span: Span | None = None
         self._error: RingcommError | None = None
 
     @property
@@ -136,50 +140,57 @@ class DeviceMaker:
         Args:    call: that needs it. index: of the device; below 0 for an emulated one.
         Raises:  UnsupportedError: no CUDA engine in this build, or nothing to run it on.
         """
-        from ringcomm import _C
-
-        limit_ms = _milliseconds(self._options._timeout)
+        device = Device("cuda", max(index, 0))
+        limit_ms, world_size = _milliseconds(self._options._timeout), self._hosts.world_size
         try:
-            self._engine = _C.Engine(self.kind, self._rank, self._world_size, limit_ms, device=max(index, 0))
+            self._span = Span(self.kind, self._rank, world_size, limit_ms, device, self._hosts, self._network)
         except errors.UnsupportedError as error:
             raise UnsupportedError(
                 f"{call}: rank {self._rank} got a tensor on cuda:{index}, expected one on cpu, because the CUDA engine "
                 f"cannot serve it: {error}; pass tensor.cpu(), or leave CUDA tensors to NCCL with "
                 f"init_process_group('cpu:ringcomm,cuda:nccl')"
             ) from error
-        return self._engine.capsule()
+        return self._span.engine.capsule()
 
-    def connect(self, call: str) -> None:
+    def connect(self, call: str) -> object:
         """Connect the engine to those of the other ranks.
 
         What went wrong once goes wrong again: a second try would meet ranks that are still at the first.
 
+        Returns: the engine to use from now on, as a capsule.
         Raises:  CollectiveTimeoutError: not every rank made a call on its device within the group's timeout.
         """
-        assert self._engine is not None
+        assert self._span is not None
         if self._error is not None:
             raise self._error
         try:
-            _connect(self._engine, self._store, self._prefix, self._options._timeout, call)
+            _connect(self._span, self._network.store, self._prefix, self._options._timeout, call)
         except RingcommError as error:
             self._error = error
             raise
+        return self._span.engine.capsule()
 
 
 def _milliseconds(limit: timedelta) -> int:
     return max(1, int(limit.total_seconds() * 1000))
 
 
-def _connect(engine: _C.Engine, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
+def _connect(span: Span, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
     """Exchange handles through ``store``."""
-    rank, world_size = engine.rank, engine.world_size
-    store = dist.PrefixStore(prefix, store)
+    span.connect(_exchange(store, prefix, span.rank, span.world_size, span.handle(), timeout, call)[1])
+
+
+def _exchange(
+    store: dist.Store, prefix: str, rank: int, world_size: int, mine: bytes, timeout: timedelta, call: str
+) -> tuple[str, list[bytes]]:
+    """(A name that no other exchange has, what every rank brought)."""
+    place = dist.PrefixStore(prefix, store)
     # A store can outlive a group of the same name: every generation of groups has keys of its own.
-    generation = store.add(f"generation/{rank}", 1)
+    generation = place.add(f"generation/{rank}", 1)
     keys = [f"handle/{generation}/{peer}" for peer in range(world_size)]
-    store.set(keys[rank], engine.handle())
-    _await(store, keys, rank, timeout, call)
-    engine.connect([store.get(key) for key in keys])
+    place.set(keys[rank], mine)
+    _await(place, keys, rank, timeout, call)
+    return f"{prefix}/{generation}", [place.get(key) for key in keys]
 
 
 def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
@@ -191,7 +202,7 @@ def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, ca
             raise
         advice = (
             "check that those ranks started and reach the store, then start all ranks again"
-            if call == "init_process_group"
+            if call == _INIT
             else "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
         )
         raise CollectiveTimeoutError(

@@ -12,6 +12,7 @@ commands:
   doctor    what was built, what is usable on this machine, and what is not and why (or: info)
   memory    bytes on each rank at every ZeRO stage, from a number of parameters
   schedule  a pipeline schedule as a table or a picture, its idle share, and what each rank holds
+  simulate  collectives and training steps on clusters of any number of hosts, by a model of their links
   tune      the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
 
 ringcomm COMMAND --help describes a command.
@@ -50,11 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.pipeline.show import main as schedule
 
         return schedule(words[1:])
+    if command == "simulate":
+        from ringcomm.simulate_cli import main as simulate
+
+        return simulate(words[1:])
     if command in ("doctor", "info"):
         return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule or tune; ringcomm --help "
-        "describes them",
+        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule, simulate or tune; "
+        "ringcomm --help describes them",
         file=sys.stderr,
     )
     return 2

@@ -55,6 +55,20 @@ class Communicator(BucketCollectives):
         """Where arrays must lie, as torch names it: "cpu", or such as "cuda:0"."""
         return str(self._device)
 
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host: those of one share memory."""
+        return [list(ranks) for ranks in self._linked.hosts.ranks]
+
+    @property
+    def order(self) -> str:
+        """In which order reductions add the ranks' values, unless ``algorithm="ring"`` asks for the ring's.
+
+        "canonical": the balanced tree over all ranks. "canonical over hosts": the balanced tree over the ranks of each
+        host, and that over the hosts: where the ranks of a host are no subtree of the first.
+        """
+        return self._linked.hosts.order()
+
     @staticmethod
     def from_process_group(pg: Any = None) -> ProcessGroupCommunicator:
         """The same methods over any process group of torch.distributed, such as one of NCCL or Gloo.
@@ -224,9 +238,7 @@ class Communicator(BucketCollectives):
         places = [_PLACE.unpack(each) for each in linked.exchange(place)]
         members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
         members.sort(key=lambda r: places[r][2])  # stable: equal keys keep their order
-        end = None
-        if members:
-            end = Endpoint(self.kind, members.index(self.rank), len(members), linked.timeout_ms, self._device)
+        end = linked.part(members, self._device)
         handles = linked.exchange(b"" if end is None else end.handle())
         if end is None:
             return None

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.devices import Device
+from ringcomm.devices import CPU, Device
 from ringcomm.errors import AbortedError
+from ringcomm.hosts import Hosts, Network, Span
 
 _LENGTH = struct.Struct("<I")  # goes in front of a device engine's handle; the cpu engine's follows it
 
@@ -16,30 +17,64 @@ _LENGTH = struct.Struct("<I")  # goes in front of a device engine's handle; the 
 class Endpoint:
     """What a communicator moves bytes with."""
 
-    def __init__(self, kind: str, rank: int, world_size: int, limit_ms: int, device: Device) -> None:
-        self.engine = _C.Engine(kind, rank, world_size, limit_ms, device=device.index)
-        self.device = device
-        self._beside = self.engine if device.kind == "cpu" else _C.Engine("cpu", rank, world_size, limit_ms)
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world_size: int,
+        limit_ms: int,
+        device: Device,
+        hosts: Hosts | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.kind, self.rank, self.world_size, self.device = kind, rank, world_size, device
+        self.hosts = hosts or Hosts((tuple(range(world_size)),), ("this host",))
+        self.network = network
+        self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
+        self._span_beside = self._main
+        if device.kind != "cpu":
+            apart = None if network is None else network.beside()
+            self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
+
+    @property
+    def engine(self) -> Any:
+        """The engine of the calls; before `connect` that of this host alone."""
+        return self._main.engine
+
+    @property
+    def _beside(self) -> Any:
+        return self._span_beside.engine
 
     def handle(self) -> bytes:
         """What every rank needs of this one to connect."""
-        first = self.engine.handle()
-        return first if self._beside is self.engine else _LENGTH.pack(len(first)) + first + self._beside.handle()
+        first = self._main.handle()
+        if self._span_beside is self._main:
+            return first
+        return _LENGTH.pack(len(first)) + first + self._span_beside.handle()
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Connects to every rank; a collective."""
-        if self._beside is not self.engine:
+        if self._span_beside is not self._main:
             ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in handles]
-            self._beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
+            self._span_beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
             handles = [each[_LENGTH.size : end] for each, end in zip(handles, ends, strict=True)]
-        self.engine.connect(handles)
+        self._main.connect(handles)
+
+    def part(self, members: Sequence[int], device: Device) -> Endpoint | None:
+        """A new endpoint among some of the ranks, not connected; None where this rank is none of them. Every rank of
+        this one calls it as often."""
+        network = None if self.network is None else self.network.child(members)
+        if self.rank not in members:
+            return None
+        hosts = self.hosts.among(members)
+        return Endpoint(self.kind, members.index(self.rank), len(members), self.timeout_ms, device, hosts, network)
 
     def run(self, *numbers: Any) -> int:
         """Runs a call, or enqueues it on its stream; the source of a recv, else -1."""
         if self._beside is self.engine:
-            return self.engine.run(*numbers)
+            return int(self.engine.run(*numbers))
         try:
-            return self.engine.run(*numbers)
+            return int(self.engine.run(*numbers))
         except AbortedError as error:
             raise self.explained(error) from None
 
@@ -73,7 +108,7 @@ class Endpoint:
     @property
     def timeout_ms(self) -> int:
         """Limit of every call that names none."""
-        return self.engine.timeout_ms
+        return int(self.engine.timeout_ms)
 
     @timeout_ms.setter
     def timeout_ms(self, limit_ms: int) -> None:
@@ -86,8 +121,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""
-        self.engine.close()
-        self._beside.close()
+        self._main.close()
+        self._span_beside.close()
 
 
 class DeviceRequest:

@@ -22,6 +22,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.devices import Device, choose
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError
+from ringcomm.hosts import Hosts, Network, client_store, memory_store, server_store
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
@@ -41,6 +42,8 @@ def run_ranks(
     timeout: Timeout = 300.0,
     engine: str | None = None,
     device: Any = None,
+    hosts: Sequence[int] | None = None,
+    wire_dtype: str | None = None,
 ) -> list[Any]:
     """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
 
@@ -51,6 +54,9 @@ def run_ranks(
         engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
         device: "cpu", "cuda" (rank r on device r, round and round where there are fewer) or "cuda:0" (all ranks on that
             one); None: the cpu.
+        hosts: such as [2, 2]: takes the first two ranks and the next two for hosts of their own, which reach each other
+            over the loopback interface; for tests, and to see what several hosts do. None: one host.
+        wire_dtype: as in `init`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
              RankFailedError: a process died without an exception.
@@ -62,7 +68,9 @@ def run_ranks(
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes
-    return launch(fn, tuple(args), limit_ms, places)
+    if hosts is None:
+        return launch(fn, tuple(args), limit_ms, places, None, None)
+    return launch(fn, tuple(args), limit_ms, places, Hosts.pretended(hosts, world_size, "run_ranks"), wire_dtype)
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------
@@ -83,9 +91,22 @@ class _Outcome:
             raise first[0]
 
 
-def _run_threads(fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> list[Any]:
+def _run_threads(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    limit_ms: int,
+    places: list[Place],
+    hosts: Hosts | None,
+    wire_dtype: str | None,
+) -> list[Any]:
     world_size = len(places)
-    ends = [Endpoint(kind, rank, world_size, limit_ms, device) for rank, (kind, device) in enumerate(places)]
+    store = memory_store() if hosts is not None else None
+    ends = [
+        Endpoint(
+            kind, rank, world_size, limit_ms, device, hosts, store and Network(store, "run_ranks", None, wire_dtype)
+        )
+        for rank, (kind, device) in enumerate(places)
+    ]
     handles = [end.handle() for end in ends]
     outcome = _Outcome(world_size)
     comms: list[Communicator] = []
@@ -128,11 +149,15 @@ def _process_main(
     args: tuple[Any, ...],
     limit_ms: int,
     place: Place,
+    hosts: Hosts | None,
+    port: int,
+    wire_dtype: str | None,
 ) -> None:
     """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
     leaving = threading.Lock()
     try:
-        end = Endpoint(place[0], rank, world_size, limit_ms, place[1])
+        network = Network(client_store(port), "run_ranks", None, wire_dtype) if hosts is not None else None
+        end = Endpoint(place[0], rank, world_size, limit_ms, place[1], hosts, network)
         _tell(pipe, "handle", end.handle())
         handles = pipe.recv()
         threading.Thread(target=_obey, args=(pipe, end, leaving), daemon=True).start()
@@ -186,14 +211,25 @@ class _Processes:
         self.open: dict[Connection, int] = {}
         self.processes: list[Any] = []
         self.deadline: float | None = None
+        self.store: Any = None
 
-    def start(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> None:
+    def start(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        limit_ms: int,
+        places: list[Place],
+        hosts: Hosts | None,
+        wire_dtype: str | None,
+    ) -> None:
         """Starts every rank."""
+        self.store = server_store() if hosts is not None else None  # lives as long as the ranks
+        port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
         world_size = len(self.outcome.results)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, fn, rank, world_size, args, limit_ms, places[rank])
+            arguments = (theirs, fn, rank, world_size, args, limit_ms, places[rank], hosts, port, wire_dtype)
             process = context.Process(target=_process_main, args=arguments, name=f"rank {rank}")
             with _without_interrupts():
                 process.start()
@@ -288,7 +324,14 @@ def _check_main(fn: Callable[..., Any]) -> None:
         )
 
 
-def _run_processes(fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int, places: list[Place]) -> list[Any]:
+def _run_processes(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    limit_ms: int,
+    places: list[Place],
+    hosts: Hosts | None,
+    wire_dtype: str | None,
+) -> list[Any]:
     if not _travels((fn, args)):
         raise InvalidArgumentError(
             f"run_ranks: got {fn!r}, which a new process cannot import; pass a function of a module, with arguments "
@@ -297,7 +340,7 @@ def _run_processes(fn: Callable[..., Any], args: tuple[Any, ...], limit_ms: int,
     _check_main(fn)
     ranks = _Processes(len(places))
     try:
-        ranks.start(fn, args, limit_ms, places)
+        ranks.start(fn, args, limit_ms, places, hosts, wire_dtype)
         return ranks.run()
     finally:
         ranks.end()

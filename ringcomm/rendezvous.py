@@ -17,6 +17,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.devices import choose, local_rank
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError
+from ringcomm.hosts import Hosts, Network, identity
 
 _WORLD = struct.Struct("<I")  # goes in front of a handle: the world size that its rank was started with
 
@@ -30,6 +31,8 @@ def init(
     timeout: Timeout = 1800.0,
     engine: str | None = None,
     device: Any = None,
+    network: Any = None,
+    wire_dtype: str | None = None,
 ) -> Communicator:
     """Makes this process one rank of a communicator; a collective.
 
@@ -44,6 +47,12 @@ def init(
         engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
         device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" takes the devices in turns, by
             torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
+        network: what carries bytes between hosts, where there are several: "gloo" (cpu), "nccl" (cuda), or a process
+            group of torch.distributed over the same ranks (cpu); None: that of RINGCOMM_NETWORK, else what serves the
+            device. Which ranks share a host the machine says, or RINGCOMM_HOST on each rank.
+        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": the floats of all_reduce and reduce_scatter
+            go between hosts in this type, where it is smaller, and are rounded each time they do; None: that of
+            RINGCOMM_WIRE_DTYPE, else as they are.
     Returns: Communicator.
     Raises:  InvalidArgumentError: the environment and the arguments do not name a rank and a world,
              or the ranks were started with different world sizes. CollectiveTimeoutError: a rank did not come in time.
@@ -53,15 +62,18 @@ def init(
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
     kind, where = choose(engine, device, "init", local_rank(rank))
-    end = Endpoint(kind, rank, world_size, milliseconds(timeout, "init", rank), where)
-    handle = end.handle()
+    limit_ms = milliseconds(timeout, "init", rank)
     if world_size == 1:
-        end.connect([handle])
+        end = Endpoint(kind, rank, world_size, limit_ms, where)
+        end.connect([end.handle()])
         return Communicator(end)
-    limit = timedelta(milliseconds=end.timeout_ms)
+    limit = timedelta(milliseconds=limit_ms)
     if store is None:
         store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
-    end.connect(_exchange(store, rank, world_size, handle, limit))
+    name, identities = _exchange(store, "host", rank, world_size, identity().encode(), limit)
+    hosts = Hosts.of([each.decode() for each in identities])
+    end = Endpoint(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
+    end.connect(_exchange(store, "init", rank, world_size, end.handle(), limit)[1])
     end.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
     return Communicator(end)
 
@@ -167,13 +179,15 @@ def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: ti
     )
 
 
-def _exchange(store: Any, rank: int, world_size: int, handle: bytes, limit: timedelta) -> list[bytes]:
-    """Every rank's handle, by rank, through a store."""
+def _exchange(
+    store: Any, what: str, rank: int, world_size: int, handle: bytes, limit: timedelta
+) -> tuple[str, list[bytes]]:
+    """(A name that no other exchange over this store has, every rank's handle by rank), through a store."""
     # Counted in the store, for each rank apart: the n-th init of every rank over one store belong together.
     handles: list[bytes] = []
     try:
-        generation = store.add(f"ringcomm/init/{rank}", 1)
-        keys = [f"ringcomm/{generation}/{peer}" for peer in range(world_size)]
+        generation = store.add(f"ringcomm/{what}/{rank}", 1)
+        keys = [f"ringcomm/{what}/{generation}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], _WORLD.pack(world_size) + handle)
         deadline = time.monotonic() + limit.total_seconds()
         for peer, key in enumerate(
@@ -196,7 +210,7 @@ def _exchange(store: Any, rank: int, world_size: int, handle: bytes, limit: time
             f"init: rank {rank} of {world_size} lost the store through which the ranks meet: "
             f"{str(error).splitlines()[0]}; look at the other ranks' output, rank 0 may have ended"
         ) from error
-    return handles
+    return f"ringcomm/{what}/{generation}", handles
 
 
 def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float) -> None:

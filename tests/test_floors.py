@@ -3,7 +3,8 @@
 | floor | holds | may use |
 |---|---|---|
 | 0 | csrc/core | the C++ standard library |
-| 1 | csrc/cpu; csrc/cuda | floor 0, the operating system; and the CUDA runtime, with the driver's types |
+| 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime, with the driver's types |
+| 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
 | 3 | the primitives in ringcomm/ | `_C`, `_c10d`, one another |
@@ -27,16 +28,18 @@ PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 FORBIDDEN_INCLUDES = {
     "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
     "cpu": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|bind/",
+    "hosts": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
+    "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/",
     "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
     "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
 }
 FLOOR_3 = {
     *("__init__", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator", "devices"),
-    *("driver", "endpoint", "errors", "interop", "launch", "libraries", "process_group", "rendezvous", "schedule"),
+    *("driver", "endpoint", "errors", "hosts", "interop", "launch", "nccl", "libraries", "process_group", "rendezvous", "schedule"),
     "work",
 }
 # The only primitives that import torch or NumPy at all, and then inside functions unless named in TORCH_AT_IMPORT.
-KNOWS_ARRAYS = {"backend", "buckets", "collectives", "interop", "libraries", "process_group", "rendezvous"}
+KNOWS_ARRAYS = {"backend", "buckets", "collectives", "hosts", "interop", "libraries", "process_group", "rendezvous"}
 TORCH_AT_IMPORT = {"backend"}
 
 

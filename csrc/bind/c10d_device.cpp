@@ -118,7 +118,7 @@ void DeviceGroup::connect(const char* call) {
   const NoGil no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (connected_) return;
-  maker_.connect(call);
+  link_->engine = maker_.connect(call);
   connected_ = true;
 }
 

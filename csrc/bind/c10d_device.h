@@ -24,7 +24,8 @@ class DeviceGroup {
  public:
   struct Maker {
     std::function<std::shared_ptr<Engine>(const char* call, c10::Device device)> make;
-    std::function<void(const char* call)> connect;  // the one made last, with those of all other ranks
+    // The one made last with those of all other ranks; the result is used from then on.
+    std::function<std::shared_ptr<Engine>(const char* call)> connect;
   };
 
   // With `host_memory`, for an engine whose device memory is the host's, it serves cpu tensors.
@@ -69,7 +70,7 @@ class DeviceGroup {
   const c10::DeviceType type_;
   Maker maker_;
   std::mutex mutex_;  // of the maker and of what is in flight
-  std::shared_ptr<const DeviceLink> link_;
+  std::shared_ptr<DeviceLink> link_;
   std::atomic<bool> made_{false}, connected_{false};
   std::deque<std::shared_ptr<InFlight>> in_flight_;
   Coalesced coalesced_{false};

@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include "bind/c10d_backend.h"
+#include "bind/c10d_wire.h"
 #include "bind/error_class.h"
 
 namespace ringcomm {
@@ -29,6 +30,15 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
 }
 
+// To be taken by `_C.hosts_engine`.
+py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name) {
+  return py::capsule(new std::shared_ptr<Wire>(make_group_wire(group, name)), "ringcomm.Wire", [](PyObject* capsule) {
+    const auto* wire = static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule, "ringcomm.Wire"));
+    const py::gil_scoped_release release;
+    delete wire;
+  });
+}
+
 // A ringcomm.backend.DeviceMaker, to be called and dropped without the GIL.
 DeviceGroup::Maker maker(py::object made_in_python) {
   const auto drop = [](py::object* held) {
@@ -43,7 +53,7 @@ DeviceGroup::Maker maker(py::object made_in_python) {
           },
           [held](const char* call) {
             const py::gil_scoped_acquire gil;
-            held->attr("connect")(call);
+            return engine_of(held->attr("connect")(call).cast<py::capsule>());
           }};
 }
 
@@ -55,6 +65,9 @@ PYBIND11_MODULE(_c10d, m) {
   py::module_::import("torch._C._distributed_c10d");
   py::register_exception_translator(ringcomm::translate);
   m.attr("built_for") = TORCH_VERSION;
+
+  m.def("wire_over", &ringcomm::wire_over, py::arg("group"), py::arg("name"),
+        "A wire between hosts over the sends and receives of a process group's backend, as a capsule for _C.");
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>> backend(m, "Backend");
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(backend, "Options")

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bind/define.h"
 #include "bind/error_class.h"
 #include "bind/plain_array.h"
 #include "core/engine.h"
@@ -141,6 +142,21 @@ void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uint
     packing.pieces.push_back({reinterpret_cast<const void*>(source), reinterpret_cast<void*>(target), count});
   const py::gil_scoped_release release;
   engine.pack(packing);
+}
+
+void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::uintptr_t output, std::size_t count,
+             int dtype, int op, int divisor, std::uintptr_t stream) {
+  Combining combining;
+  combining.dtype = checked(dtype, DType::kBool, "dtype");
+  combining.op = checked(op, ReduceOp::kBxor, "reduce_op");
+  combining.first = reinterpret_cast<const void*>(first);
+  combining.second = reinterpret_cast<const void*>(second);
+  combining.output = reinterpret_cast<void*>(output);
+  combining.count = count;
+  combining.divisor = divisor;
+  combining.stream = stream;
+  const py::gil_scoped_release release;
+  engine.combine(combining);
 }
 
 // Every rank's byte string, by rank: lengths first, then all strings padded to the longest. Its memory is the host's.
@@ -316,17 +332,6 @@ py::capsule to_capsule(const std::shared_ptr<Engine>& engine) {
   });
 }
 
-// An engine may still wait for its own threads when it goes, and they must not meet a held GIL.
-std::shared_ptr<Engine> share_beside_python(std::unique_ptr<Engine> engine) {
-  std::shared_ptr<Engine> owner = share(std::move(engine));
-  Engine* const raw = owner.get();
-  return std::shared_ptr<Engine>(raw, [owner = std::move(owner)](Engine*) mutable {
-    if (!PyGILState_Check()) return owner.reset();
-    const py::gil_scoped_release release;
-    owner.reset();
-  });
-}
-
 void define_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine", "One rank of one communicator; see core/engine.h.");
   engine
@@ -340,6 +345,8 @@ void define_engine(py::module_& m) {
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world_size", &Engine::world_size)
       .def_property_readonly("aborted", &Engine::aborted)
+      .def_property_readonly("closed", &Engine::closed)
+      .def_property_readonly("why_aborted", &Engine::why_aborted)
       .def_property("timeout_ms", &Engine::timeout, &Engine::set_timeout)
       .def("handle", [](const Engine& self) { return py::bytes(self.handle()); })
       .def("connect", &Engine::connect, py::arg("handles"), py::call_guard<py::gil_scoped_release>())
@@ -363,6 +370,8 @@ void define_engine(py::module_& m) {
       .def("run_list", &run_list, py::arg("calls"))
       .def("pack", &pack, py::arg("pieces"), py::arg("from_dtype"), py::arg("to_dtype"), py::arg("factor") = 1.0,
            py::arg("stream") = 0)
+      .def("combine", &combine, py::arg("first"), py::arg("second"), py::arg("output"), py::arg("count"),
+           py::arg("dtype"), py::arg("reduce_op"), py::arg("divisor") = 1, py::arg("stream") = 0)
       .def("capsule", &to_capsule);
   const auto define_call = [&](const char* method, auto function) {
     engine.def(method, function, py::arg("op"), py::arg("dtype"), py::arg("reduce_op"), py::arg("algorithm"),
@@ -418,6 +427,17 @@ py::tuple ring_step_of(int rank, int world_size, int step) {
 }
 
 }  // namespace
+
+std::shared_ptr<Engine> share_beside_python(std::unique_ptr<Engine> engine) {
+  std::shared_ptr<Engine> owner = share(std::move(engine));
+  Engine* const raw = owner.get();
+  return std::shared_ptr<Engine>(raw, [owner = std::move(owner)](Engine*) mutable {
+    if (!PyGILState_Check()) return owner.reset();
+    const py::gil_scoped_release release;
+    owner.reset();
+  });
+}
+
 }  // namespace ringcomm
 
 PYBIND11_MODULE(_C, m) {
@@ -427,6 +447,9 @@ PYBIND11_MODULE(_C, m) {
   define_request(m);
   define_engine(m);
   define_norm(m);
+  define_simulate(m);
+  define_hosts(m);
+  define_nccl(m);
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);

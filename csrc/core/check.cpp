@@ -22,6 +22,13 @@ bool can_cast(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 
+bool has_8_bits(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
+
+bool can_cast(DType from, DType to) {
+  if (from == to || (can_cast(from) && can_cast(to))) return true;
+  return (has_8_bits(from) && to == DType::kFloat32) || (from == DType::kFloat32 && has_8_bits(to));
+}
+
 }  // namespace
 
 std::uint64_t agreed_count(const Call& call, int world_size) {
@@ -71,17 +78,15 @@ void check_call(const Call& call, int rank, int world_size) {
 }
 
 void check_packing(const Packing& packing, int rank) {
-  const bool floats = is_float(packing.from) && is_float(packing.to);
-  if (packing.from != packing.to && !(floats && can_cast(packing.from) && can_cast(packing.to)))
+  if (!can_cast(packing.from, packing.to))
     fail(ErrorCode::kUnsupported, "pack: rank ", rank,
-         " expected float32, float64, float16 and bfloat16 where types "
-         "differ, got ",
-         name(packing.from), " to ", name(packing.to), "; convert the tensors first");
-  if (packing.factor != 1.0 && !can_cast(packing.from))
-    fail(ErrorCode::kUnsupported, "pack: rank ", rank,
-         " expected float32, float64, float16 or bfloat16 with a factor, "
+         " expected two of float32, float64, float16 and bfloat16 where types differ, or float32 and an 8-bit float, "
          "got ",
-         name(packing.from), "; leave the factor out");
+         name(packing.from), " to ", name(packing.to), "; convert the tensors first");
+  if (packing.factor != 1.0 && !can_cast(packing.from) && packing.to != DType::kFloat32)
+    fail(ErrorCode::kUnsupported, "pack: rank ", rank,
+         " expected float32, float64, float16 or bfloat16 with a factor, got ", name(packing.from),
+         "; leave the factor out");
   for (const Packing::Piece& piece : packing.pieces)
     if (piece.count && (!piece.source || !piece.target))
       fail(ErrorCode::kInvalid, "pack: rank ", rank, " expected memory for ", piece.count,

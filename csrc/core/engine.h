@@ -104,8 +104,8 @@ struct EngineOptions {
 };
 
 // Elements of several tensors into one bucket or back: element i of source piece p becomes element i of target piece p,
-// times `factor`. Types differ for floats only: widened exactly, multiplied in float32 (float64 if either is), rounded
-// once.
+// times `factor`. Types differ for floats only, 8-bit ones from float32 only: widened exactly, multiplied in float32
+// (float64 if either is), rounded once.
 struct Packing {
   DType from = DType::kFloat32, to = DType::kFloat32;
   double factor = 1.0;
@@ -179,6 +179,7 @@ class Engine {
   // Finishes what is queued, collectives and sends; receives still open end with an error. Local: peers may close
   // later.
   virtual void close() = 0;
+  virtual bool closed() const = 0;
   // Whether the caller is a thread of this engine, running a callback: such a one must not destroy it.
   virtual bool runs_this_thread() const = 0;
   // Facts for people: (name, value) pairs such as ("isa", "avx512").

@@ -1,6 +1,8 @@
-// In place of the CUDA engine, where it was not built. RINGCOMM_NO_CUDA says why; it comes from CMake.
+// In place of the CUDA engine and of NCCL's wire, where they were not built. RINGCOMM_NO_CUDA says why; it comes from
+// CMake.
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/wire.h"
 
 namespace ringcomm {
 
@@ -10,6 +12,16 @@ std::string why_no_cuda() {
 
 std::unique_ptr<Engine> make_cuda_engine(int rank, int, const EngineOptions&) {
   fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine 'cuda', but ", why_no_cuda());
+}
+
+std::string why_no_nccl(const std::string&) { return concat("NCCL moves memory of GPUs, and ", why_no_cuda()); }
+
+std::string nccl_version(const std::string& path) { fail(ErrorCode::kUnsupported, why_no_nccl(path)); }
+
+std::string nccl_unique_id(const std::string& path) { fail(ErrorCode::kUnsupported, why_no_nccl(path)); }
+
+std::unique_ptr<Wire> make_nccl_wire(const NcclOptions& options) {
+  fail(ErrorCode::kUnsupported, why_no_nccl(options.path));
 }
 
 }  // namespace ringcomm

@@ -33,10 +33,12 @@ struct Round {
 };
 
 // Thrown by a wire; the engine makes a sentence of it.
-struct WireFailure {
+struct __attribute__((visibility("default"))) WireFailure {
   int peer;          // rank that did not answer; -1: nobody in particular
   bool late;         // the limit has passed
   std::string what;  // what the library says
+  // Where terms differ: this rank's and the peer's, as swapped.
+  std::string mine = {}, theirs = {};
 };
 
 // The rounds of one walk, in order: start(0), finish(0), start(1), ...
@@ -66,8 +68,8 @@ class Wire {
                                         std::uintptr_t stream) = 0;
 
   // A walk whose messages match those of the walks that its peers open in the same `slot`, in the order of opening.
-  // Walks in different slots may be under way at once; every rank starts the rounds of those that it shares with another
-  // rank in the same order. Receives may begin as soon as the walk is open.
+  // Walks in different slots may be under way at once; every rank starts the rounds of those that it shares with
+  // another rank in the same order. Receives may begin as soon as the walk is open.
   virtual std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
                                          std::uintptr_t stream) = 0;
 
@@ -99,5 +101,27 @@ class Wire {
   virtual std::uint64_t sent_bytes() const = 0;
   virtual std::vector<std::pair<std::string, std::string>> describe() const { return {}; }
 };
+
+// ---- NCCL, loaded at run time --------------------------------------------------------------------------------------
+
+// Ids that a wire needs: of the rounds, of messages from lower to higher ranks, of messages from higher to lower ones.
+inline constexpr std::size_t kNcclIds = 3;
+
+struct NcclOptions {
+  std::string path;  // of libnccl.so.2; empty: one that is loaded already, else what the loader finds
+  int rank = 0, world_size = 1;
+  std::vector<std::string> unique_ids;  // kNcclIds of them, the same on all ranks
+  int device = 0;
+  std::int64_t timeout_ms = 30 * 60 * 1000;  // for all ranks to come
+};
+
+// A collective call of all ranks. Throws kUnsupported without a usable NCCL, kTimeout, kSystem.
+std::unique_ptr<Wire> make_nccl_wire(const NcclOptions& options);
+// For one rank to make and all to know.
+std::string nccl_unique_id(const std::string& path);
+// Why make_nccl_wire cannot work with the library there, in one sentence; empty if it can.
+std::string why_no_nccl(const std::string& path);
+// Such as "2.30.7". Throws kUnsupported.
+std::string nccl_version(const std::string& path);
 
 }  // namespace ringcomm

@@ -109,6 +109,7 @@ class CpuEngine final : public Engine {
     p2p_->stop();
   }
 
+  bool closed() const override { return closed_.load(); }
   bool runs_this_thread() const override { return queue_->runs_this_thread() || p2p_->runs_this_thread(); }
 
   std::vector<std::pair<std::string, std::string>> describe() const override {

@@ -36,6 +36,20 @@ void dispatch_castable(DType dtype, F&& body) {
       not_in_this_build(dtype, ReduceOp::kSum);
   }
 }
+template <typename F>
+void dispatch_8_bits(DType dtype, F&& body) {
+  if (dtype == DType::kFloat8E4M3) return body(TypeTag<Float8E4M3>{});
+  if (dtype == DType::kFloat8E5M2) return body(TypeTag<Float8E5M2>{});
+  not_in_this_build(dtype, ReduceOp::kSum);
+}
+
+// body(from, to) for every pair of types that check_packing lets through.
+template <typename F>
+void dispatch_cast(DType from, DType to, F&& body) {
+  if (element_bytes(from) == 1) return dispatch_8_bits(from, [&](auto source) { body(source, TypeTag<float>{}); });
+  if (element_bytes(to) == 1) return dispatch_8_bits(to, [&](auto target) { body(TypeTag<float>{}, target); });
+  dispatch_castable(from, [&](auto source) { dispatch_castable(to, [&](auto target) { body(source, target); }); });
+}
 
 }  // namespace
 
@@ -45,11 +59,9 @@ void pack(const Packing& packing) {
       if (piece.count) std::memcpy(piece.target, piece.source, piece.count * element_bytes(packing.from));
     return;
   }
-  dispatch_castable(packing.from, [&](auto from) {
-    dispatch_castable(packing.to, [&](auto to) {
-      for (const Packing::Piece& piece : packing.pieces)
-        convert<typename decltype(from)::type, typename decltype(to)::type>(piece, packing.factor);
-    });
+  dispatch_cast(packing.from, packing.to, [&](auto from, auto to) {
+    for (const Packing::Piece& piece : packing.pieces)
+      convert<typename decltype(from)::type, typename decltype(to)::type>(piece, packing.factor);
   });
 }
 

@@ -64,4 +64,10 @@ void check_memory(const Packing::Piece& piece, int device, int rank) {
   check_address("pack", piece.target, "target", device, rank);
 }
 
+void check_memory(const Combining& combining, int device, int rank) {
+  check_address("combine", combining.first, "first message", device, rank);
+  check_address("combine", combining.second, "second message", device, rank);
+  check_address("combine", combining.output, "output", device, rank);
+}
+
 }  // namespace ringcomm::cuda

@@ -12,5 +12,6 @@ void check_stream(const char* call, std::uintptr_t stream, int rank);
 // Memory that `device`, the current one, can reach by itself.
 void check_memory(const Call& call, int device, int rank);
 void check_memory(const Packing::Piece& piece, int device, int rank);
+void check_memory(const Combining& combining, int device, int rank);
 
 }  // namespace ringcomm::cuda

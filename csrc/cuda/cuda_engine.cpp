@@ -6,12 +6,13 @@
 #include <atomic>
 
 #include "core/check.h"
-#include "core/dispatch.h"
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/parts.h"
+#include "core/schedule.h"
 #include "cuda/call_checks.h"
 #include "cuda/context.h"
+#include "cuda/local.h"
 #include "cuda/request.h"
 #include "cuda/team.h"
 #include "cuda/transfer.h"
@@ -95,6 +96,7 @@ class CudaEngine final : public Engine {
   }
   std::int64_t timeout() const override { return context_->timeout_ms; }
   void close() override;
+  bool closed() const override { return context_->closed.load(); }
   bool runs_this_thread() const override { return watcher_->runs_this_thread(); }
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
@@ -300,41 +302,16 @@ void CudaEngine::pack(const Packing& packing) {
   check_open("pack");
   check_packing(packing, rank());
   check_stream("pack", packing.stream, rank());
-  const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
-  if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const DeviceGuard guard(context_->device(), rank());
-  for (const Packing::Piece& piece : packing.pieces) check_memory(piece, context_->device(), rank());
-  const Setting setting = context_->setting();
-  const int threads = setting.threads ? setting.threads : kUsualBlockThreads;
-  const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
-  PackArgs args;
-  args.factor = packing.factor;
-  args.scaled = packing.factor != 1.0;
-  args.num_pieces = 0;
-  std::uint64_t total = 0;
-  const auto flush = [&] {
-    if (total == 0) return;
-    const std::uint64_t useful = ceil_div(total, static_cast<std::uint64_t>(threads) * 8);
-    launch(kernel, "pack", dim3(static_cast<unsigned>(smaller(useful, room))), threads, args,
-           reinterpret_cast<cudaStream_t>(packing.stream), false, rank());
-    args.num_pieces = 0;
-    total = 0;
-  };
-  for (const Packing::Piece& piece : packing.pieces) {
-    if (piece.count == 0) continue;
-    const int p = args.num_pieces++;
-    args.source[p] = static_cast<const char*>(piece.source);
-    args.target[p] = static_cast<char*>(piece.target);
-    args.end[p] = total += piece.count;
-    if (args.num_pieces == kMaxPieces) flush();
-  }
-  flush();
+  cuda::pack(packing, *context_);
 }
 
 void CudaEngine::combine(const Combining& combining) {
   check_open("combine");
   check_combining(combining, rank());
-  fail(ErrorCode::kUnsupported, "combine: rank ", rank(), " asked the cuda engine for what it does not have yet");
+  check_stream("combine", combining.stream, rank());
+  const DeviceGuard guard(context_->device(), rank());
+  cuda::combine(combining, *context_);
 }
 
 void CudaEngine::synchronize(std::uintptr_t stream) {

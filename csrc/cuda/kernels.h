@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/args.h"
+#include "cuda/combine_args.h"
 #include "cuda/pack_args.h"
 
 namespace ringcomm::cuda {
@@ -30,8 +31,11 @@ Kernel<CallArgs> ring_copy_kernel();
 Kernel<CopyArgs> copy_kernel();
 // send and recv between processes.
 Kernel<TransferArgs> transfer_kernel();
-// Bucket packing; see pack_args.h. Any two of float32, float64, float16 and bfloat16; else from == to, not scaled.
+// Bucket packing; see pack_args.h. Any two of float32, float64, float16 and bfloat16; float32 with an 8-bit float; else
+// from == to, not scaled.
 // Threads of a block: a multiple of a warp. Null: no such cast.
 Kernel<PackArgs> pack_kernel(DType from, DType to);
+// Two messages into one; see combine_args.h. `dtype` and `op` as arithmetic_of gives them.
+Kernel<CombineArgs> combine_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

@@ -141,6 +141,12 @@ Kernel<PackArgs> pack_from(DType to) {
       return nullptr;
   }
 }
+// An 8-bit float goes to float32 and back, no further.
+template <typename Narrow>
+Kernel<PackArgs> pack_from_narrow(DType to, DType narrow) {
+  if (to == DType::kFloat32) return pack<Narrow, float>;
+  return to == narrow ? pack<std::uint8_t, std::uint8_t> : nullptr;
+}
 Kernel<PackArgs> copy_of(std::size_t element) {
   switch (element) {
     case 1:
@@ -159,6 +165,8 @@ Kernel<PackArgs> copy_of(std::size_t element) {
 Kernel<PackArgs> pack_kernel(DType from, DType to) {
   switch (from) {
     case DType::kFloat32:
+      if (to == DType::kFloat8E4M3) return pack<float, Float8E4M3>;
+      if (to == DType::kFloat8E5M2) return pack<float, Float8E5M2>;
       return pack_from<float>(to);
     case DType::kFloat64:
       return pack_from<double>(to);
@@ -166,6 +174,10 @@ Kernel<PackArgs> pack_kernel(DType from, DType to) {
       return pack_from<Float16>(to);
     case DType::kBFloat16:
       return pack_from<BFloat16>(to);
+    case DType::kFloat8E4M3:
+      return pack_from_narrow<Float8E4M3>(to, from);
+    case DType::kFloat8E5M2:
+      return pack_from_narrow<Float8E5M2>(to, from);
     default:
       return from == to ? copy_of(element_bytes(from)) : nullptr;
   }

@@ -1,5 +1,6 @@
-// The bucket kernels on the emulator: random lists of tensors into one bucket and back, in all casts, aligned or not,
-// against the rule (widened, multiplied, rounded once) element by element.
+// The kernels of a rank's own memory on the emulator. Buckets: random lists of tensors into one and back, in all casts,
+// aligned or not, against the rule (widened, multiplied, rounded once) element by element. Two messages into one: all
+// types and operators, in place or not, against the arithmetic of core/reduce.h.
 //
 //   cuda_pack_test [quick | number of cases [first seed]]
 #include <cmath>
@@ -26,7 +27,7 @@ template <typename F>
 void dispatch_castable(DType dtype, F&& body) {
   dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (std::is_floating_point_v<typename Element<T>::Acc> && sizeof(T) > 1) body(tag);
+    if constexpr (std::is_floating_point_v<typename Element<T>::Acc>) body(tag);
   });
 }
 
@@ -36,6 +37,11 @@ class PackCall {
     const bool casts = random.one_in(2);
     from_ = casts ? castable(random) : static_cast<DType>(random.below(static_cast<int>(DType::kBool) + 1));
     to_ = casts ? castable(random) : from_;
+    if (casts && random.one_in(3)) {  // an 8-bit float and float32
+      from_ = random.pick({DType::kFloat8E4M3, DType::kFloat8E5M2});
+      to_ = DType::kFloat32;
+      if (random.one_in(2)) std::swap(from_, to_);
+    }
     scaled_ = casts && random.one_in(2);
     factor_ = scaled_ ? random.pick({0.25, 1.0 / 3, -7.0}) : 1.0;
     args_.factor = factor_;
@@ -128,10 +134,98 @@ std::string one_call(std::uint64_t seed) {
 }
 
 std::string casts_that_are_not(std::uint64_t) {
-  const bool none = !cuda::pack_kernel(DType::kInt32, DType::kInt64) &&
-                    !cuda::pack_kernel(DType::kFloat32, DType::kFloat8E4M3) &&
-                    !cuda::pack_kernel(DType::kInt32, DType::kFloat32);
+  const bool none =
+      !cuda::pack_kernel(DType::kInt32, DType::kInt64) && !cuda::pack_kernel(DType::kFloat16, DType::kFloat8E4M3) &&
+      !cuda::pack_kernel(DType::kFloat8E5M2, DType::kFloat64) &&
+      !cuda::pack_kernel(DType::kFloat8E5M2, DType::kFloat8E4M3) && !cuda::pack_kernel(DType::kInt32, DType::kFloat32);
   return none ? "" : "a cast that there should not be";
+}
+
+// ---- two messages into one
+
+template <typename T, typename Combine>
+T combined(T first, T second, Combine, ReduceOp op, int divisor) {
+  auto value = Combine::apply(Element<T>::load(first), Element<T>::load(second));
+  if (op == ReduceOp::kAvg) value = divide(value, divisor);
+  return Element<T>::store(value);
+}
+
+class CombineCall {
+ public:
+  explicit CombineCall(Random& random) {
+    do {
+      dtype_ = static_cast<DType>(random.below(static_cast<int>(DType::kBool) + 1));
+      op_ = static_cast<ReduceOp>(random.below(static_cast<int>(ReduceOp::kBxor) + 1));
+    } while (!supports(dtype_, op_) || op_ == ReduceOp::kPremulSum);
+    const std::size_t element = element_bytes(dtype_);
+    count_ = random.count(3000);
+    for (int i = 0; i < 3; ++i)
+      memory_.emplace_back(count_ * element, random.one_in(3) ? element * random.below(16 / element) : 0);
+    for (int i = 0; i < 2; ++i) {
+      fill(dtype_, memory_[i].data(), count_, random);
+      before_.emplace_back(memory_[i].data(), count_ * element);
+    }
+    output_ = random.between(0, 2);
+    divisor_ = random.between(1, 9);
+  }
+
+  bool run(Random& random, std::string& error) const {
+    const cuda::Arithmetic arithmetic = cuda::arithmetic_of(dtype_, op_);
+    cuda::CombineArgs args{};
+    args.first = memory_[0].data();
+    args.second = memory_[1].data();
+    args.output = memory_[output_].data();
+    args.count = count_ * static_cast<std::uint64_t>(arithmetic.scale);
+    args.op = op_;
+    args.divisor = divisor_;
+    emulator::Options options;
+    options.seed = random.next();
+    emulator::Simulation simulation(options);
+    const unsigned threads = cuda::kWarp * random.between(1, 3);
+    simulation.launch("combine", cuda::combine_kernel(arithmetic.dtype, arithmetic.op), dim3(random.between(1, 3)),
+                      dim3(threads), args);
+    const bool ok = simulation.run();
+    error = simulation.error;
+    return ok;
+  }
+  std::string wrong() const {
+    std::string what;
+    dispatch_reduce(dtype_, op_, [&](auto tag, auto combine) {
+      using T = typename decltype(tag)::type;
+      for (std::size_t i = 0; i < count_ && what.empty(); ++i) {
+        T two[2], got;
+        for (int k = 0; k < 2; ++k) std::memcpy(&two[k], before_[k].data() + i * sizeof(T), sizeof(T));
+        std::memcpy(&got, memory_[output_].data() + i * sizeof(T), sizeof(T));
+        const T want = combined(two[0], two[1], combine, op_, divisor_);
+        if (std::memcmp(&got, &want, sizeof(T)) != 0) what = "element " + std::to_string(i);
+      }
+    });
+    for (int k = 0; k < 2; ++k)
+      if (k != output_ && std::memcmp(memory_[k].data(), before_[k].data(), before_[k].size()) != 0)
+        what = "an input was written";
+    return what;
+  }
+  std::string what() const {
+    return std::string(name(dtype_)) + ' ' + name(op_) + ", " + std::to_string(count_) + " elements, output " +
+           std::to_string(output_) + ": ";
+  }
+
+ private:
+  DType dtype_;
+  ReduceOp op_;
+  std::size_t count_ = 0;
+  int output_ = 2, divisor_ = 1;  // 0 and 1: in place of a message
+  std::vector<Memory> memory_;
+  std::vector<std::string> before_;
+};
+
+std::string one_combine(std::uint64_t seed) {
+  Random random(seed);
+  const CombineCall call(random);
+  std::string error;
+  if (!call.run(random, error)) return call.what() + error;
+  const std::string wrong = call.wrong();
+  return wrong.empty() ? "" : call.what() + wrong;
 }
 
 }  // namespace
@@ -144,5 +238,6 @@ int main(int argc, char** argv) {
   const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   int bad = run_cases("pack", cases, first, one_call);
   bad += run_cases("pack, casts that are not", 1, first, casts_that_are_not);
+  bad += run_cases("combine", cases, first, one_combine);
   return bad != 0;
 }

@@ -1,0 +1,54 @@
+// The user's sends and receives over a backend of torch.distributed: a header with tag and length goes before the
+// bytes, so that a receive takes the oldest message that has its tag, and a wrong length is an error and no accident.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "bind/c10d_wire.h"
+
+namespace ringcomm {
+
+// One thread for each peer and direction, started by its first message.
+class GroupMessages {
+ public:
+  explicit GroupMessages(std::shared_ptr<GroupLink> link) : link_(std::move(link)) {}
+  ~GroupMessages() { close(); }
+
+  std::shared_ptr<Request> submit(const Call& call, std::int64_t limit_ms);
+  // Waits for what was sent; receives still open end with an error.
+  void close();
+
+ private:
+  class Item;
+  using ItemPtr = std::shared_ptr<Item>;
+  struct Arrived {  // before its receive
+    int tag;
+    std::vector<char> bytes;
+  };
+  struct Way {  // to a peer, or from it
+    std::deque<ItemPtr> open;
+    std::vector<Arrived> arrived;
+    std::thread thread;
+  };
+
+  void send_all(int peer, Way& way);
+  void receive_all(int peer, Way& way);
+  // The oldest arrived message with the item's tag goes there. Whether there was one.
+  bool hand_over(Way& way, Item& item);
+  void read_one(int peer, Way& way, WireClock::time_point limit);
+  void fail(Way& way, const WireFailure& failure);
+
+  const std::shared_ptr<GroupLink> link_;
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::map<std::pair<bool, int>, Way> ways_;  // by whether it sends, and peer
+  bool closing_ = false;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,178 @@
+#include "bind/c10d_wire.h"
+
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "bind/c10d_messages.h"
+#include "core/error.h"
+
+namespace ringcomm {
+
+namespace {
+
+std::vector<at::Tensor> tensor_of(const Message& message) {
+  const auto count = static_cast<std::int64_t>(message.nbytes);
+  return {at::from_blob(message.data, {count}, at::TensorOptions().dtype(at::kByte))};
+}
+
+// A library's error in one line.
+std::string first_line(const char* what) {
+  const std::string text(what);
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+// ---- sends and receives
+
+// While it lives, an abort finds the work.
+class GroupLink::Registered {
+ public:
+  Registered(GroupLink& link, const GroupWork& work) : link_(link), work_(work) {
+    const std::lock_guard<std::mutex> lock(link_.mutex_);
+    link_.waited_for_.insert(work_);
+  }
+  ~Registered() {
+    const std::lock_guard<std::mutex> lock(link_.mutex_);
+    link_.waited_for_.erase(work_);
+  }
+
+ private:
+  GroupLink& link_;
+  const GroupWork& work_;
+};
+
+void GroupLink::refuse(int peer) const { throw WireFailure{peer, false, "the communicator was aborted"}; }
+
+GroupWork GroupLink::send(const Message& message, int tag) {
+  if (aborted()) refuse(message.peer);
+  auto tensors = tensor_of(message);
+  sent_bytes_.fetch_add(message.nbytes, std::memory_order_relaxed);
+  try {
+    return backend_->send(tensors, message.peer, tag);
+  } catch (const std::exception& error) {
+    throw WireFailure{message.peer, false, first_line(error.what())};
+  }
+}
+
+GroupWork GroupLink::recv(const Message& message, int tag) {
+  if (aborted()) refuse(message.peer);
+  auto tensors = tensor_of(message);
+  try {
+    return backend_->recv(tensors, message.peer, tag);
+  } catch (const std::exception& error) {
+    throw WireFailure{message.peer, false, first_line(error.what())};
+  }
+}
+
+void GroupLink::wait(const GroupWork& work, int peer, WireClock::time_point limit) {
+  const Registered registered(*this, work);
+  if (aborted()) refuse(peer);
+  using std::chrono::duration_cast;
+  using std::chrono::milliseconds;
+  const auto left = std::max(milliseconds(1), duration_cast<milliseconds>(limit - WireClock::now()));
+  bool done = false;
+  try {
+    done = work->wait(left);
+  } catch (const std::exception& error) {
+    if (aborted()) refuse(peer);
+    throw WireFailure{peer, WireClock::now() >= limit, first_line(error.what())};
+  }
+  if (!done) refuse(peer);
+}
+
+void GroupLink::abort() {
+  aborted_.store(true);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const GroupWork& work : waited_for_) work->abort();
+}
+
+namespace {
+
+// ---- walks
+
+class GroupWalk final : public WireWalk {
+ public:
+  GroupWalk(GroupLink& link, int slot, std::vector<Round> rounds, WireClock::time_point limit)
+      : link_(link), tag_(GroupLink::kFirstSlot + slot), limit_(limit), rounds_(std::move(rounds)) {
+    for (const Round& round : rounds_) {
+      std::vector<GroupWork> works;
+      for (const Message& message : round.recvs) works.push_back(link_.recv(message, tag_));
+      receiving_.push_back(std::move(works));
+    }
+  }
+  void start(int round) override {
+    sending_.clear();
+    for (const Message& message : rounds_[round].sends) sending_.push_back(link_.send(message, tag_));
+  }
+  void finish(int round) override {
+    for (std::size_t i = 0; i < receiving_[round].size(); ++i)
+      link_.wait(receiving_[round][i], rounds_[round].recvs[i].peer, limit_);
+    for (std::size_t i = 0; i < sending_.size(); ++i) link_.wait(sending_[i], rounds_[round].sends[i].peer, limit_);
+  }
+
+ private:
+  GroupLink& link_;
+  const int tag_;
+  const WireClock::time_point limit_;
+  const std::vector<Round> rounds_;
+  std::vector<std::vector<GroupWork>> receiving_;
+  std::vector<GroupWork> sending_;
+};
+
+class GroupWire final : public Wire {
+ public:
+  GroupWire(BackendPtr backend, std::string name)
+      : link_(std::make_shared<GroupLink>(std::move(backend))), name_(std::move(name)), messages_(link_) {}
+
+  const char* kind() const override { return name_.c_str(); }
+
+  std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
+    std::vector<std::string> theirs;
+    std::vector<GroupWork> sends, recvs;
+    for (const Terms& each : terms) theirs.emplace_back(each.mine.size(), '\0');
+    for (std::size_t i = 0; i < terms.size(); ++i)
+      recvs.push_back(link_->recv({terms[i].peer, theirs[i].data(), theirs[i].size()}, GroupLink::kTerms));
+    for (const Terms& each : terms)
+      sends.push_back(
+          link_->send({each.peer, const_cast<char*>(each.mine.data()), each.mine.size()}, GroupLink::kTerms));
+    for (const auto* works : {&recvs, &sends})
+      for (std::size_t i = 0; i < terms.size(); ++i) link_->wait((*works)[i], terms[i].peer, limit);
+    return theirs;
+  }
+
+  std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
+                                 std::uintptr_t) override {
+    return std::make_unique<GroupWalk>(*link_, slot, std::move(rounds), limit);
+  }
+  std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override {
+    return messages_.submit(call, limit_ms);
+  }
+
+  void* allocate(std::size_t nbytes) override {
+    void* const memory = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+  }
+  void release(void* data) override { std::free(data); }
+
+  void abort() override { link_->abort(); }
+  void close() override { messages_.close(); }
+  std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
+
+ private:
+  const std::shared_ptr<GroupLink> link_;
+  const std::string name_;
+  GroupMessages messages_;
+};
+
+}  // namespace
+
+std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name) {
+  return std::make_shared<GroupWire>(std::move(backend), std::move(name));
+}
+
+}  // namespace ringcomm

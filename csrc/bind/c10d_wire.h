@@ -1,0 +1,50 @@
+// A wire over send and receive of any backend of torch.distributed, such as Gloo, on the host's memory.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "core/wire.h"
+
+namespace ringcomm {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using GroupWork = c10::intrusive_ptr<c10d::Work>;
+
+// Sends and receives in flight, which an abort ends.
+class GroupLink {
+ public:
+  explicit GroupLink(BackendPtr backend) : backend_(std::move(backend)) {}
+
+  // Who uses which of the backend's tags.
+  enum Tag : int { kTerms = 0, kHeader = 1, kPayload = 2, kFirstSlot = 8 };
+
+  GroupWork send(const Message& message, int tag);
+  GroupWork recv(const Message& message, int tag);
+  // Blocks until it is done. Throws WireFailure, and after a limit that has passed the backend may be of no more use.
+  void wait(const GroupWork& work, int peer, WireClock::time_point limit);
+  void abort();
+  bool aborted() const { return aborted_.load(); }
+  std::uint64_t sent_bytes() const { return sent_bytes_.load(); }
+
+ private:
+  class Registered;
+  [[noreturn]] void refuse(int peer) const;
+
+  const BackendPtr backend_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<std::uint64_t> sent_bytes_{0};
+  std::mutex mutex_;
+  std::set<GroupWork> waited_for_;
+};
+
+// `name`: what people call the backend.
+std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name);
+
+}  // namespace ringcomm

@@ -1,0 +1,453 @@
+#include "core/simulate.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/error.h"
+
+namespace ringcomm::simulation {
+
+namespace {
+
+constexpr double kMostMessages = 2e10;
+constexpr double kFullMessages = 4e6;  // so many are looked at one by one, in a tenth of a second
+constexpr std::size_t kAlignBytes = 64;
+
+// Who walks together: the ranks of each host, those with one place on every host (a lane), or all.
+enum class Among : std::uint8_t { kHost, kLane, kAll };
+
+// One walk of all groups of ranks at once.
+struct Exchange {
+  Among among;
+  Between kind;
+  int members;
+  int first_round, last_round;
+  bool reduces;
+  bool whole;                    // every message is the whole window, not a chunk (one shot)
+  std::vector<WindowCut> cuts;   // of each lane; of all groups, if there is one
+  std::size_t element_bytes[2];  // in the half that reduces, and in that which gathers
+  LinkClass timing;
+
+  const WindowCut& cut(int group) const { return cuts.size() == 1 ? cuts[0] : cuts[group]; }
+  int half() const { return reducing_rounds(kind, members); }
+  std::size_t windows() const { return cuts[0].windows(); }  // the first is the longest
+};
+
+class Simulation {
+ public:
+  Simulation(const Cluster& cluster, const Question& question)
+      : cluster_(cluster),
+        question_(question),
+        hosts_(cluster.hosts),
+        lanes_(cluster.ranks_per_host),
+        folded_(folds()),
+        ranks_(folded_ ? lanes_ : hosts_ * lanes_),
+        clock_(ranks_, 0.0),
+        posted_(ranks_),
+        port_out_(ranks_, 0.0),
+        port_in_(ranks_, 0.0),
+        inside_bytes_(ranks_, 0),
+        messages_(ranks_, 0) {
+    const int nics = cluster.shared_nic ? ranks_ / lanes_ : ranks_;
+    nic_out_.assign(nics, 0.0);
+    nic_in_.assign(nics, 0.0);
+    between_bytes_.assign(ranks_, 0);
+    if (!cluster.start_us.empty()) clock_ = cluster.start_us;
+    order_.resize(ranks_);
+    std::iota(order_.begin(), order_.end(), 0);
+  }
+
+  Answer run() {
+    if (question_.flat)
+      flat();
+    else
+      layered();
+    return answer();
+  }
+
+ private:
+  // ---- whether one host stands for all -----------------------------------------------------------------------------
+
+  // Where the longest chunk is not as long as all others, only if there is too much to look at.
+  bool folds() const {
+    if (!question_.fold || !cluster_.equal() || question_.collective == Collective::kBroadcast) return false;
+    const double ranks = 1.0 * hosts_ * lanes_;
+    if (question_.flat) {
+      const WindowCut all = cut(question_.count, hosts_ * lanes_, cluster_.between);
+      // Hosts whose ranks share a link are not alike at every moment of a direct exchange.
+      const bool alike = !cluster_.shared_nic || question_.between != Between::kDirect;
+      return (alike && is_even(all)) || ranks * messages(question_.between, hosts_ * lanes_, all) > kFullMessages;
+    }
+    const bool to_all = question_.collective == Collective::kAllToAll;
+    const WindowCut inside = cut(question_.count, lanes_, cluster_.inside),
+                    between = cut(to_all ? question_.count : lane_count(0), hosts_, cluster_.between);
+    const bool even = is_even(inside) && is_even(between) && (to_all || lane_count(lanes_ - 1) == lane_count(0));
+    const double each = messages(Between::kDirect, lanes_, inside) + messages(question_.between, hosts_, between);
+    return even || ranks * each > kFullMessages;
+  }
+  static bool is_even(const WindowCut& cut) { return cut.count == cut.windows() * cut.chunks * cut.slice_elements; }
+  static double messages(Between kind, int members, const WindowCut& cut) {
+    return 1.0 * cut.windows() * num_rounds(kind, members) * num_hops(kind, members);
+  }
+
+  // ---- which walks a collective is ---------------------------------------------------------------------------------
+
+  void flat() {
+    const int all = hosts_ * lanes_;
+    if (question_.collective == Collective::kBroadcast) return chain(Among::kAll, all, question_.count);
+    Exchange e = exchange(Among::kAll, question_.between, all, cluster_.between);
+    e.cuts = {cut(question_.count, all, cluster_.between)};
+    take_part(e);
+  }
+
+  void layered() {
+    const bool reduces =
+        question_.collective == Collective::kAllReduce || question_.collective == Collective::kReduceScatter;
+    switch (question_.collective) {
+      case Collective::kAllReduce:
+        if (hosts_ == 1 && question_.inside == Inside::kOneshot) return oneshot();
+        inside(true, reduces);
+        lanes();
+        return inside(false, reduces);
+      case Collective::kReduceScatter:
+        inside(true, reduces);
+        return lanes();
+      case Collective::kAllGather:
+        lanes();
+        return inside(false, reduces);
+      case Collective::kBroadcast:
+        return broadcast();
+      case Collective::kAllToAll:
+        inside(false, reduces);
+        return lanes();
+    }
+  }
+
+  void inside(bool first_half, bool reduces) {
+    if (lanes_ == 1) return;
+    const Between kind = question_.inside == Inside::kRing && question_.collective != Collective::kAllToAll
+                             ? Between::kRing
+                             : Between::kDirect;
+    Exchange e = exchange(Among::kHost, kind, lanes_, cluster_.inside);
+    e.cuts = {cut(question_.count, lanes_, cluster_.inside)};
+    (first_half ? e.last_round : e.first_round) = e.half();
+    e.reduces = reduces && first_half;
+    walk(e);
+  }
+
+  void lanes() {
+    if (hosts_ == 1) return;
+    Exchange e = exchange(Among::kLane, question_.between, hosts_, cluster_.between);
+    if (question_.collective != Collective::kAllToAll) {
+      e.element_bytes[0] = question_.sum_bytes;
+      e.element_bytes[1] = question_.result_bytes;
+    }
+    for (int lane = 0; lane < lanes_; ++lane) {
+      const std::size_t count = question_.collective == Collective::kAllToAll ? question_.count : lane_count(lane);
+      const WindowCut whole = cut(count, hosts_, cluster_.between);
+      e.cuts.push_back({count, hosts_, lane == 0 ? whole.slice_elements : e.cuts[0].slice_elements});
+    }
+    take_part(e);
+  }
+
+  std::size_t lane_count(int lane) const { return shard_of(question_.count, lanes_, lane, align()).count; }
+
+  // The rounds of a walk that a collective has.
+  void take_part(Exchange& e) {
+    switch (question_.collective) {
+      case Collective::kReduceScatter:
+        e.last_round = e.half();
+        break;
+      case Collective::kAllGather:
+      case Collective::kAllToAll:  // a direct exchange sends as many bytes of its own to each as a gather of one chunk
+        e.first_round = e.half();
+        break;
+      default:
+        break;
+    }
+    e.reduces = e.first_round < e.half();
+    walk(e);
+  }
+
+  void oneshot() {
+    if (lanes_ == 1) return;
+    Exchange e = exchange(Among::kHost, Between::kDirect, lanes_, cluster_.inside);
+    e.cuts = {cut(question_.count, 1, cluster_.inside)};
+    e.last_round = e.half();
+    e.reduces = e.whole = true;
+    walk(e);
+  }
+
+  // The root's host scatters, every lane is a chain of hosts, and every host gathers. Inside one host: a chain, or the
+  // same without lanes.
+  void broadcast() {
+    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, lanes_, question_.count);
+    scatter_from_root();
+    if (hosts_ > 1) chain(Among::kLane, hosts_, question_.count);
+    inside(false, false);
+  }
+
+  Exchange exchange(Among among, Between kind, int members, const LinkClass& timing) const {
+    const std::size_t element = question_.element_bytes;
+    return {among, kind, members, 0, num_rounds(kind, members), true, false, {}, {element, element}, timing};
+  }
+
+  std::size_t align() const { return larger(1, kAlignBytes / question_.element_bytes); }
+  WindowCut cut(std::size_t count, int chunks, const LinkClass& link) const {
+    std::size_t nbytes = link.slice_bytes;
+    if (nbytes == 0) return cut_windows(count, chunks, count + 1, align());
+    if (link.least_slice_bytes) {
+      const std::size_t chunk = ceil_div(count, chunks) * question_.element_bytes;
+      nbytes = smaller(nbytes, larger(link.least_slice_bytes, ceil_div(chunk, 2 * link.slots)));
+    }
+    const std::size_t most = larger(1, nbytes / question_.element_bytes);
+    return cut_windows(count, chunks, most, align());
+  }
+
+  // ---- a walk ------------------------------------------------------------------------------------------------------
+
+  int group_of(const Exchange& e, int id) const {
+    return e.among == Among::kHost ? id / lanes_ : e.among == Among::kLane ? id - id / lanes_ * lanes_ : 0;
+  }
+  int member_of(const Exchange& e, int id) const {
+    return e.among == Among::kHost ? id - id / lanes_ * lanes_ : e.among == Among::kLane ? id / lanes_ : id;
+  }
+  int id_of(const Exchange& e, int group, int member) const {
+    return e.among == Among::kHost   ? group * lanes_ + member
+           : e.among == Among::kLane ? member * lanes_ + group
+                                     : member;
+  }
+  // The rank that stands for another.
+  int stand_in(int id) const { return folded_ ? id - id / lanes_ * lanes_ : id; }
+
+  std::size_t elements(const Exchange& e, int group, const Hop& hop, std::size_t window) const {
+    const WindowCut& cut = e.cut(group);
+    if (e.whole) return cut.slice(0, window).count;
+    const std::size_t begin = cut.slice(hop.first, window).offset;
+    if (!folded_) {
+      const std::size_t end = cut.slice(hop.last - 1, window).offset + cut.slice_elements;
+      return smaller(end, cut.count) - smaller(begin, cut.count);
+    }
+    const std::size_t start = cut.slice(0, window).offset, left = smaller(start, cut.count);
+    const std::size_t in_window = smaller(cut.count - left, cut.slice_elements * cut.chunks);
+    return smaller(in_window, cut.slice(0, window).count * (hop.last - hop.first));
+  }
+  std::size_t nbytes(const Exchange& e, int group, const Hop& hop, std::size_t window, int round) const {
+    return elements(e, group, hop, window) * e.element_bytes[round >= e.half()];
+  }
+
+  void walk(const Exchange& e) {
+    const int hops = num_hops(e.kind, e.members), slots = e.timing.slots;
+    const std::size_t windows = e.windows();
+    const std::vector<int> ids = walkers(e);
+    const double messages = 1.0 * windows * (e.last_round - e.first_round) * hops * ids.size();
+    if (events_ + messages > kMostMessages)
+      fail(ErrorCode::kInvalid, "simulate: got about ", events_ + messages, " messages to look at, expected at most ",
+           kMostMessages, "; ask for fewer hosts, larger slices, or equal hosts, of which one stands for all");
+    done_.assign(static_cast<std::size_t>(ranks_) * slots, 0.0);
+    interleave(windows, e.last_round - e.first_round, slots, [&](std::size_t window, int at) {
+      const std::size_t slot = window % slots;
+      const int round = e.first_round + at;
+      for (const int id : ids) {
+        if (at > 0)
+          finish(e, id, window, round - 1, slot);
+        else if (window >= static_cast<std::size_t>(slots))
+          finish(e, id, window - slots, e.last_round - 1, slot);
+        posted_[id] = clock_[id];
+      }
+      sort_by_time(e, ids);
+      for (int hop = 0; hop < hops; ++hop)
+        for (const int id : order_) send(e, id, window, round, hop, slot);
+    });
+    const std::size_t last = smaller(windows, slots);
+    for (std::size_t window = windows - last; window < windows; ++window)
+      for (const int id : ids) finish(e, id, window, e.last_round - 1, window % slots);
+    copy_twins(e, ids);
+  }
+
+  // The rank has what was sent to it in a round, and combines it.
+  void finish(const Exchange& e, int id, std::size_t window, int round, std::size_t slot) {
+    double now = std::max(clock_[id], done_[static_cast<std::size_t>(id) * e.timing.slots + slot]);
+    if (e.reduces && round < e.half()) {
+      std::size_t combined = 0;
+      const int group = group_of(e, id), member = member_of(e, id);
+      for (int i = 0; i < num_hops(e.kind, e.members); ++i)
+        combined += nbytes(e, group, received(e.kind, e.members, member, round, i), window, round);
+      now += own_time(id, combined / (e.timing.reduce_gbps * 1e3));
+    }
+    clock_[id] = now;
+  }
+
+  void send(const Exchange& e, int id, std::size_t window, int round, int i, std::size_t slot) {
+    const int group = group_of(e, id);
+    const Hop hop = sent(e.kind, e.members, member_of(e, id), round, i);
+    const std::size_t n = nbytes(e, group, hop, window, round);
+    if (n == 0) return;
+    const int to = id_of(e, group, hop.peer), peer = stand_in(to);
+    clock_[id] += own_time(id, e.timing.overhead_us);
+    const double earliest = round == e.first_round ? posted_[peer] : 0.0;
+    const Times times = transfer(id, peer, id / lanes_ != to / lanes_, n, std::max(clock_[id], earliest));
+    double& here = done_[static_cast<std::size_t>(id) * e.timing.slots + slot];
+    double& there = done_[static_cast<std::size_t>(peer) * e.timing.slots + slot];
+    here = std::max(here, times.sent);
+    there = std::max(there, times.arrived);
+  }
+
+  struct Times {
+    double sent, arrived;
+  };
+
+  // A message takes its turn on the sender's link and on the receiver's.
+  Times transfer(int from, int to, bool crosses, std::size_t n, double earliest) {
+    const LinkClass& link = crosses ? cluster_.between : cluster_.inside;
+    double& out = crosses ? nic_out_[nic(from)] : port_out_[from];
+    double& in = crosses ? nic_in_[nic(to)] : port_in_[to];
+    const double rate = link.bandwidth_gbps * 1e3;
+    const double share = crosses ? share_of(from) : 1.0, slower = crosses ? std::min(share, share_of(to)) : 1.0;
+    const double start = std::max(earliest, out);
+    out = start + n / (rate * share);
+    in = std::max(start + link.latency_us, in) + n / (rate * slower);
+    (crosses ? between_bytes_[from] : inside_bytes_[from]) += n;
+    ++messages_[from];
+    ++events_;
+    return {in - link.latency_us, in};
+  }
+
+  int nic(int id) const { return cluster_.shared_nic ? id / lanes_ : id; }
+  double share_of(int id) const { return cluster_.link_share.empty() ? 1.0 : cluster_.link_share[id / lanes_]; }
+  double own_time(int id, double us) const { return cluster_.slowdown.empty() ? us : us * cluster_.slowdown[id]; }
+
+  // Ranks that share a link take it in the order in which they come to it.
+  void sort_by_time(const Exchange& e, const std::vector<int>& ids) {
+    if (order_.size() != ids.size()) order_ = ids;
+    if (!cluster_.shared_nic || e.among == Among::kHost || lanes_ == 1) return;
+    for (int host = 0; host < ranks_ / lanes_; ++host) {
+      const auto first = order_.begin() + host * lanes_;
+      std::stable_sort(first, first + lanes_, [&](int a, int b) { return clock_[a] < clock_[b]; });
+    }
+  }
+
+  // ---- lanes that are alike ----------------------------------------------------------------------------------------
+
+  // The ranks that must walk: a lane that is like another in all its times needs not.
+  std::vector<int> walkers(const Exchange& e) {
+    twin_.assign(lanes_, -1);
+    if (e.among == Among::kLane && !folded_ && !cluster_.shared_nic)
+      for (int lane = 1; lane < lanes_; ++lane)
+        for (int like = 0; like < lane && twin_[lane] < 0; ++like)
+          if (twin_[like] < 0 && alike(e, lane, like)) twin_[lane] = like;
+    std::vector<int> ids;
+    for (int id = 0; id < ranks_; ++id)
+      if (e.among != Among::kLane || twin_[group_of(e, id)] < 0) ids.push_back(id);
+    order_ = ids;
+    return ids;
+  }
+  bool alike(const Exchange& e, int lane, int other) const {
+    if (e.cut(lane).count != e.cut(other).count) return false;
+    for (int host = 0; host < hosts_; ++host) {
+      const int a = id_of(e, lane, host), b = id_of(e, other, host);
+      if (clock_[a] != clock_[b] || nic_out_[a] != nic_out_[b] || nic_in_[a] != nic_in_[b]) return false;
+      if (!cluster_.slowdown.empty() && cluster_.slowdown[a] != cluster_.slowdown[b]) return false;
+    }
+    return true;
+  }
+  void copy_twins(const Exchange& e, const std::vector<int>& ids) {
+    if (ids.size() == static_cast<std::size_t>(ranks_)) return;
+    for (int lane = 0; lane < lanes_; ++lane)
+      for (int host = 0; twin_[lane] >= 0 && host < hosts_; ++host) {
+        const int to = id_of(e, lane, host), from = id_of(e, twin_[lane], host);
+        clock_[to] = clock_[from];
+        nic_out_[to] = nic_out_[from];
+        nic_in_[to] = nic_in_[from];
+        between_bytes_[to] = between_bytes_[from];
+        messages_[to] = larger(messages_[to], messages_[from]);
+      }
+  }
+
+  // ---- broadcast ---------------------------------------------------------------------------------------------------
+
+  void scatter_from_root() {
+    const int root = question_.root_host * lanes_;
+    for (int lane = 1; lane < lanes_; ++lane) {
+      const std::size_t n = lane_count(lane) * question_.element_bytes;
+      if (n == 0) continue;
+      clock_[root] += own_time(root, cluster_.inside.overhead_us);
+      const Times times = transfer(root, root + lane, false, n, std::max(clock_[root], clock_[root + lane]));
+      clock_[root + lane] = times.arrived;
+      clock_[root] = std::max(clock_[root], times.sent);
+    }
+  }
+
+  // Windows of the message go from the root along the ring of members, each on its way while the next one follows.
+  void chain(Among among, int members, std::size_t message) {
+    const bool by_lane = among == Among::kLane;
+    const LinkClass& link = among == Among::kHost ? cluster_.inside : cluster_.between;
+    const Exchange e{among, Between::kRing, members, 0, 0, false, false, {}, {0, 0}, link};
+    const int groups = by_lane ? lanes_ : 1;
+    const int root = by_lane ? question_.root_host : among == Among::kAll ? question_.root_host * lanes_ : 0;
+    for (int member = root, at = 0; at + 1 < members; ++at) {
+      const int next = ring_next(member, members);
+      for (int group = 0; group < groups; ++group)
+        pass_on(e, id_of(e, group, member), id_of(e, group, next), cut(by_lane ? lane_count(group) : message, 1, link),
+                chain_position(members, member, root) == 0, group);
+      member = next;
+    }
+  }
+
+  // One hop of a chain. arrived_[group][window]: when the sender had it.
+  void pass_on(const Exchange& e, int from, int to, const WindowCut& cut, bool at_root, int group) {
+    const std::size_t windows = cut.windows(), slots = e.timing.slots;
+    if (arrived_.size() <= static_cast<std::size_t>(group)) arrived_.resize(group + 1);
+    std::vector<double>& had = arrived_[group];
+    if (at_root) had.assign(windows, clock_[from]);
+    std::vector<double> has(windows);
+    double now = 0;  // of the sender: it passes a window on while later ones are still on their way to it
+    for (std::size_t w = 0; w < windows; ++w) {
+      now = std::max(now, had[w]) + own_time(from, e.timing.overhead_us);
+      const double free = w >= slots ? has[w - slots] : clock_[to];
+      const std::size_t n = cut.slice(0, w).count * question_.element_bytes;
+      const Times times = transfer(from, to, from / lanes_ != to / lanes_, n, std::max(now, free));
+      has[w] = times.arrived;
+      clock_[from] = std::max(clock_[from], times.sent);
+    }
+    if (windows) clock_[to] = std::max(clock_[to], has.back());
+    had = std::move(has);
+  }
+
+  // ---- the result --------------------------------------------------------------------------------------------------
+
+  Answer answer() const {
+    Answer found;
+    found.time_us = *std::max_element(clock_.begin(), clock_.end());
+    found.first_us = *std::min_element(clock_.begin(), clock_.end());
+    found.inside_bytes = *std::max_element(inside_bytes_.begin(), inside_bytes_.end());
+    found.messages = *std::max_element(messages_.begin(), messages_.end());
+    for (int host = 0; host < ranks_ / lanes_; ++host) {
+      const auto first = between_bytes_.begin() + host * lanes_;
+      found.between_bytes = larger(found.between_bytes, std::accumulate(first, first + lanes_, std::uint64_t{0}));
+    }
+    found.events = static_cast<std::uint64_t>(events_);
+    found.folded = folded_;
+    return found;
+  }
+
+  const Cluster& cluster_;
+  const Question& question_;
+  const int hosts_, lanes_;
+  const bool folded_;
+  const int ranks_;  // that are simulated
+  std::vector<double> clock_, posted_, port_out_, port_in_, nic_out_, nic_in_, done_;
+  std::vector<std::uint64_t> inside_bytes_, between_bytes_, messages_;
+  std::vector<int> order_, twin_;
+  std::vector<std::vector<double>> arrived_;
+  double events_ = 0;
+};
+
+}  // namespace
+
+Answer simulate(const Cluster& cluster, const Question& question) {
+  check(cluster, question);
+  return Simulation(cluster, question).run();
+}
+
+}  // namespace ringcomm::simulation

@@ -1,0 +1,206 @@
+#include "hosts/hosts_engine.h"
+
+#include <atomic>
+#include <mutex>
+
+#include "core/check.h"
+#include "core/error.h"
+#include "core/work_queue.h"
+#include "hosts/collectives.h"
+
+namespace ringcomm {
+
+namespace hosts {
+namespace {
+
+class HostsEngine final : public Engine {
+ public:
+  HostsEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, HostsOptions options)
+      : local_(std::move(local)),
+        wire_(std::move(wire)),
+        collectives_(std::move(topology), local_, wire_, std::move(options)),
+        on_host_(local_->kind() == std::string("cpu")),
+        queue_([this](const Call& call) { run_now(call); }) {
+    wire_->on_failure([this](const WireFailure& failure) { give_up(explain("a call in flight", failure)); });
+  }
+  ~HostsEngine() override {
+    if (!closed_.load() && !queue_.idle()) abort(concat("rank ", rank(), " went away with calls in flight"));
+    close();
+  }
+
+  const char* kind() const override { return local_->kind(); }
+  int rank() const override { return topology().rank(); }
+  int world_size() const override { return topology().world_size(); }
+  std::string handle() const override { return local_->handle(); }
+  // Handles of all ranks; those of this host matter.
+  void connect(const std::vector<std::string>& handles) override {
+    std::vector<std::string> here;
+    for (const int r : topology().ranks(topology().host())) here.push_back(handles.at(r));
+    local_->connect(here);
+  }
+
+  int run(const Call& call) override {
+    check(call);
+    if (point_to_point(call.op)) return message(call)->wait(), call.root;
+    if (on_host_) return queue_.run(call), -1;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    run_now(call);
+    return -1;
+  }
+  std::shared_ptr<Request> submit(Call call) override {
+    check(call);
+    if (point_to_point(call.op)) return message(call);
+    if (on_host_) return queue_.submit(std::move(call));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    call.stream = wire_->fork(call.stream);
+    run_now(call);
+    return wire_->join(call, call.stream);
+  }
+
+  void pack(const Packing& packing) override { local_->pack(packing); }
+  void combine(const Combining& combining) override { local_->combine(combining); }
+  void* allocate(std::size_t nbytes) override { return local_->allocate(nbytes); }
+  void release(void* data) override { local_->release(data); }
+
+  void abort(const std::string& reason) override {
+    {
+      const std::lock_guard<std::mutex> lock(reason_mutex_);
+      if (reason_.empty()) reason_ = reason.empty() ? "no reason given" : reason;
+    }
+    local_->abort(reason);
+    wire_->abort();
+  }
+  bool aborted() const override { return local_->aborted() || !why_aborted().empty(); }
+  std::string why_aborted() const override {
+    const std::lock_guard<std::mutex> lock(reason_mutex_);
+    return reason_.empty() ? local_->why_aborted() : reason_;
+  }
+  void set_timeout(std::int64_t timeout_ms) override { local_->set_timeout(timeout_ms); }
+  std::int64_t timeout() const override { return local_->timeout(); }
+
+  void close() override {
+    if (closed_.exchange(true)) return;
+    queue_.stop();
+    wire_->close();
+    local_->close();
+  }
+  bool closed() const override { return closed_.load(); }
+  bool runs_this_thread() const override { return queue_.runs_this_thread() || local_->runs_this_thread(); }
+  void synchronize(std::uintptr_t stream) override { local_->synchronize(stream); }
+
+  std::vector<std::pair<std::string, std::string>> describe() const override;
+
+ private:
+  const Topology& topology() const { return collectives_.topology(); }
+  const std::string& name_of(int rank) const { return collectives_.options().names[topology().host_of(rank)]; }
+
+  void check(const Call& call) const {
+    if (closed_.load(std::memory_order_relaxed))
+      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
+           " expected an open communicator, got a closed one; create a new one");
+    check_call(call, rank(), world_size());
+    check_abort(call);
+  }
+  void check_abort(const Call& call) const {
+    if (!aborted()) return;
+    fail(ErrorCode::kAborted, name(call.op), ": rank ", rank(), " on host ", name_of(rank()),
+         " expected a working communicator, got one that was aborted: ", why_aborted(), "; create a new communicator");
+  }
+
+  std::int64_t limit_of(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout(); }
+  std::shared_ptr<Request> message(const Call& call);
+  void run_now(const Call& call);
+  std::string explain(const std::string& what, const WireFailure& failure) const;
+  void give_up(const std::string& reason) {
+    if (!aborted()) abort(reason);
+  }
+
+  const std::shared_ptr<Engine> local_;
+  const std::shared_ptr<Wire> wire_;
+  Collectives collectives_;
+  const bool on_host_;
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;  // devices: one call is enqueued at a time
+  mutable std::mutex reason_mutex_;
+  std::string reason_;
+  WorkQueue queue_;
+};
+
+// A message of the user's: within the host through its engine, to another host over the wire.
+std::shared_ptr<Request> HostsEngine::message(const Call& call) {
+  if (call.root == kAnySource)
+    fail(ErrorCode::kUnsupported, "recv: rank ", rank(), " on host ", name_of(rank()),
+         " asked for a message of any rank, which a communicator of several hosts cannot wait for; name the source");
+  if (topology().host_of(call.root) != topology().host()) return wire_->message(call, limit_of(call));
+  Call inside = call;
+  inside.root = topology().local_of(call.root);
+  return local_->submit(std::move(inside));
+}
+
+void HostsEngine::run_now(const Call& call) {
+  check_abort(call);
+  const std::int64_t limit_ms = limit_of(call);
+  try {
+    wire_->enter(call.stream);
+    collectives_.run(call, WireClock::now() + std::chrono::milliseconds(limit_ms));
+    wire_->leave(call.stream, call, limit_ms);
+  } catch (const WireFailure& failure) {
+    check_abort(call);  // which may have ended the wait
+    const std::string reason = explain(name(call.op), failure);
+    give_up(reason);
+    fail(failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted, reason);
+  } catch (const Error& error) {
+    give_up(error.what());
+    throw;
+  }
+}
+
+std::string HostsEngine::explain(const std::string& what, const WireFailure& failure) const {
+  const std::string here = concat(what, ": rank ", rank(), " on host ", name_of(rank()));
+  const std::string peer =
+      failure.peer < 0 ? "the other hosts" : concat("rank ", failure.peer, " on host ", name_of(failure.peer));
+  return concat(here, failure.late ? " waited in vain for " : " lost ", peer, " over ", wire_->kind(), " (",
+                failure.what, "); look at what happened there, and create a new communicator");
+}
+
+std::vector<std::pair<std::string, std::string>> HostsEngine::describe() const {
+  auto facts = local_->describe();
+  std::string hosts;
+  for (int h = 0; h < topology().num_hosts(); ++h)
+    hosts += concat(h ? ", " : "", collectives_.options().names[h], " (", topology().num_ranks(h), " ranks)");
+  for (auto& [fact, value] : facts)
+    if (fact == "order") value = topology().canonical() ? "canonical" : "canonical over hosts";
+  facts.insert(facts.begin() + 1, {"hosts", hosts});
+  facts.insert(facts.begin() + 2, {"between_hosts", wire_->kind()});
+  facts.emplace_back("schedule_between_hosts", topology().in_order() == Between::kButterfly ? "butterfly" : "direct");
+  facts.emplace_back("sent_between_hosts_bytes", std::to_string(wire_->sent_bytes()));
+  for (const auto& fact : wire_->describe()) facts.push_back(fact);
+  return facts;
+}
+
+}  // namespace
+}  // namespace hosts
+
+std::unique_ptr<Engine> make_hosts_engine(int rank, const HostsOfRanks& hosts, std::shared_ptr<Engine> local,
+                                          std::shared_ptr<Wire> wire, const hosts::HostsOptions& options) {
+  hosts::Topology topology(rank, hosts);
+  if (topology.num_hosts() < 2)
+    fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected two hosts or more, got ", topology.num_hosts(),
+         "; use the engine of the host alone");
+  if (local->rank() != topology.local_rank() || local->world_size() != topology.local_world_size())
+    fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected an engine of rank ", topology.local_rank(), " of ",
+         topology.local_world_size(), " on its host, got rank ", local->rank(), " of ", local->world_size(),
+         "; number the ranks of a host in their order");
+  if (static_cast<int>(options.names.size()) != topology.num_hosts())
+    fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected ", topology.num_hosts(), " names of hosts, got ",
+         options.names.size());
+  if (options.compressed && (!is_float(options.wire) || element_bytes(options.wire) > 2))
+    fail(ErrorCode::kInvalid, "hosts: rank ", rank,
+         " expected bfloat16, float16, float8_e4m3fn or float8_e5m2 between hosts, got ", name(options.wire));
+  if (options.slice_bytes % 64 != 0)
+    fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected slices of a multiple of 64 bytes, got ",
+         options.slice_bytes);
+  return std::make_unique<hosts::HostsEngine>(std::move(topology), std::move(local), std::move(wire), options);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,96 @@
+// What one rank does between hosts in a call, as lists: what is computed here, what is sent and received, in rounds.
+// Built from the schedules of core/between.h; carried out by run_walks.
+#pragma once
+
+#include <functional>
+#include <variant>
+#include <vector>
+
+#include "core/between.h"
+#include "core/engine.h"
+#include "core/reduce.h"
+#include "core/wire.h"
+#include "hosts/topology.h"
+
+namespace ringcomm::hosts {
+
+inline constexpr int kSlots = 4;  // walks of a lane that are under way at once
+
+// What this rank computes by itself, in order.
+using LocalSteps = std::vector<std::variant<Packing, Combining>>;
+
+struct WalkRound {
+  LocalSteps before;
+  Round messages;
+  LocalSteps after;
+};
+
+using Walk = std::vector<WalkRound>;
+
+// A lane of a message: where its chunks lie, one chunk for each host.
+class Chunks {
+ public:
+  Chunks() = default;
+  // A message in one piece, cut into windows of `hosts` slices.
+  static Chunks whole(void* data, std::size_t count, int hosts, std::size_t slice_elements, std::size_t element);
+  // A piece for each host.
+  static Chunks pieces(std::vector<Part> parts, std::size_t slice_elements, std::size_t element);
+
+  std::size_t windows() const { return cut_.windows(); }
+  // Most elements of a chunk in a window.
+  std::size_t slice_elements() const { return cut_.slice_elements; }
+  Part at(int chunk, std::size_t window) const;
+
+ private:
+  std::vector<Part> parts_;
+  WindowCut cut_{};
+  std::size_t element_ = 1;
+};
+
+// Types of what is added up, of what comes out, and of what goes over the wire in place of either where it is smaller.
+struct WireTypes {
+  DType sum, result;
+  bool compressed = false;
+  DType wire = DType::kBFloat16;
+
+  // float8 stands for float32 alone.
+  DType of(DType type) const {
+    const bool smaller = compressed && is_float(type) && element_bytes(wire) < element_bytes(type);
+    return smaller && (element_bytes(wire) > 1 || type == DType::kFloat32) ? wire : type;
+  }
+};
+
+// One lane's share of a reduction or an all-gather.
+struct Lane {
+  int number;
+  std::vector<int> drivers;  // one rank for each host
+  Between schedule;
+  bool reduces, gathers;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  WireTypes types{};
+  Chunks sums;     // what is added up: of `types.sum`
+  Chunks results;  // what is gathered: of `types.result`; the same memory as `sums` where the types are
+};
+
+// Bytes of scratch that a walk of the lane needs; the same for every window.
+std::size_t scratch_bytes(const Lane& lane);
+Walk build_walk(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream);
+// A slice of a message that travels whole along the hosts, from that of `root` on.
+Walk build_chain(const Topology& topology, const std::vector<int>& drivers, int root_host, void* data,
+                 std::size_t nbytes);
+
+struct WalkList {
+  int lane;
+  std::size_t windows;
+  int rounds;
+  std::size_t scratch_bytes;  // of each walk
+  std::function<Walk(std::size_t window, char* scratch)> build;
+};
+
+// Carries out lists of walks that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
+// scratch_bytes for each list in turn.
+void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, char* scratch,
+               WireClock::time_point limit, std::uintptr_t stream);
+
+}  // namespace ringcomm::hosts

@@ -1,0 +1,49 @@
+// The user's sends and receives, on communicators of their own. What is posted before somebody waits goes as one group,
+// so that a send and a receive of the same two ranks never wait for each other, whichever comes first.
+#pragma once
+
+#include <deque>
+
+#include "nccl/request.h"
+
+namespace ringcomm::nccl {
+
+// The messages of one communicator: groups, one after the other.
+class MessageLane {
+ public:
+  MessageLane(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
+              WireClock::time_point limit);
+
+  void post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
+            std::shared_ptr<WireRequest> request);
+  // Takes the next step, if one can be taken: a group that was begun has been enqueued, or the next one begins.
+  // `hurry`: nobody waits for more messages to join it. Returns whether there is something left to do.
+  bool advance(bool hurry);
+  bool idle() const;
+  Communicator& communicator() { return communicator_; }
+
+ private:
+  struct Posted {
+    Message message;
+    bool sends;
+    std::int64_t limit_ms;
+    Event ready;
+    WireClock::time_point since;
+    std::shared_ptr<WireRequest> request;
+  };
+  bool conclude();
+  void begin();
+
+  const std::shared_ptr<const Shared> shared_;
+  Stream stream_;
+  Communicator communicator_;
+  mutable std::mutex mutex_;
+  std::deque<Posted> posted_;
+  std::vector<Posted> group_;  // begun, not enqueued yet
+  Round round_;                // the same
+  Event begun_;
+  WireClock::time_point since_;
+  std::int64_t limit_ms_ = 0;
+};
+
+}  // namespace ringcomm::nccl

@@ -1,0 +1,300 @@
+"""Several hosts: which ranks share memory, what carries bytes between the others, and how an abort gets around."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.devices import Device
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+
+VARIABLE = "RINGCOMM_HOST"
+"""In the environment: the name of this rank's host, in place of what the machine says. Ranks of one name share memory."""
+
+NETWORK_VARIABLE = "RINGCOMM_NETWORK"
+WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
+WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_ABORTED = "aborted"
+_LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
+
+
+def identity() -> str:
+    """What the ranks that can share memory with this one have in common, and they alone, after a name for people.
+
+    The running kernel, the mount of shared memory and the process numbers: containers of one machine are hosts of their
+    own unless they share all three. Names alone would not do: containers and cloned machines share them.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        return f"{given}\n{given}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    memory, processes = os.stat("/dev/shm"), os.stat("/proc/self/ns/pid")
+    return f"{socket.gethostname()}\n{boot}/{memory.st_dev}/{memory.st_ino}/{processes.st_ino}"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks are on which host.
+
+    Hosts are in the order of their lowest ranks, ranks of a host ascending.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(identities: Sequence[str]) -> Hosts:
+        """From what each rank says of its host, by rank; see `identity`."""
+        places: dict[str, list[int]] = {}
+        for rank, each in enumerate(identities):
+            places.setdefault(each, []).append(rank)
+        names = [each.partition("\n")[0] for each in places]
+        unique = [name if names.count(name) == 1 else f"{name}-{at}" for at, name in enumerate(names)]
+        return Hosts(tuple(tuple(ranks) for ranks in places.values()), tuple(unique))
+
+    @staticmethod
+    def pretended(ranks_of_host: Sequence[int], world_size: int, call: str) -> Hosts:
+        """Consecutive ranks on hosts that are none: for tests and teaching."""
+        counts = list(ranks_of_host)
+        if any(not isinstance(count, int) or count < 1 for count in counts) or sum(counts) != world_size:
+            raise InvalidArgumentError(
+                f"{call}: got hosts={counts}, expected numbers of ranks above 0 that make {world_size} in all; pass "
+                "such as [2, 2] for 4 ranks"
+            )
+        return Hosts.of([f"host{h}\nhost{h}" for h, count in enumerate(counts) for _ in range(count)])
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.ranks) > 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all of them."""
+        return sum(len(ranks) for ranks in self.ranks)
+
+    def host_of(self, rank: int) -> int:
+        """Number of a rank's host."""
+        return next(h for h, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def name_of(self, rank: int) -> str:
+        """Name of a rank's host."""
+        return self.names[self.host_of(rank)]
+
+    def among(self, members: Sequence[int]) -> Hosts:
+        """The same for a group of ranks, numbered in the order given."""
+        return Hosts.of([f"{self.name_of(rank)}\n{self.host_of(rank)}" for rank in members])
+
+    def order(self) -> str:
+        """In which order a reduction adds the ranks' values: "canonical", or "canonical over hosts"."""
+        return str(_C.order_over(self.ranks)[0]) if self.several else "canonical"
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the ranks of a communicator need to reach each other between hosts.
+
+    Attributes:
+        store: of torch.distributed, reached by all ranks.
+        prefix: of this communicator's keys.
+        kind: "gloo", "nccl", or a process group of torch.distributed over the same ranks.
+        wire_dtype: what floats of reductions are sent as; None: as they are.
+    """
+
+    store: Any
+    prefix: str
+    kind: Any = None
+    wire_dtype: str | None = None
+    children: list[int] = field(default_factory=lambda: [0])
+
+    def child(self, members: Sequence[int]) -> Network:
+        """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not."""
+        self.children[0] += 1
+        kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
+        name = f"{self.prefix}/{self.children[0]}.{members[0] if members else ''}"
+        return replace(self, prefix=name, kind=kind, children=[0])
+
+    def beside(self) -> Network:
+        """For the engine on the cpu beside a device's."""
+        return replace(self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0])
+
+    def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+        """This rank's end of the wire, for `_C.hosts_engine`; a collective."""
+        kind = self.kind or os.environ.get(NETWORK_VARIABLE) or ("gloo" if device.kind == "cpu" else "nccl")
+        if not isinstance(kind, str):
+            return _over_group(kind, rank, world_size, device)
+        if kind == "gloo" and device.kind == "cpu":
+            return _gloo(self.prefixed(), rank, world_size, limit_ms)
+        if kind == "nccl" and device.kind == "cuda":
+            from ringcomm.nccl import wire
+
+            return wire(self.prefixed(), rank, world_size, device, limit_ms)
+        raise UnsupportedError(
+            f"init: rank {rank} asked for network {kind!r} between hosts with arrays on {device}, expected 'gloo' for the "
+            "cpu or 'nccl' for cuda; pass one of them, or leave it out"
+        )
+
+    def prefixed(self) -> Any:
+        """The store, under this communicator's keys."""
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(self.prefix, self.store)
+
+    def wire_dtype_number(self, rank: int) -> int:
+        """`wire_dtype` as the engine takes it; -1 for none."""
+        name = self.wire_dtype or os.environ.get(WIRE_VARIABLE) or None
+        if name is None:
+            return -1
+        if name not in WIRE_DTYPES:
+            raise InvalidArgumentError(
+                f"init: rank {rank} got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of them, "
+                "or None to send floats as they are"
+            )
+        return _C.DTYPES[name]
+
+
+def memory_store() -> Any:
+    """A store of torch.distributed for the threads of this process."""
+    from torch.distributed import HashStore
+
+    return HashStore()
+
+
+def server_store() -> Any:
+    """A store that this process keeps for others on this machine; its ``port`` is where."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client_store(port: int) -> Any:
+    """The store of another process of this machine."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def _extension() -> Any:
+    try:
+        from ringcomm import _c10d
+    except ImportError as error:
+        raise UnsupportedError(
+            f"init: ranks on several hosts need the extension ringcomm._c10d, which this installation has not: {error}; "
+            "reinstall with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm` beside torch"
+        ) from error
+    return _c10d
+
+
+def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    try:
+        group = ProcessGroupGloo(store, rank, world_size, timedelta(milliseconds=limit_ms))
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(
+            f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "
+            "check that every host reaches every other, and name the interface in GLOO_SOCKET_IFNAME"
+        ) from error
+    return _extension().wire_over(group, "gloo")
+
+
+def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if (dist.get_rank(group), dist.get_world_size(group)) != (rank, world_size):
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} got a network of {dist.get_world_size(group)} ranks in which it is "
+            f"{dist.get_rank(group)}; pass a process group of the same ranks"
+        )
+    if device.kind != "cpu":
+        raise UnsupportedError(
+            f"init: rank {rank} asked for a process group as the network between hosts with arrays on {device}, which "
+            "serves the cpu alone; leave network out"
+        )
+    return _extension().wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group))
+
+
+class Span:
+    """One engine of one rank, which spans the ranks of this host, or several hosts."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world_size: int,
+        limit_ms: int,
+        device: Device,
+        hosts: Hosts | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.device, self.limit_ms = rank, world_size, device, limit_ms
+        self._hosts = hosts if hosts is not None and hosts.several else None
+        self._network = network
+        here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
+        self._inside = _C.Engine(kind, here.index(rank), len(here), limit_ms, device=device.index)
+        self.engine = self._inside
+        self._watch: Watch | None = None
+
+    def handle(self) -> bytes:
+        """What the ranks of the same host need of this one to connect."""
+        return bytes(self._inside.handle())
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Connects to every rank; a collective. From here on `engine` is that of all ranks."""
+        if self._hosts is None:
+            self._inside.connect(handles)
+            return
+        assert self._network is not None
+        wire_dtype = self._network.wire_dtype_number(self.rank)
+        wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
+        hosts = self._hosts
+        engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        engine.connect(handles)
+        self.engine = engine
+        self._watch = Watch(engine, self._network.prefixed(), hosts)
+
+    def close(self) -> None:
+        """Finishes what is in flight and lets go of the peers."""
+        self.engine.close()
+        if self._watch is not None:
+            self._watch.stop()
+
+
+class Watch:
+    """Carries an abort from host to host, through the store: inside a host shared memory does."""
+
+    def __init__(self, engine: Any, store: Any, hosts: Hosts) -> None:
+        with suppress(Exception):  # a client of its own: one that waits holds up whoever shares it
+            store = store.clone()
+        self._end = threading.Event()
+        every = max(_LOOK_EVERY_S, hosts.world_size / 2000)
+        arguments = (engine, store, self._end, every)
+        threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends, after a last look at whether the others must hear of an abort."""
+        self._end.set()
+
+
+def _watch(engine: Any, store: Any, end: threading.Event, every: float) -> None:
+    last = False
+    while not last:
+        last = end.wait(every) or engine.closed
+        try:
+            if engine.aborted:
+                store.compare_set(_ABORTED, "", engine.why_aborted or "no reason given")
+                return
+            if not last and store.check([_ABORTED]):
+                engine.abort(store.get(_ABORTED).decode())
+                return
+        except RuntimeError:
+            return  # the store has gone with its owner; the wire tells of a lost host too

@@ -1,0 +1,387 @@
+"""The simulator's model: closed formulas, bytes on links, one host for all, late and slow ranks, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringcomm import _C, errors, schedule, simulate
+from ringcomm.simulate import BETWEEN_SLICES, Cluster, LinkClass, predict
+
+ALPHA_US, GBPS, GAMMA_GBPS = 7.0, 2.0, 5.0
+NBYTES = 3 << 20  # divides by what the tests use: 2, 3, 4, 8, 12, 16
+S_US = NBYTES / GBPS / 1e3  # the message over one link
+
+
+def flat_cluster(hosts: int, **more: Any) -> Cluster:
+    """Hosts of one rank."""
+    return Cluster(hosts, 1, LinkClass(1.0, 100.0), LinkClass(ALPHA_US, GBPS), **more)
+
+
+def layered_cluster(hosts: int, ranks: int, **between: Any) -> Cluster:
+    return Cluster(hosts, ranks, LinkClass(1.0, 50.0), LinkClass(ALPHA_US, GBPS, **between))
+
+
+# ---- closed formulas -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 8, 12])
+def test_a_ring_costs_what_the_formula_says(hosts: int) -> None:
+    expected = 2 * (hosts - 1) * ALPHA_US + 2 * (hosts - 1) / hosts * S_US
+    assert predict("all_reduce", NBYTES, flat_cluster(hosts), "ring").time_us == pytest.approx(expected, rel=1e-12)
+    assert schedule.ring_cost_us(NBYTES, hosts, ALPHA_US, GBPS) == pytest.approx(expected, rel=1e-12)
+    for half in ("reduce_scatter", "all_gather"):
+        assert predict(half, NBYTES, flat_cluster(hosts), "ring").time_us == pytest.approx(expected / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("hosts", [2, 4, 8, 16])
+def test_a_butterfly_costs_what_the_formula_says(hosts: int) -> None:
+    expected = 2 * math.log2(hosts) * ALPHA_US + 2 * (hosts - 1) / hosts * S_US
+    assert predict("all_reduce", NBYTES, flat_cluster(hosts), "butterfly").time_us == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8, 12])
+def test_a_direct_exchange_costs_what_the_formula_says(hosts: int) -> None:
+    part = (hosts - 1) / hosts * S_US
+    cluster = flat_cluster(hosts)
+    assert predict("all_reduce", NBYTES, cluster, "direct").time_us == pytest.approx(2 * ALPHA_US + 2 * part, rel=1e-12)
+    assert predict("all_to_all", NBYTES, cluster, "direct").time_us == pytest.approx(ALPHA_US + part, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ring", "butterfly", "direct"])
+def test_reductions_overheads_and_the_call_are_added(name: str) -> None:
+    hosts, overhead_us, call_us = 4, 0.5, 11.0
+    link = LinkClass(ALPHA_US, GBPS, overhead_us=overhead_us, reduce_gbps=GAMMA_GBPS)
+    plain = predict("all_reduce", NBYTES, flat_cluster(hosts), name)
+    more = predict("all_reduce", NBYTES, replace(flat_cluster(hosts), between=link, call_us=call_us), name)
+    reduce_us = (hosts - 1) / hosts * NBYTES / GAMMA_GBPS / 1e3
+    # The messages of a direct exchange leave one after the other: only the first waits for its overhead.
+    overheads = {"ring": 6, "butterfly": 4, "direct": 2}[name] * overhead_us
+    assert more.time_us == pytest.approx(plain.time_us + overheads + reduce_us + call_us, rel=1e-9)
+    assert more.latency_us + more.bandwidth_us + more.reduce_us == pytest.approx(more.time_us, rel=1e-12)
+    assert more.reduce_us == pytest.approx(reduce_us, rel=1e-9)
+
+
+@pytest.mark.parametrize(("hosts", "slices"), [(2, 1), (5, 8), (16, 64)])
+def test_a_broadcast_is_a_pipeline_along_the_ring(hosts: int, slices: int) -> None:
+    link = LinkClass(ALPHA_US, GBPS, slice_bytes=NBYTES // slices, slots=10**6)
+    each = S_US / slices
+    expected = (hosts - 1) * (ALPHA_US + each) + (slices - 1) * each
+    for root in (0, hosts - 1):
+        found = predict("broadcast", NBYTES, replace(flat_cluster(hosts), between=link), "ring", root_host=root)
+        assert found.time_us == pytest.approx(expected, rel=1e-9)
+        assert found.between_bytes == NBYTES
+
+
+@pytest.mark.parametrize("name", ["ring", "butterfly", "direct"])
+def test_a_hierarchy_is_the_sum_of_its_phases(name: str) -> None:
+    hosts, ranks = 4, 3
+    cluster = layered_cluster(hosts, ranks)
+    inside = predict("all_reduce", NBYTES, replace(cluster, hosts=1), "direct").time_us
+    lane = predict("all_reduce", NBYTES // ranks, replace(cluster, ranks_per_host=1), name).time_us
+    assert predict("all_reduce", NBYTES, cluster, name).time_us == pytest.approx(inside + lane, rel=1e-9)
+
+
+def test_oneshot_sends_everything_to_everyone_once() -> None:
+    cluster = Cluster(1, 4, LinkClass(1.0, 50.0, reduce_gbps=10.0), LinkClass(1.0, 1.0))
+    found = predict("all_reduce", NBYTES, cluster, "oneshot")
+    assert found.time_us == pytest.approx(1.0 + 3 * NBYTES / 50e3 + 3 * NBYTES / 10e3, rel=1e-9)
+    assert (found.messages, found.inside_bytes) == (3, 3 * NBYTES)
+    small = predict("all_reduce", 64, cluster, "best")
+    assert small.algorithm == "oneshot"
+    assert predict("all_reduce", NBYTES, cluster, "best").algorithm != "oneshot"
+
+
+def test_windows_under_way_hide_reductions() -> None:
+    sliced = LinkClass(ALPHA_US, GBPS, reduce_gbps=2 * GBPS, slice_bytes=NBYTES // 64)
+    one, four = (
+        predict("all_reduce", NBYTES, replace(flat_cluster(4), between=replace(sliced, slots=slots)), "butterfly")
+        for slots in (1, 4)
+    )
+    wire_us = 2 * 3 / 4 * S_US
+    assert one.reduce_us == pytest.approx(3 / 4 * S_US / 2, rel=1e-9)  # nothing is hidden
+    assert four.reduce_us < one.reduce_us / 2
+    assert wire_us < four.time_us < one.time_us
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize(("dtype", "wire", "factor"), [
+    ("float32", None, 1.0), ("bfloat16", None, 1.5), ("bfloat16", "bfloat16", 1.0), ("float32", "bfloat16", 0.5),
+    ("float32", "float8_e4m3fn", 0.25), ("bfloat16", "float8_e4m3fn", 0.75), ("int16", "bfloat16", 1.0),
+])  # fmt: skip
+def test_a_host_sends_what_it_must(name: str, fold: bool, dtype: str, wire: str | None, factor: float) -> None:
+    """2(H-1)/H of the message, as many bytes as its type has on the wire: sums of 16 bits travel in 32."""
+    for hosts, ranks in ((2, 2), (4, 3), (8, 4)):
+        cluster = replace(layered_cluster(hosts, ranks, **BETWEEN_SLICES), wire=wire)
+        found = predict("all_reduce", NBYTES, cluster, name, dtype, fold=fold)
+        assert found.between_bytes == factor * 2 * (hosts - 1) * NBYTES / hosts
+        assert found.inside_bytes == 2 * (ranks - 1) * NBYTES / ranks
+
+
+def test_gathered_and_moved_bytes() -> None:
+    cluster = layered_cluster(4, 3)
+    assert predict("all_gather", NBYTES, cluster, "ring", "bfloat16").between_bytes == 3 * NBYTES // 4
+    assert predict("all_to_all", NBYTES, cluster).between_bytes == 3 * 3 * NBYTES // 4  # every rank has so much
+    assert predict("all_reduce", NBYTES, cluster, "flat_ring").between_bytes == 2 * 11 * NBYTES // 12
+
+
+# ---- one host for all ----------------------------------------------------------------------------------------------
+
+EVEN_CUTS = [{}, {"slice_bytes": NBYTES // 96, "slots": 3, "reduce_gbps": 4.0, "overhead_us": 0.5}]
+
+
+@pytest.mark.parametrize("between", EVEN_CUTS)
+@pytest.mark.parametrize("shared_nic", [False, True])
+@pytest.mark.parametrize("collective", simulate.COLLECTIVES)
+def test_one_host_stands_for_all(collective: str, shared_nic: bool, between: dict[str, Any]) -> None:
+    cluster = replace(layered_cluster(4, 4, **between), shared_nic=shared_nic)
+    for name in simulate.algorithms(collective, cluster):
+        folded, full = (predict(collective, NBYTES, cluster, name, fold=fold) for fold in (True, False))
+        assert folded.time_us == pytest.approx(full.time_us, rel=1e-9), name
+        assert (folded.between_bytes, folded.inside_bytes, folded.messages) == (
+            full.between_bytes, full.inside_bytes, full.messages,
+        )  # fmt: skip
+        # Hosts that share a link are not alike at every moment of a flat direct exchange.
+        assert folded.folded == (collective != "broadcast" and not (name == "flat_direct" and shared_nic))
+        assert folded.folded == (folded.events < full.events)
+        assert not full.folded
+
+
+def test_a_message_that_does_not_divide_is_looked_at_in_full() -> None:
+    cluster = layered_cluster(4, 3, **BETWEEN_SLICES)
+    for nbytes in (4, 1000, 12344, 1_000_004):
+        found = predict("all_reduce", nbytes, cluster)
+        assert found == predict("all_reduce", nbytes, cluster, fold=False)
+    tiny = predict("all_reduce", 64, layered_cluster(64, 8), "direct")
+    assert tiny.between_bytes == 2 * 63 * 64 or tiny.between_bytes == 63 * 64
+
+
+def test_many_ranks_cost_little_to_simulate() -> None:
+    cluster = layered_cluster(8192, 8, **BETWEEN_SLICES)
+    for name in simulate.algorithms("all_reduce", cluster):
+        found = predict("all_reduce", 1 << 30, cluster, name)
+        assert found.folded
+        assert found.events < 20_000_000
+    ring, butterfly = (predict("all_reduce", 1 << 20, cluster, name) for name in ("ring", "butterfly"))
+    assert ring.latency_us > 2 * 8191 * ALPHA_US > 100 * butterfly.latency_us
+
+
+# ---- hosts and ranks that differ -----------------------------------------------------------------------------------
+
+
+def ring_by_hand(hosts: int, chunk_us: float, start_us: list[float], share: list[float], combine_us: float) -> float:
+    """The table of `schedule`, step by step: the slower of two links counts, and each link takes one at a time."""
+    now, out, into = list(start_us), [0.0] * hosts, [0.0] * hosts
+    for step in range(schedule.num_steps(hosts)):
+        leave = [max(now[r], out[r], now[(r + 1) % hosts] if step == 0 else 0.0) for r in range(hosts)]
+        arrived, gone = [0.0] * hosts, [0.0] * hosts
+        for r in range(hosts):
+            to = (r + 1) % hosts
+            out[r] = leave[r] + chunk_us / share[r]
+            into[to] = max(leave[r] + ALPHA_US, into[to]) + chunk_us / min(share[r], share[to])
+            arrived[to], gone[r] = into[to], into[to] - ALPHA_US
+        reduces = [schedule.ring_step(r, hosts, step).reduce for r in range(hosts)]
+        now = [max(now[r], arrived[r], gone[r]) + (combine_us if reduces[r] else 0.0) for r in range(hosts)]
+    return max(now)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 8), st.data())
+def test_differing_hosts_take_the_time_of_the_recurrence(hosts: int, data: st.DataObject) -> None:
+    start = data.draw(st.lists(st.floats(0, 500), min_size=hosts, max_size=hosts))
+    share = data.draw(st.lists(st.floats(0.1, 1.0), min_size=hosts, max_size=hosts))
+    nbytes = hosts * 65536
+    cluster = replace(
+        flat_cluster(hosts),
+        between=LinkClass(ALPHA_US, GBPS, reduce_gbps=GAMMA_GBPS),
+        stragglers=dict(enumerate(start)),
+        slow_hosts=dict(enumerate(share)),
+    )
+    expected = ring_by_hand(hosts, 65536 / GBPS / 1e3, start, share, 65536 / GAMMA_GBPS / 1e3)
+    assert predict("all_reduce", nbytes, cluster, "ring").time_us == pytest.approx(expected, rel=1e-9)
+
+
+def test_lanes_that_are_alike_are_copied_exactly() -> None:
+    """A slow host makes every lane slow in the same way; a slow rank one lane alone."""
+    alone = replace(flat_cluster(5), slow_hosts={2: 0.25})
+    lanes = replace(Cluster(5, 3, LinkClass(0.0, math.inf), alone.between), slow_hosts={2: 0.25})
+    one, three = predict("all_reduce", NBYTES // 3, alone, "ring"), predict("all_reduce", NBYTES, lanes, "ring")
+    assert three.time_us == pytest.approx(one.time_us, rel=1e-9)
+    assert three.between_bytes == 3 * one.between_bytes
+    assert three.events < 3 * one.events + 5 * 2 * 2 * 3  # the messages inside, and those of one lane
+    slow = replace(lanes, slow_hosts={}, slow_ranks={4: 50.0}, between=replace(lanes.between, overhead_us=1.0))
+    assert (
+        predict("all_reduce", NBYTES, slow, "ring").time_us
+        > predict("all_reduce", NBYTES, slow.without_differences(), "ring").time_us + 40.0
+    )
+
+
+@pytest.mark.parametrize("name", ["ring", "butterfly", "direct", "flat_ring", "flat_direct"])
+def test_a_late_rank_delays_by_no_more_than_it_is_late(name: str) -> None:
+    cluster, late_us = layered_cluster(4, 2, **BETWEEN_SLICES), 5000.0
+    usual = predict("all_reduce", NBYTES, cluster, name)
+    late = predict("all_reduce", NBYTES, replace(cluster, stragglers={5: late_us}), name)
+    assert late_us < late.time_us <= usual.time_us + late_us + 1e-6
+    assert late.time_us > usual.time_us
+
+
+def test_half_a_link_makes_long_messages_twice_as_long() -> None:
+    cluster = layered_cluster(4, 2, **BETWEEN_SLICES)
+    slow = replace(cluster, slow_hosts={1: 0.5})
+    for name in ("ring", "butterfly", "direct"):
+        ratio = (
+            predict("all_reduce", 96 << 20, slow, name).time_us / predict("all_reduce", 96 << 20, cluster, name).time_us
+        )
+        assert 1.4 < ratio < 2.6, name
+
+
+def test_ranks_share_a_link_or_do_not() -> None:
+    own = layered_cluster(4, 4, **BETWEEN_SLICES)
+    long_us, short_us = (
+        predict("all_reduce", 96 << 20, replace(own, shared_nic=shared), "ring").bandwidth_us
+        for shared in (True, False)
+    )
+    assert 3.0 < long_us / short_us < 4.0  # inside, nothing is shared
+
+
+costs = st.floats(0.01, 100.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["ring", "butterfly", "direct", "flat_ring", "flat_direct"]),
+    st.integers(1, 1 << 22), costs, costs, costs, costs, st.sampled_from(["latency", "bandwidth", "reduce", "bytes"]),
+)  # fmt: skip
+def test_nothing_gets_faster_with_worse_links(
+    name: str, nbytes: int, latency_us: float, gbps: float, reduce_gbps: float, overhead_us: float, what: str
+) -> None:
+    link = LinkClass(latency_us, gbps, overhead_us, reduce_gbps)
+    cluster = Cluster(4, 2, LinkClass(0.5, 40.0), link)
+    worse = {
+        "latency": replace(link, latency_us=2 * latency_us),
+        "bandwidth": replace(link, bandwidth_gbps=gbps / 2),
+        "reduce": replace(link, reduce_gbps=reduce_gbps / 2),
+    }.get(what, link)
+    more = nbytes * 2 if what == "bytes" else nbytes
+    before = predict("all_reduce", nbytes, cluster, name).time_us
+    assert predict("all_reduce", more, replace(cluster, between=worse), name).time_us >= before * (1 - 1e-9)
+
+
+# ---- which wins ----------------------------------------------------------------------------------------------------
+
+
+def test_compare_knows_all_and_crossovers_are_where_the_best_changes() -> None:
+    cluster = replace(layered_cluster(64, 4), between=LinkClass(20.0, 10.0, overhead_us=2.0, **BETWEEN_SLICES))
+    assert set(simulate.compare("all_reduce", NBYTES, cluster)) == {
+        "ring", "butterfly", "direct", "flat_ring", "flat_direct",
+    }  # fmt: skip
+    sizes = [1 << k for k in range(8, 29)]
+    found = simulate.crossovers("all_reduce", sizes, cluster)
+    assert len(found) >= 2
+    for nbytes in sizes:
+        winner = [each.algorithm for each in found if each.nbytes <= nbytes][-1]
+        times = {name: each.time_us for name, each in simulate.compare("all_reduce", nbytes, cluster).items()}
+        assert times[winner] == min(times.values())
+
+
+def test_auto_is_what_keeps_the_order() -> None:
+    assert predict("all_reduce", 64, layered_cluster(8, 2)).algorithm == "butterfly"
+    assert predict("all_reduce", 64, layered_cluster(6, 2)).algorithm == "direct"
+    assert predict("broadcast", 64, layered_cluster(6, 2)).algorithm == "ring"
+    assert predict("all_to_all", 64, layered_cluster(8, 2)).algorithm == "direct"
+
+
+def test_bands_give_long_messages_another_bandwidth() -> None:
+    link = LinkClass(0.0, 4.0, bands=((1 << 20, 2.0), (2 << 20, 1.0)))
+    assert [link.bandwidth_of(nbytes) for nbytes in (1, (1 << 20) - 1, 1 << 20, 3 << 20)] == [4.0, 4.0, 2.0, 1.0]
+    cluster = replace(flat_cluster(2), between=link)
+    assert predict("all_reduce", 1 << 21, cluster).time_us == pytest.approx((1 << 21) / 1e3)
+    own = replace(cluster, own_between={"all_reduce": LinkClass(0.0, 8.0)})
+    assert predict("all_reduce", 1 << 21, own).time_us == pytest.approx((1 << 21) / 8e3)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "match"), [
+    ({"collective": "scatter"}, "got collective 'scatter'"),
+    ({"algorithm": "butterfly"}, "got algorithm 'butterfly' for all_reduce on 3 hosts"),
+    ({"algorithm": "oneshot"}, "expected one of ring, direct"),
+    ({"dtype": "float12"}, "got dtype 'float12'"),
+    ({"nbytes": -1}, "got nbytes=-1"),
+    ({"root_host": 3}, "got root_host 3"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(words: dict[str, Any], match: str) -> None:
+    call = {
+        "collective": "all_reduce",
+        "nbytes": 1024,
+        "algorithm": "auto",
+        "dtype": "float32",
+        "root_host": 0,
+        **words,
+    }
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        predict(**call, cluster=layered_cluster(3, 2))
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"latency_us": -1.0}, "latency_us -1"), ({"latency_us": math.nan}, "latency_us nan"),
+    ({"bandwidth_gbps": 0.0}, "bandwidth_gbps 0"), ({"reduce_gbps": -2.0}, "reduce_gbps -2"),
+    ({"overhead_us": math.inf}, "overhead_us inf"), ({"slots": 0}, "slots 0"),
+])  # fmt: skip
+def test_links_that_are_none_are_refused(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        predict("all_reduce", 64, layered_cluster(2, 2, **change) if "slots" in change else replace(
+            layered_cluster(2, 2), between=replace(LinkClass(1.0, 1.0), **change)))  # fmt: skip
+
+
+def test_clusters_that_are_none_are_refused() -> None:
+    base = layered_cluster(2, 2)
+    with pytest.raises(errors.InvalidArgumentError, match="got stragglers for number 4, expected one below 4"):
+        replace(base, stragglers={4: 1.0})
+    with pytest.raises(errors.InvalidArgumentError, match="got slow_hosts for number -1"):
+        replace(base, slow_hosts={-1: 1.0})
+    with pytest.raises(errors.InvalidArgumentError, match="got wire='int8'"):
+        replace(base, wire="int8")
+    for change, match in (
+        ({"slow_hosts": {0: 0.0}}, "link_share 0"), ({"stragglers": {0: -1.0}}, "start_us -1"),
+        ({"slow_ranks": {0: 0.0}}, "slowdown 0"), ({"hosts": 0}, "hosts 0"),
+        ({"ranks_per_host": 0}, "ranks_per_host 0"),
+    ):  # fmt: skip
+        with pytest.raises(errors.InvalidArgumentError, match=match):
+            predict("all_reduce", 64, replace(base, **change))  # type: ignore[arg-type]
+
+
+def test_too_much_to_look_at_is_refused_at_once() -> None:
+    cluster = replace(layered_cluster(1 << 16, 8), slow_hosts={0: 0.5})
+    with pytest.raises(errors.InvalidArgumentError, match="messages to look at, expected at most 2e\\+10"):
+        predict("all_reduce", 1 << 30, cluster, "flat_direct")
+
+
+def test_the_core_refuses_what_python_does_not_ask_for() -> None:
+    question: dict[str, Any] = {
+        "collective": "broadcast", "between": "ring", "inside": "direct", "flat": False, "hosts": 2,
+        "ranks_per_host": 2, "count": 64, "element_bytes": (4, 4, 4), "inside_link": (1.0, 1.0, 0.0, 1.0, 0, 0, 1),
+        "between_link": (1.0, 1.0, 0.0, 1.0, 0, 0, 1), "shared_nic": False, "link_share": [], "start_us": [],
+        "slowdown": [], "root_host": 0, "fold": True,
+    }  # fmt: skip
+    assert _C.simulate(**question)["time_us"] > 0
+    for change, match in (
+        ({"between": "butterfly"}, "broadcast that is not a ring"),
+        ({"collective": "all_to_all"}, "all_to_all that is not direct"),
+        ({"collective": "all_reduce", "inside": "oneshot"}, "oneshot for what it does not do"),
+        ({"collective": "all_reduce", "hosts": 3, "between": "butterfly"}, "members of a butterfly 3"),
+        ({"between": "star"}, "schedule between hosts 'star'"),
+        ({"link_share": [1.0]}, "1 entries of link_share, expected 2"),
+    ):  # fmt: skip
+        with pytest.raises(errors.InvalidArgumentError, match=match):
+            _C.simulate(**{**question, **change})
