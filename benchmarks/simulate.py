@@ -217,12 +217,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--runs", type=int, default=5, metavar="N")
-    parser.add_argument("--reports", nargs="+", default=[], metavar="FILE", help="of one number of ranks")
+    parser.add_argument("--reports", nargs="+", default=[], metavar="FILE", help="of ringcomm bench")
     parser.add_argument("--out", type=Path, default=OUT)
     a = parser.parse_args()
     if a.reports:
-        given = [json.loads(Path(each).read_text()) for each in a.reports]
-        measured = {len(given[0]["devices"]): given}
+        measured: dict[int, list[dict[str, Any]]] = {}
+        for each in a.reports:
+            report = json.loads(Path(each).read_text())
+            measured.setdefault(len(report["devices"]), []).append(report)
     else:
         measured = measure(a.ranks, a.runs)
     words = " ".join(["python benchmarks/simulate.py", *sys.argv[1:]])

@@ -152,6 +152,11 @@ def calibrate(
     """
     found_hosts, per_host = shape_of(report if isinstance(report, Mapping) else report[0])
     if hosts is not None:
+        if hosts < 1 or found_hosts * per_host % hosts:
+            raise InvalidArgumentError(
+                f"calibrate: got hosts={hosts} for {found_hosts * per_host} ranks, expected as many on each; pass "
+                "the number of hosts that the report is of"
+            )
         found_hosts, per_host = hosts, found_hosts * per_host // hosts
     base = cluster or Cluster(1, 1, LinkClass(1.0, 10.0), LinkClass(10.0, 10.0, **BETWEEN_SLICES))
     base = replace(base.without_differences(), hosts=found_hosts, ranks_per_host=per_host)

@@ -76,9 +76,9 @@ def _plain(value: Any) -> Any:
 
 def _cluster(a: argparse.Namespace) -> Cluster:
     cluster = preset(a.preset, a.hosts, a.ranks_per_host)
-    for path in a.calibrate:
+    for path, hosts in a.calibrate:
         with open(path, encoding="utf-8") as file:
-            found = calibrate(json.load(file), cluster)
+            found = calibrate(json.load(file), cluster, hosts=hosts)
         worst = max(found.deviations, key=lambda each: abs(each.relative))
         print(
             f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
@@ -212,6 +212,12 @@ def _numbered(text: str, what: str) -> tuple[int, float]:
     return number, figure
 
 
+def _report(text: str) -> tuple[str, int | None]:
+    """`report.json`, or `report.json:2`."""
+    path, colon, hosts = text.rpartition(":")
+    return (path, int(hosts)) if colon and hosts.isdigit() and int(hosts) > 0 else (text, None)
+
+
 def _figure(text: str) -> tuple[int, float]:
     return _numbered(text, "factor")
 
@@ -234,8 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--preset", choices=PRESETS, default="h100", help="(h100)")
     g.add_argument(
-        "--calibrate", action="append", default=[], metavar="FILE.json",
-        help="from ringcomm bench -J: one host's links, or the links between hosts; may be given for each",
+        "--calibrate", type=_report, action="append", default=[], metavar="FILE[:HOSTS]",
+        help="from ringcomm bench -J: one host's links, or those between hosts; may be given for each. HOSTS: of the "
+        "report, where they have one name",
     )  # fmt: skip
     for name in _GIVEN:
         g.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help="of the links between hosts")

@@ -355,14 +355,14 @@ def test_clusters_that_are_none_are_refused() -> None:
     for change, match in (
         ({"slow_hosts": {0: 0.0}}, "link_share 0"), ({"stragglers": {0: -1.0}}, "start_us -1"),
         ({"slow_ranks": {0: 0.0}}, "slowdown 0"), ({"hosts": 0}, "hosts 0"),
-        ({"ranks_per_host": 0}, "ranks_per_host 0"),
+        ({"ranks_per_host": 0}, "ranks_per_host 0"), ({"hosts": 1 << 19, "ranks_per_host": 8}, "ranks 4.1943e\\+06"),
     ):  # fmt: skip
         with pytest.raises(errors.InvalidArgumentError, match=match):
             predict("all_reduce", 64, replace(base, **change))  # type: ignore[arg-type]
 
 
 def test_too_much_to_look_at_is_refused_at_once() -> None:
-    cluster = replace(layered_cluster(1 << 16, 8), slow_hosts={0: 0.5})
+    cluster = replace(layered_cluster(1 << 15, 8), slow_hosts={0: 0.5})
     with pytest.raises(errors.InvalidArgumentError, match="messages to look at, expected at most 2e\\+10"):
         predict("all_reduce", 1 << 30, cluster, "flat_direct")
 

@@ -118,10 +118,13 @@ def test_a_report_that_is_none_is_refused() -> None:
         ({**good, "results": [{"size": 4}]}, "without 'experiment_name'"),
         ({**good, "results": good["results"][:1]}, "at least two sizes"),
         ({**good, "results": []}, "0 measurements of nothing"),
+        ({**good, "config": {}}, "without 'algorithm'"),
         ({**good, "devices": [*good["devices"], {"host": "x"}]}, r"hosts with \[1, 4\] ranks"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=match):
             calibrate(broken)
+    with pytest.raises(errors.InvalidArgumentError, match="got hosts=3 for 4 ranks"):
+        calibrate(good, hosts=3)
 
 
 def test_a_real_report_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +138,8 @@ def test_a_real_report_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(each.relative > -1 for each in found.deviations)
     assert cli.main(["simulate", "--hosts", "1", "--gpus-per-host", "2", "--calibrate", path, "-e", "64K"]) == 0
     assert f"as measured in {path}" in capsys.readouterr().out
+    assert cli.main(["simulate", "--gpus-per-host", "1", "--calibrate", f"{path}:2", "-e", "64K"]) == 0
+    assert "links between hosts from 12 measurements" in capsys.readouterr().out
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -236,17 +241,14 @@ def test_presets_are_near_what_was_published() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["simulate", *words]) == 0
+    assert cli.main(["simulate", *" ".join(words).split()]) == 0
     return capsys.readouterr().out
 
 
 def test_the_command_prints_a_table_and_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    said = run(
-        capsys,
-        *["--hosts", "128", "--gpus-per-host", "8", "--algorithm", "all", "-b", "1K", "-e", "16M", "-f", "64", "-J"],
-        str(path),
-    )
+    words = "--hosts 128 --gpus-per-host 8 --algorithm all -b 1K -e 16M -f 64"
+    said = run(capsys, words, "-J", str(path))
     assert "# 128 hosts x 8 ranks" in said
     assert "# fastest: " in said
     document = json.loads(path.read_text())
@@ -259,23 +261,8 @@ def test_the_command_prints_a_table_and_writes_it(capsys: pytest.CaptureFixture[
 
 
 def test_the_command_shows_what_differences_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--hosts",
-        "4",
-        "--gpus-per-host",
-        "2",
-        "-b",
-        "1M",
-        "-e",
-        "1M",
-        "--slow-host",
-        "3:0.5",
-        "--straggler",
-        "5:2ms",
-        "--slow-rank",
-        "1:3",
-    ]
-    said = run(capsys, *words, "--collective", "all")
+    words = "--hosts 4 --gpus-per-host 2 -b 1M -e 1M --slow-host 3:0.5 --straggler 5:2ms --slow-rank 1:3"
+    said = run(capsys, words, "--collective", "all")
     assert said.count("x equal") == len(simulate.COLLECTIVES)
     cluster = replace(h100(4, 2), slow_hosts={3: 0.5}, stragglers={5: 2000.0}, slow_ranks={1: 3.0})
     found = predict("all_reduce", 1 << 20, cluster, dtype="bfloat16")
@@ -286,22 +273,17 @@ def test_the_command_shows_what_differences_cost(capsys: pytest.CaptureFixture[s
 
 def test_the_command_predicts_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    said = run(capsys, *["--hosts", "16", "--model-parameters", "7B", "--tokens", "2048", "-J"], str(path))
+    said = run(capsys, "--hosts 16 --model-parameters 7B --tokens 2048", "-J", str(path))
     steps = json.loads(path.read_text())["steps"]
     assert [each["stage"] for each in steps] == [0, 1, 2, 3]
     assert "7,000,000,000 parameters" in said
-    one = (
-        run(capsys, *["--hosts", "16", "--model-parameters", "7e9", "--tokens", "2048", "--stage", "3"])
-        .splitlines()[-1]
-        .split()
-    )
+    one = run(capsys, "--hosts 16 --model-parameters 7e9 --tokens 2048 --stage 3").splitlines()[-1].split()
     assert float(one[1]) == pytest.approx(steps[3]["time_us"] / 1e3, abs=0.01)
 
 
 def test_links_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--hosts", "2", "--gpus-per-host", "1", "-b", "8M", "-e", "8M", "-d", "float32", "--algorithm", "ring"]
-    words += ["--latency-us", "100", "--bandwidth-gbps", "1", "--overhead-us", "0", "--reduce-gbps", "1e9"]
-    said = run(capsys, *words)
+    words = "--hosts 2 --gpus-per-host 1 -b 8M -e 8M -d float32 --algorithm ring"
+    said = run(capsys, words, "--latency-us 100 --bandwidth-gbps 1 --overhead-us 0 --reduce-gbps 1e9")
     assert "but as given latency_us 100, bandwidth_gbps 1" in said
     time = float(said.splitlines()[-1].split()[2])
     assert time == pytest.approx((8 << 20) / 1e3 + 4.0 + 2 * 100, rel=0.02)

@@ -53,9 +53,12 @@ void check_schedules(const Cluster& cluster, const Question& question) {
 }  // namespace
 
 void check(const Cluster& cluster, const Question& question) {
-  check(cluster.hosts >= 1 && cluster.hosts <= 1 << 20, "hosts", cluster.hosts, "1 to 2^20");
-  check(cluster.ranks_per_host >= 1 && cluster.ranks_per_host <= 1 << 10, "ranks_per_host", cluster.ranks_per_host,
-        "1 to 2^10");
+  constexpr int kMostRanks = 1 << 20;
+  check(cluster.hosts >= 1 && cluster.hosts <= kMostRanks, "hosts", cluster.hosts, "at least 1");
+  check(cluster.ranks_per_host >= 1 && cluster.ranks_per_host <= kMostRanks, "ranks_per_host", cluster.ranks_per_host,
+        "at least 1");
+  check(1.0 * cluster.hosts * cluster.ranks_per_host <= kMostRanks, "ranks",
+        1.0 * cluster.hosts * cluster.ranks_per_host, "at most 2^20 on all hosts");
   check_link(cluster.inside);
   check_link(cluster.between);
   const std::size_t hosts = cluster.hosts, ranks = hosts * cluster.ranks_per_host;
