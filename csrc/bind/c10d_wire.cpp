@@ -1,6 +1,10 @@
 #include "bind/c10d_wire.h"
 
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
 #include <new>
 #include <utility>
 
@@ -8,6 +12,7 @@
 
 #include "bind/c10d_messages.h"
 #include "core/error.h"
+#include "core/schedule.h"
 
 namespace ringcomm {
 
@@ -123,6 +128,19 @@ class GroupWalk final : public WireWalk {
   std::vector<GroupWork> sending_;
 };
 
+constexpr std::size_t kInlineBytes = 8 << 10;
+constexpr std::size_t kTermsBytes = 512;
+
+// Terms and what goes with them. A backend may end the process where more comes than a receive has room for.
+struct Letter {
+  std::uint64_t nbytes;
+  char text[kTermsBytes + kInlineBytes];
+};
+struct Expected {
+  std::unique_ptr<Letter> letter;
+  GroupWork work;
+};
+
 class GroupWire final : public Wire {
  public:
   GroupWire(BackendPtr backend, std::string name)
@@ -130,17 +148,27 @@ class GroupWire final : public Wire {
 
   const char* kind() const override { return name_.c_str(); }
 
+  std::size_t inline_bytes() const override { return kInlineBytes; }
+
   std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
+    std::vector<GroupWork> sends;
+    std::deque<Letter> letters;
+    for (const Terms& each : terms) expect(each.peer);
+    for (const Terms& each : terms) {
+      Letter& letter = letters.emplace_back();
+      letter.nbytes = each.mine.size();
+      std::memcpy(letter.text, each.mine.data(), each.mine.size());
+      sends.push_back(link_->send({each.peer, &letter, offsetof(Letter, text) + each.mine.size()}, GroupLink::kTerms));
+    }
     std::vector<std::string> theirs;
-    std::vector<GroupWork> sends, recvs;
-    for (const Terms& each : terms) theirs.emplace_back(each.mine.size(), '\0');
-    for (std::size_t i = 0; i < terms.size(); ++i)
-      recvs.push_back(link_->recv({terms[i].peer, theirs[i].data(), theirs[i].size()}, GroupLink::kTerms));
-    for (const Terms& each : terms)
-      sends.push_back(
-          link_->send({each.peer, const_cast<char*>(each.mine.data()), each.mine.size()}, GroupLink::kTerms));
-    for (const auto* works : {&recvs, &sends})
-      for (std::size_t i = 0; i < terms.size(); ++i) link_->wait((*works)[i], terms[i].peer, limit);
+    for (const Terms& each : terms) {
+      const Expected expected = std::move(expected_.at(each.peer));
+      expected_.erase(each.peer);
+      link_->wait(expected.work, each.peer, limit);
+      theirs.emplace_back(expected.letter->text, smaller(expected.letter->nbytes, sizeof expected.letter->text));
+      expect(each.peer);
+    }
+    for (std::size_t i = 0; i < terms.size(); ++i) link_->wait(sends[i], terms[i].peer, limit);
     return theirs;
   }
 
@@ -164,8 +192,17 @@ class GroupWire final : public Wire {
   std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
 
  private:
+  // A receive of the peer's next terms, of any length they may have: posted before they are due, they come at once.
+  void expect(int peer) {
+    if (expected_.count(peer)) return;
+    Expected expected{std::make_unique<Letter>(), nullptr};
+    expected.work = link_->recv({peer, expected.letter.get(), sizeof(Letter)}, GroupLink::kTerms);
+    expected_.emplace(peer, std::move(expected));
+  }
+
   const std::shared_ptr<GroupLink> link_;
   const std::string name_;
+  std::map<int, Expected> expected_;  // by peer; of the thread that runs the calls
   GroupMessages messages_;
 };
 

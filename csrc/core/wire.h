@@ -53,7 +53,7 @@ class WireWalk {
 // What two ranks must agree on before a message of a call may go between them.
 struct Terms {
   int peer;
-  // Opaque bytes, the same for the peer: compared, not understood.
+  // Opaque bytes, and at most inline_bytes() of a message behind them.
   std::string mine;
 };
 
@@ -62,6 +62,8 @@ class Wire {
   virtual ~Wire() = default;
   virtual const char* kind() const = 0;  // such as "gloo" or "nccl"
 
+  // What a message may have behind its terms; 0 for wires that do not return the peers'.
+  virtual std::size_t inline_bytes() const { return 0; }
   // Swaps terms with each peer and returns theirs, in the order given. A device's wire may return before it has them:
   // then the result is empty, and a difference goes to the failure handler.
   virtual std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit,

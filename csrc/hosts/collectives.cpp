@@ -29,7 +29,7 @@ struct Contract {
 // As people read it.
 std::string describe(const std::string& terms) {
   Contract contract;
-  if (terms.size() != sizeof contract) return "something else";
+  if (terms.size() < sizeof contract) return "something else";
   std::memcpy(&contract, terms.data(), sizeof contract);
   const Signature& s = contract.signature;
   const Op op = static_cast<Op>(s.op);
@@ -134,7 +134,8 @@ std::vector<int> Collectives::partners(Between schedule, const std::vector<std::
 }
 
 // Before any message of a call: both ends mean the same one.
-void Collectives::agree(const Scope& scope, const std::vector<int>& peers) {
+std::vector<std::string> Collectives::agree(const Scope& scope, const std::vector<int>& peers,
+                                            const std::string& payload) {
   const Call& call = scope.call;
   Contract contract{};
   Signature& s = contract.signature;
@@ -158,16 +159,19 @@ void Collectives::agree(const Scope& scope, const std::vector<int>& peers) {
       contract.upward = topology_.rank() < peer ? to : from;
       contract.downward = topology_.rank() < peer ? from : to;
     }
-    terms.push_back({peer, std::string(reinterpret_cast<const char*>(&contract), sizeof contract)});
+    terms.push_back({peer, std::string(reinterpret_cast<const char*>(&contract), sizeof contract) + payload});
   }
-  const std::vector<std::string> theirs = wire_->swap(terms, scope.limit, call.stream);
+  std::vector<std::string> theirs = wire_->swap(terms, scope.limit, call.stream);
   for (std::size_t i = 0; i < theirs.size(); ++i) {
-    if (theirs[i] == terms[i].mine) continue;
-    fail(ErrorCode::kMismatch, name(call.op), ": rank ", topology_.rank(), " on host ",
-         options_.names[topology_.host()], " made ", describe(terms[i].mine), ", rank ", terms[i].peer, " on host ",
-         options_.names[topology_.host_of(terms[i].peer)], " made ", describe(theirs[i]),
-         "; make the same calls in the same order on every rank");
+    if (theirs[i].size() != terms[i].mine.size() ||
+        std::memcmp(theirs[i].data(), terms[i].mine.data(), sizeof contract))
+      fail(ErrorCode::kMismatch, name(call.op), ": rank ", topology_.rank(), " on host ",
+           options_.names[topology_.host()], " made ", describe(terms[i].mine), ", rank ", terms[i].peer, " on host ",
+           options_.names[topology_.host_of(terms[i].peer)], " made ", describe(theirs[i]),
+           "; make the same calls in the same order on every rank");
+    theirs[i].erase(0, sizeof contract);
   }
+  return theirs;
 }
 
 WalkList Collectives::walks_of(const Scope& scope, const Lane& lane) const {

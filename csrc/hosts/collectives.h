@@ -18,6 +18,7 @@ class Collectives {
 
  private:
   void all_reduce(const Scope& scope);
+  void all_reduce_at_once(const Scope& scope);
   void reduce(const Scope& scope);
   void reduce_scatter(const Scope& scope);
   void all_gather(const Scope& scope);
@@ -25,7 +26,8 @@ class Collectives {
   void exchange(const Scope& scope);  // gather, scatter and all_to_all
   void barrier(const Scope& scope);
 
-  void agree(const Scope& scope, const std::vector<int>& peers);
+  // Swaps terms with the peers, and what goes with them: `payload` to each, theirs in return where the wire does that.
+  std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
   std::vector<int> partners(Between schedule, const std::vector<std::vector<int>>& drivers) const;
   Call local_call(const Scope& scope, Op op) const;
   void reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums);

@@ -1,4 +1,6 @@
 // all_reduce, reduce and reduce_scatter over several hosts.
+#include <cstring>
+
 #include "hosts/collectives.h"
 
 namespace ringcomm::hosts {
@@ -48,8 +50,61 @@ std::vector<Lane> Collectives::lanes_of(const Scope& scope, const Cut& cut, char
   return lanes;
 }
 
+// A short message goes whole behind the terms, from each host's first rank to the others': one round.
+void Collectives::all_reduce_at_once(const Scope& scope) {
+  const Call& call = scope.call;
+  const int hosts = topology_.num_hosts(), me = topology_.host();
+  const std::size_t nbytes = call.count * scope.sum_element, room = aligned(nbytes);
+  char* const memory = scratch(static_cast<std::size_t>(hosts + 1) * room);
+  const void* input = call.input;
+  if (scope.wider()) {
+    widen(scope, call.input, memory + static_cast<std::size_t>(hosts) * room, call.count);
+    input = memory + static_cast<std::size_t>(hosts) * room;
+  }
+  std::vector<char*> parts;
+  for (int h = 0; h < hosts; ++h) parts.push_back(memory + static_cast<std::size_t>(h) * room);
+  Call inside = local_call(scope, Op::kReduce);
+  inside.dtype = scope.types.sum;
+  inside.input = input;
+  inside.output = parts[me];
+  inside.count = call.count;
+  local_->run(inside);
+
+  std::vector<int> peers;
+  if (topology_.local_rank() == 0)
+    for (int h = 0; h < hosts; ++h)
+      if (h != me) peers.push_back(topology_.ranks(h)[0]);
+  const std::vector<std::string> theirs = agree(scope, peers, peers.empty() ? "" : std::string(parts[me], nbytes));
+  for (std::size_t i = 0; i < peers.size(); ++i)
+    std::memcpy(parts[topology_.host_of(peers[i])], theirs[i].data(), nbytes);
+  if (!peers.empty()) {
+    for (const Merge& merge : topology_.tree()) {
+      const bool last = &merge == &topology_.tree().back();
+      Combining combining{scope.types.sum,          last ? scope.op : combine_of(scope.op),
+                          parts[merge.into],        parts[merge.from],
+                          parts[merge.into],        call.count,
+                          last ? scope.divisor : 1, call.stream};
+      local_->combine(combining);
+    }
+    Packing narrow;
+    narrow.from = scope.types.sum;
+    narrow.to = scope.types.result;
+    narrow.pieces = {{parts[topology_.tree().back().into], call.output, call.count}};
+    narrow.stream = call.stream;
+    local_->pack(narrow);
+  }
+  if (topology_.local_world_size() == 1) return;
+  inside = local_call(scope, Op::kBroadcast);
+  inside.input = inside.output = call.output;
+  inside.count = call.count;
+  local_->run(inside);
+}
+
 void Collectives::all_reduce(const Scope& scope) {
   const Call& call = scope.call;
+  const bool in_order = call.algorithm != Algorithm::kRing;
+  if (call.count && in_order && !options_.compressed && call.count * scope.sum_element <= wire_->inline_bytes())
+    return all_reduce_at_once(scope);
   agree(scope, partners(scope.schedule, Cut(topology_, call.count, scope.element).drivers()));
   const std::size_t wave = scope.wider() ? wave_elements(scope, call.count, 1) : call.count;
   for (std::size_t begin = 0; begin < call.count; begin += wave) {
