@@ -112,7 +112,7 @@ def _backend(
     hosts = Hosts.of([each.decode() for each in identities])
     span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
     _connect(span, store, prefix, options._timeout, _INIT)
-    device = DeviceMaker(rank, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
+    device = DeviceMaker(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
     return extension.Backend(span.engine.capsule(), options, device, device.serves_cpu)
 
 

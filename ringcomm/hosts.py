@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,12 +18,13 @@ from ringcomm.devices import Device
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 
 VARIABLE = "RINGCOMM_HOST"
-"""In the environment: the name of this rank's host, in place of what the machine says. Ranks of one name share memory."""
+"""In the environment: the name of this rank's host, in place of what the machine says. Ranks of one share memory."""
 
 NETWORK_VARIABLE = "RINGCOMM_NETWORK"
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ABORTED = "aborted"
+_LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
 _LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
 
 
@@ -138,8 +141,8 @@ class Network:
 
             return wire(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
-            f"init: rank {rank} asked for network {kind!r} between hosts with arrays on {device}, expected 'gloo' for the "
-            "cpu or 'nccl' for cuda; pass one of them, or leave it out"
+            f"init: rank {rank} asked for network {kind!r} between hosts with arrays on {device}, expected 'gloo' for "
+            "the cpu or 'nccl' for cuda; pass one of them, or leave it out"
         )
 
     def prefixed(self) -> Any:
@@ -155,8 +158,8 @@ class Network:
             return -1
         if name not in WIRE_DTYPES:
             raise InvalidArgumentError(
-                f"init: rank {rank} got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of them, "
-                "or None to send floats as they are"
+                f"init: rank {rank} got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of "
+                "them, or None to send floats as they are"
             )
         return _C.DTYPES[name]
 
@@ -187,7 +190,7 @@ def _extension() -> Any:
         from ringcomm import _c10d
     except ImportError as error:
         raise UnsupportedError(
-            f"init: ranks on several hosts need the extension ringcomm._c10d, which this installation has not: {error}; "
+            f"init: ranks on several hosts need the extension ringcomm._c10d, which is not installed: {error}; "
             "reinstall with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm` beside torch"
         ) from error
     return _c10d
@@ -260,7 +263,7 @@ class Span:
         engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
         engine.connect(handles)
         self.engine = engine
-        self._watch = Watch(engine, self._network.prefixed(), hosts)
+        self._watch = Watch(self, self._network.prefixed(), hosts)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""
@@ -272,29 +275,41 @@ class Span:
 class Watch:
     """Carries an abort from host to host, through the store: inside a host shared memory does."""
 
-    def __init__(self, engine: Any, store: Any, hosts: Hosts) -> None:
+    def __init__(self, span: Span, store: Any, hosts: Hosts) -> None:
         with suppress(Exception):  # a client of its own: one that waits holds up whoever shares it
             store = store.clone()
         self._end = threading.Event()
         every = max(_LOOK_EVERY_S, hosts.world_size / 2000)
-        arguments = (engine, store, self._end, every)
-        threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True).start()
+        arguments = (weakref.ref(span), store, self._end, every)  # who looks must not keep it alive
+        self._thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is inside native code as Python ends would bring the process down
 
     def stop(self) -> None:
         """Ends, after a last look at whether the others must hear of an abort."""
+        atexit.unregister(self.stop)
         self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LAST_LOOK_S)
 
 
-def _watch(engine: Any, store: Any, end: threading.Event, every: float) -> None:
+def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: float) -> None:
     last = False
     while not last:
-        last = end.wait(every) or engine.closed
+        last = end.wait(every)
+        span = owner()
+        if span is None:
+            return
         try:
-            if engine.aborted:
-                store.compare_set(_ABORTED, "", engine.why_aborted or "no reason given")
+            if span.engine.aborted:
+                reason = span.engine.why_aborted or "another rank of this host gave up"
+                span.engine.abort(reason)  # shared memory ends no wait for another host
+                store.compare_set(_ABORTED, "", reason)
                 return
             if not last and store.check([_ABORTED]):
-                engine.abort(store.get(_ABORTED).decode())
+                span.engine.abort(store.get(_ABORTED).decode())
                 return
         except RuntimeError:
             return  # the store has gone with its owner; the wire tells of a lost host too
+        last = last or span.engine.closed
+        del span

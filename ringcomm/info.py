@@ -59,7 +59,9 @@ def _engines() -> list[Fact]:
     except RuntimeError as error:
         found.append(Fact("engines", "cpu", False, str(error)))
     found.append(cuda_engine())
-    found.append(Fact("engines", "nccl", False, "not built: this version stays inside one host"))
+    from ringcomm.nccl import facts as nccl_facts
+
+    found.append(Fact("engines", "nccl", *nccl_facts()))
     return found
 
 

@@ -252,7 +252,7 @@ class _Fit:
 
     def _bands(self, link: LinkClass, samples: Sequence[Sample]) -> list[tuple[int, float]]:
         """(least bytes, GB/s), the first for all below too, from the messages that mostly wait for bandwidth."""
-        quick = replace(link, bandwidth_gbps=math.inf)
+        quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
         telling = [s for s in samples if self.time_us(quick, s) < _TELLING * s.time_us]
         bands: list[tuple[int, list[float]]] = []
         for nbytes in sorted({s.nbytes for s in telling}):
@@ -267,14 +267,16 @@ class _Fit:
         return _root(lambda gbps: self.time_us(replace(link, bandwidth_gbps=gbps), s), s.time_us)
 
     def _reduction(self, link: LinkClass, samples: Sequence[Sample]) -> float:
-        """The median over what each sample says; infinite where most are as fast as without a reduction."""
+        """The median over what each sample says, but no more than half of any sample's time; infinite where most are as
+        fast as without a reduction."""
+        alone = replace(link, latency_us=0.0, bandwidth_gbps=math.inf, bands=(), reduce_gbps=1.0)
         found = []
         for s in samples:
             if self.time_us(link, s) < s.time_us:
                 found.append(_root(lambda gbps, s=s: self.time_us(replace(link, reduce_gbps=gbps), s), s.time_us))  # type: ignore[misc]
             else:
                 found.append(math.inf)
-        return statistics.median_high(found)
+        return max(statistics.median_high(found), *(2 * self.time_us(alone, s) / s.time_us for s in samples))
 
 
 def _solve(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:

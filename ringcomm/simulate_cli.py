@@ -20,7 +20,9 @@ from ringcomm.simulate import (
     Cluster,
     Prediction,
     algorithms,
+    in_order,
     predict,
+    winner,
 )
 from ringcomm.simulate_calibrate import calibrate
 from ringcomm.simulate_presets import PRESETS, preset
@@ -113,7 +115,11 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> lis
     sizes = sizes_between(lowest, max(lowest, a.maxbytes or 1 << 30), 0, max(2, a.stepfactor))
     equal = cluster.without_differences()
     more = "" if cluster.equal else f"{'x equal':>9}"
-    print(f"\n# {collective}, {a.dtype}; * is the fastest" if len(names) > 1 else f"\n# {collective}, {a.dtype}")
+    print(
+        f"\n# {collective}, {a.dtype}; * is the fastest, within 1 %"
+        if len(names) > 1
+        else f"\n# {collective}, {a.dtype}"
+    )
     print(
         f"{'size (B)':>12} {'algorithm':<12} {'time (us)':>12} {'algbw':>8} {'busbw':>8} {'latency':>11} "
         f"{'bandwidth':>11} {'reduce':>11} {'host sends (B)':>15}{more}"
@@ -122,15 +128,16 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> lis
     winners: list[tuple[int, str]] = []
     for nbytes in sizes:
         some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
-        best = min(some, key=lambda each: each.time_us)
-        if not winners or winners[-1][1] != best.algorithm:
-            winners.append((nbytes, best.algorithm))
+        usual = winners[-1][1] if winners else in_order(collective, cluster)
+        best = winner({each.algorithm: each for each in some}, usual)
+        if not winners or winners[-1][1] != best:
+            winners.append((nbytes, best))
         for each in some:
             cost = ""
             if more:
-                usual = predict(collective, nbytes, equal, each.algorithm, a.dtype, root_host=a.root_host)
-                cost = f"{each.time_us / usual.time_us:>9.2f}" if usual.time_us else f"{'-':>9}"
-            print(_line(each, len(some) > 1 and each is best) + cost)
+                alike = predict(collective, nbytes, equal, each.algorithm, a.dtype, root_host=a.root_host)
+                cost = f"{each.time_us / alike.time_us:>9.2f}" if alike.time_us else f"{'-':>9}"
+            print(_line(each, len(some) > 1 and each.algorithm == best) + cost)
         found += some
     if len(names) > 1:
         print("# fastest: " + ", ".join(f"{name} from {_size(nbytes)}" for nbytes, name in winners))

@@ -15,12 +15,12 @@ def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
         ranks_per_host,
         inside=LinkClass(latency_us=0.6, bandwidth_gbps=371.0),
         between=LinkClass(latency_us=14.0, bandwidth_gbps=48.0, overhead_us=1.0, reduce_gbps=900.0, **BETWEEN_SLICES),
-        call_us=4.0,
+        call_us=4.6,
         sources={
             "inside": (
                 "18 NVLinks of 20.6 GB/s, the part of the line rate of 450 GB/s that NCCL counts on, and 0.6 us a hop "
-                "(NCCL 2.30, graph/topo.h and graph/tuning.cc); a call 4 us, so that one of 1 KiB takes the 5.2 us of "
-                "mscclpp#646 under a graph; reductions part of the transfer, none in the switch"
+                "(NCCL 2.30, graph/topo.h and graph/tuning.cc); a call 4.6 us, so that 1 KiB take the 5.2 us of "
+                "mscclpp#646 under a graph (NCCL counts on 4.5); reductions part of the transfer, none in the switch"
             ),
             "between": (
                 "50 GB/s of line rate for each GPU, 4 % of it assumed lost, 14 us a hop (NCCL's ring over a network), "

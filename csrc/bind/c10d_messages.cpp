@@ -123,6 +123,12 @@ void GroupMessages::close() {
     if (way.thread.joinable()) way.thread.join();
 }
 
+bool GroupMessages::runs_this_thread() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(ways_.begin(), ways_.end(),
+                     [](const auto& way) { return way.second.thread.get_id() == std::this_thread::get_id(); });
+}
+
 // Ends everything that is open.
 void GroupMessages::fail(Way& way, const WireFailure& failure) {
   std::deque<ItemPtr> open;

@@ -23,6 +23,7 @@ class GroupMessages {
   std::shared_ptr<Request> submit(const Call& call, std::int64_t limit_ms);
   // Waits for what was sent; receives still open end with an error.
   void close();
+  bool runs_this_thread();
 
  private:
   class Item;

@@ -99,6 +99,8 @@ class Wire {
   virtual void on_failure([[maybe_unused]] std::function<void(const WireFailure&)> handler) {}
   // Local. Sends that were started are finished.
   virtual void close() = 0;
+  // Whether the caller is a thread of this wire, running a callback: such a one must not destroy it.
+  virtual bool runs_this_thread() const { return false; }
   // Payload that this rank has sent, in bytes.
   virtual std::uint64_t sent_bytes() const = 0;
   virtual std::vector<std::pair<std::string, std::string>> describe() const { return {}; }

@@ -1,5 +1,7 @@
 #include "hosts/hosts_engine.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <mutex>
 
@@ -20,11 +22,17 @@ class HostsEngine final : public Engine {
         wire_(std::move(wire)),
         collectives_(std::move(topology), local_, wire_, std::move(options)),
         on_host_(local_->kind() == std::string("cpu")),
-        queue_([this](const Call& call) { run_now(call); }) {
+        process_(getpid()),
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); })) {
     wire_->on_failure([this](const WireFailure& failure) { give_up(explain("a call in flight", failure)); });
   }
   ~HostsEngine() override {
-    if (!closed_.load() && !queue_.idle()) abort(concat("rank ", rank(), " went away with calls in flight"));
+    if (forked()) {  // the threads are not here, and a lock may have been held when the process was copied
+      queue_.release();
+      new std::shared_ptr<Wire>(wire_);
+      return;
+    }
+    if (!closed_.load() && !queue_->idle()) abort(concat("rank ", rank(), " went away with calls in flight"));
     close();
   }
 
@@ -42,7 +50,7 @@ class HostsEngine final : public Engine {
   int run(const Call& call) override {
     check(call);
     if (point_to_point(call.op)) return message(call)->wait(), call.root;
-    if (on_host_) return queue_.run(call), -1;
+    if (on_host_) return queue_->run(call), -1;
     const std::lock_guard<std::mutex> lock(mutex_);
     run_now(call);
     return -1;
@@ -50,7 +58,7 @@ class HostsEngine final : public Engine {
   std::shared_ptr<Request> submit(Call call) override {
     check(call);
     if (point_to_point(call.op)) return message(call);
-    if (on_host_) return queue_.submit(std::move(call));
+    if (on_host_) return queue_->submit(std::move(call));
     const std::lock_guard<std::mutex> lock(mutex_);
     call.stream = wire_->fork(call.stream);
     run_now(call);
@@ -63,6 +71,7 @@ class HostsEngine final : public Engine {
   void release(void* data) override { local_->release(data); }
 
   void abort(const std::string& reason) override {
+    if (forked()) return;
     {
       const std::lock_guard<std::mutex> lock(reason_mutex_);
       if (reason_.empty()) reason_ = reason.empty() ? "no reason given" : reason;
@@ -79,13 +88,15 @@ class HostsEngine final : public Engine {
   std::int64_t timeout() const override { return local_->timeout(); }
 
   void close() override {
-    if (closed_.exchange(true)) return;
-    queue_.stop();
+    if (forked() || closed_.exchange(true)) return;
+    queue_->stop();
     wire_->close();
     local_->close();
   }
   bool closed() const override { return closed_.load(); }
-  bool runs_this_thread() const override { return queue_.runs_this_thread() || local_->runs_this_thread(); }
+  bool runs_this_thread() const override {
+    return queue_->runs_this_thread() || wire_->runs_this_thread() || local_->runs_this_thread();
+  }
   void synchronize(std::uintptr_t stream) override { local_->synchronize(stream); }
 
   std::vector<std::pair<std::string, std::string>> describe() const override;
@@ -94,10 +105,15 @@ class HostsEngine final : public Engine {
   const Topology& topology() const { return collectives_.topology(); }
   const std::string& name_of(int rank) const { return collectives_.options().names[topology().host_of(rank)]; }
 
+  bool forked() const { return getpid() != process_; }
   void check(const Call& call) const {
     if (closed_.load(std::memory_order_relaxed))
       fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
            " expected an open communicator, got a closed one; create a new one");
+    if (forked())
+      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
+           " was called in a process forked after the communicator was made; make a communicator in the child, or "
+           "start it with spawn");
     check_call(call, rank(), world_size());
     check_abort(call);
   }
@@ -123,7 +139,8 @@ class HostsEngine final : public Engine {
   std::mutex mutex_;  // devices: one call is enqueued at a time
   mutable std::mutex reason_mutex_;
   std::string reason_;
-  WorkQueue queue_;
+  const pid_t process_;
+  std::unique_ptr<WorkQueue> queue_;
 };
 
 // A message of the user's: within the host through its engine, to another host over the wire.

@@ -84,6 +84,12 @@ NcclWire::NcclWire(const NcclOptions& options)
 NcclWire::~NcclWire() {
   if (process_is_ending()) return;
   close();
+  try {
+    const OnDevice on = on_device();
+    for (const Block& block : blocks_) cudaFree(block.data);
+  } catch (const Error&) {
+    // the device is lost, and its memory with it
+  }
 }
 
 // ---- checks
@@ -249,6 +255,8 @@ void NcclWire::leave(std::uintptr_t stream, const Call& call, std::int64_t limit
   const OnDevice on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = shared_->events->record(to_stream(stream));
+  for (Block& block : blocks_)
+    if (block.released && !block.behind) block.behind = last_;
   longest_ms_ = std::max(longest_ms_.load(), limit_ms);
   shared_->watcher->watch({entered_, last_, limit_ms, false, -1, name(call.op)});
 }
@@ -257,15 +265,24 @@ void NcclWire::leave(std::uintptr_t stream, const Call& call, std::int64_t limit
 
 void* NcclWire::allocate(std::size_t nbytes) {
   const OnDevice on = on_device();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Block& block : blocks_)
+    if (block.behind && block.nbytes >= nbytes && block.nbytes / 2 <= nbytes &&
+        shared_->events->reached(block.behind)) {
+      block.behind = nullptr;
+      block.released = false;
+      return block.data;
+    }
   void* data = nullptr;
   check(cudaMalloc(&data, nbytes), "cudaMalloc of a wire's memory", rank());
+  blocks_.push_back({data, nbytes});
   return data;
 }
 
 void NcclWire::release(void* data) {
-  if (!data || process_is_ending()) return;
-  const OnDevice on = on_device();
-  check(cudaFree(data), "cudaFree of a wire's memory", rank());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Block& block : blocks_)
+    if (block.data == data) block.released = true;
 }
 
 // ---- the end

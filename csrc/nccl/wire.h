@@ -38,6 +38,14 @@ class NcclWire final : public Wire {
   void finish(const Event& end, cudaStream_t stream);
 
  private:
+  // Memory from allocate. To give it back to CUDA waits for all that is on the device, and so perhaps for a peer that
+  // waits for this rank: it stays here, and may be used again behind the call in which it was released.
+  struct Block {
+    void* data;
+    std::size_t nbytes;
+    bool released = false;
+    Event behind = {};
+  };
   struct Lanes {
     std::vector<std::unique_ptr<MessageLane>> all;
     bool advance(bool hurry);
@@ -61,6 +69,7 @@ class NcclWire final : public Wire {
   std::mutex mutex_;  // of what follows
   std::unique_ptr<Stream> async_;
   Event entered_, last_;  // of the newest call
+  std::vector<Block> blocks_;
   std::atomic<std::uint64_t> sent_bytes_{0};
   std::atomic<std::int64_t> longest_ms_;
   std::atomic<bool> closed_{false};
