@@ -121,8 +121,11 @@ class DeviceMaker:
 
     kind = "cuda"
 
-    def __init__(self, rank: int, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options) -> None:
-        self._rank, self._hosts, self._network = rank, hosts, network
+    def __init__(
+        self, on_cpu: Span, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options
+    ) -> None:
+        self._on_cpu = on_cpu  # lives as long as the group
+        self._rank, self._hosts, self._network = on_cpu.rank, hosts, network
         self._prefix, self._options = prefix, options
         self._span: Span | None = None
         self._error: RingcommError | None = None
