@@ -6,7 +6,8 @@ The simulator beside measurements and beside published tables.
     python benchmarks/simulate.py --reports one.json two.json    # of ringcomm bench, instead of measuring here
 
 A run is one `ringcomm bench` of four collectives over eleven sizes; runs with different numbers of ranks take turns,
-and every measurement is the median over the runs. Every second size calibrates, the others are predicted.
+and every measurement is the median over the runs that nothing else disturbed (see `quiet`). Every second size
+calibrates, the others are predicted.
 """
 
 from __future__ import annotations
@@ -86,19 +87,43 @@ def measure(ranks: Sequence[int], runs: int) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
+def quiet(reports: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The reports without the collectives during which something else ran on the machine: those of a run whose median
+    time, over that of the fastest run at each size, is more than 1.25; the three quietest of each stay in any case. And
+    how many runs of each are left."""
+    times = [{(s.collective, s.nbytes): s.time_us for s in samples_of(each)} for each in reports]
+    least = {key: min(each[key] for each in times) for key in times[0]}
+    kept: list[dict[str, Any]] = [{**each, "results": []} for each in reports]
+    left: dict[str, int] = {}
+    for name in dict.fromkeys(key[0] for key in least):
+        slowness = [statistics.median(each[key] / least[key] for key in least if key[0] == name) for each in times]
+        most = max(1.25, sorted(slowness)[min(2, len(slowness) - 1)])
+        left[name] = sum(each <= most for each in slowness)
+        for run, each in enumerate(reports):
+            if slowness[run] <= most:
+                kept[run]["results"] += [row for row in each["results"] if row["experiment_name"] == name]
+    return kept, left
+
+
 def spread(reports: Sequence[dict[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
     """(least, most) time over the runs, by collective and bytes."""
-    single = [{(s.collective, s.nbytes): s.time_us for s in samples_of(each)} for each in reports]
-    return {key: (min(each[key] for each in single), max(each[key] for each in single)) for key in single[0]}
+    times: dict[tuple[str, int], list[float]] = {}
+    for each in reports:
+        for sample in samples_of(each):
+            times.setdefault((sample.collective, sample.nbytes), []).append(sample.time_us)
+    return {key: (min(values), max(values)) for key, values in times.items()}
 
 
-def beside_measurements(reports: Sequence[dict[str, Any]]) -> list[str]:
+def beside_measurements(runs: Sequence[dict[str, Any]]) -> list[str]:
+    reports, left = quiet(runs)
     found = calibrate(reports, sizes=USED)
     held = [s for s in samples_of(reports) if s.nbytes not in USED]
     ranges = spread(reports)
     rows = deviations(found.cluster, held)
     lines = [
-        f"### {found.cluster.world_size} ranks, {len(reports)} runs",
+        f"### {found.cluster.world_size} ranks, {len(runs)} runs",
+        "",
+        "Runs during which the machine was free, which count: " + ", ".join(f"{k} {v}" for k, v in left.items()) + ".",
         "",
         "| collective | bytes | measured us: median (min–max of the runs) | predicted us | off by |",
         "|---|---|---|---|---|",
@@ -227,7 +252,8 @@ def main() -> None:
             measured.setdefault(len(report["devices"]), []).append(report)
     else:
         measured = measure(a.ranks, a.runs)
-    words = " ".join(["python benchmarks/simulate.py", *sys.argv[1:]])
+    names = [Path(word).name if word in a.reports else word for word in sys.argv[1:]]
+    words = " ".join(["python benchmarks/simulate.py", *names])
     lines = [
         "# The simulator",
         "",

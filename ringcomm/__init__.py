@@ -131,6 +131,7 @@ _MODULES = {
     "pipeline": "pipeline",
     "random": "parallel.random",
     "schedule": "schedule",
+    "simulate": "simulate",
     "tensor": "tensor",
 }
 

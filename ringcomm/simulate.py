@@ -64,7 +64,7 @@ class LinkClass:
         )  # fmt: skip
 
 
-BETWEEN_SLICES: dict[str, Any] = {"slice_bytes": 1 << 20, "least_slice_bytes": 64 << 10, "slots": 4}
+BETWEEN_SLICES: dict[str, Any] = dict(_C.BETWEEN_SLICES)
 """How the engine over hosts cuts messages: for a `LinkClass` between hosts."""
 
 

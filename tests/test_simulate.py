@@ -109,6 +109,35 @@ def test_windows_under_way_hide_reductions() -> None:
     assert wire_us < four.time_us < one.time_us
 
 
+def test_a_window_waits_for_its_slot() -> None:
+    slices, hosts = 8, 4
+    link = LinkClass(ALPHA_US, GBPS, slice_bytes=NBYTES // slices // hosts)
+    each_us = S_US / slices / hosts
+    found = predict("all_reduce", NBYTES, replace(flat_cluster(hosts), between=link), "ring")
+    assert found.time_us == pytest.approx(slices * 2 * (hosts - 1) * (ALPHA_US + each_us), rel=1e-9)
+    chain = replace(link, slice_bytes=NBYTES // slices)
+    found = predict("broadcast", NBYTES, replace(flat_cluster(2), between=chain), "ring")
+    assert found.time_us == pytest.approx(slices * (ALPHA_US + S_US / slices), rel=1e-9)
+
+
+def test_a_receiver_takes_one_message_at_a_time() -> None:
+    """Four lanes come to a host with half a link: twice the message, however fast they leave."""
+    free = LinkClass(0.0, math.inf)
+    cluster = Cluster(2, 4, free, LinkClass(ALPHA_US, GBPS), shared_nic=True, slow_hosts={1: 0.5})
+    assert predict("broadcast", NBYTES, cluster).time_us == pytest.approx(ALPHA_US + 2 * S_US, rel=1e-9)
+
+
+def test_a_sender_sends_one_message_at_a_time() -> None:
+    """One host is late in the second round, when all others have sent: it sends to one after the other."""
+    hosts = 6
+    exchange_us, reduce_us = (hosts - 1) / hosts * S_US, (hosts - 1) / hosts * NBYTES / GAMMA_GBPS / 1e3
+    link = LinkClass(ALPHA_US, GBPS, reduce_gbps=GAMMA_GBPS)
+    cluster = replace(flat_cluster(hosts), between=link, slow_ranks={2: 100.0})
+    assert predict("all_reduce", NBYTES, cluster, "direct").time_us == pytest.approx(
+        2 * ALPHA_US + 2 * exchange_us + 100 * reduce_us, rel=1e-9
+    )
+
+
 # ---- bytes ---------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +319,14 @@ def test_compare_knows_all_and_crossovers_are_where_the_best_changes() -> None:
     for nbytes in sizes:
         winner = [each.algorithm for each in found if each.nbytes <= nbytes][-1]
         times = {name: each.time_us for name, each in simulate.compare("all_reduce", nbytes, cluster).items()}
-        assert times[winner] == min(times.values())
+        assert times[winner] <= 1.01 * min(times.values())
+
+
+def test_equals_do_not_change_the_winner() -> None:
+    """Over two hosts ring, butterfly and direct send the same messages."""
+    assert simulate.crossovers("all_reduce", [1 << k for k in range(10, 25)], flat_cluster(2)) == (
+        simulate.Crossover(1 << 10, "butterfly"),
+    )
 
 
 def test_auto_is_what_keeps_the_order() -> None:

@@ -88,6 +88,11 @@ void define_simulate(py::module_& m) {
         py::arg("inside_link"), py::arg("between_link"), py::arg("shared_nic"), py::arg("link_share"),
         py::arg("start_us"), py::arg("slowdown"), py::arg("root_host"), py::arg("fold"),
         "When the ranks of a collective are done, by the model of core/simulate.h; for ringcomm.simulate.");
+  py::dict slicing;
+  slicing["slice_bytes"] = kSlicing.most;
+  slicing["least_slice_bytes"] = kSlicing.least;
+  slicing["slots"] = kSlicing.slots;
+  m.attr("BETWEEN_SLICES") = slicing;  // how messages between hosts are cut
 }
 
 }  // namespace ringcomm

@@ -85,6 +85,23 @@ RINGCOMM_HD constexpr Hop received(Between kind, int members, int member, int ro
   return {peer, first, first + (members >> (level + 1))};
 }
 
+// How a message between hosts is cut: `slots` windows are under way at once, and a chunk is two slices for each of
+// them, of `least` to `most` bytes.
+struct Slicing {
+  std::size_t most, least;
+  int slots;
+};
+inline constexpr Slicing kSlicing{1 << 20, 64 << 10, 4};
+
+// Windows of a message of `count` elements in `chunks` chunks.
+constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& slicing, std::size_t element,
+                                std::size_t align) {
+  const std::size_t chunk = ceil_div(count, static_cast<std::size_t>(chunks)) * element;
+  const std::size_t wanted = ceil_div(chunk, 2 * static_cast<std::size_t>(slicing.slots));
+  const std::size_t slice = smaller(slicing.most, larger(slicing.least, wanted));
+  return cut_windows(count, chunks, larger(1, slice / element), align);
+}
+
 // The order in which a member goes through the walks of a message that is cut into windows, every window one walk of
 // `rounds` rounds: up to `slots` of them are under way at once, so that one is combined while the next is on the wire.
 template <typename Visit>

@@ -4,34 +4,16 @@
 #include <numeric>
 
 #include "core/error.h"
+#include "core/simulate_walk.h"
 
 namespace ringcomm::simulation {
 
 namespace {
 
 constexpr double kMostMessages = 2e10;
+constexpr double kMostInRound = 2e8;   // of them in one round, each remembered
 constexpr double kFullMessages = 4e6;  // so many are looked at one by one, in a tenth of a second
 constexpr std::size_t kAlignBytes = 64;
-
-// Who walks together: the ranks of each host, those with one place on every host (a lane), or all.
-enum class Among : std::uint8_t { kHost, kLane, kAll };
-
-// One walk of all groups of ranks at once.
-struct Exchange {
-  Among among;
-  Between kind;
-  int members;
-  int first_round, last_round;
-  bool reduces;
-  bool whole;                    // every message is the whole window, not a chunk (one shot)
-  std::vector<WindowCut> cuts;   // of each lane; of all groups, if there is one
-  std::size_t element_bytes[2];  // in the half that reduces, and in that which gathers
-  LinkClass timing;
-
-  const WindowCut& cut(int group) const { return cuts.size() == 1 ? cuts[0] : cuts[group]; }
-  int half() const { return reducing_rounds(kind, members); }
-  std::size_t windows() const { return cuts[0].windows(); }  // the first is the longest
-};
 
 class Simulation {
  public:
@@ -194,14 +176,9 @@ class Simulation {
 
   std::size_t align() const { return larger(1, kAlignBytes / question_.element_bytes); }
   WindowCut cut(std::size_t count, int chunks, const LinkClass& link) const {
-    std::size_t nbytes = link.slice_bytes;
-    if (nbytes == 0) return cut_windows(count, chunks, count + 1, align());
-    if (link.least_slice_bytes) {
-      const std::size_t chunk = ceil_div(count, chunks) * question_.element_bytes;
-      nbytes = smaller(nbytes, larger(link.least_slice_bytes, ceil_div(chunk, 2 * link.slots)));
-    }
-    const std::size_t most = larger(1, nbytes / question_.element_bytes);
-    return cut_windows(count, chunks, most, align());
+    if (link.slice_bytes == 0) return cut_windows(count, chunks, count + 1, align());
+    const std::size_t least = link.least_slice_bytes ? link.least_slice_bytes : link.slice_bytes;
+    return cut_between(count, chunks, {link.slice_bytes, least, link.slots}, question_.element_bytes, align());
   }
 
   // ---- a walk ------------------------------------------------------------------------------------------------------
@@ -241,7 +218,7 @@ class Simulation {
     const std::size_t windows = e.windows();
     const std::vector<int> ids = walkers(e);
     const double messages = 1.0 * windows * (e.last_round - e.first_round) * hops * ids.size();
-    if (events_ + messages > kMostMessages)
+    if (events_ + messages > kMostMessages || 1.0 * ranks_ * hops > kMostInRound)
       fail(ErrorCode::kInvalid, "simulate: got about ", events_ + messages, " messages to look at, expected at most ",
            kMostMessages, "; ask for fewer hosts, larger slices, or equal hosts, of which one stands for all");
     done_.assign(static_cast<std::size_t>(ranks_) * slots, 0.0);
@@ -256,8 +233,8 @@ class Simulation {
         posted_[id] = clock_[id];
       }
       sort_by_time(e, ids);
-      for (int hop = 0; hop < hops; ++hop)
-        for (const int id : order_) send(e, id, window, round, hop, slot);
+      if (hops > 1) return exchange_many(e, ids, window, round, slot);
+      for (const int id : order_) send(e, id, window, round, slot);
     });
     const std::size_t last = smaller(windows, slots);
     for (std::size_t window = windows - last; window < windows; ++window)
@@ -278,41 +255,94 @@ class Simulation {
     clock_[id] = now;
   }
 
-  void send(const Exchange& e, int id, std::size_t window, int round, int i, std::size_t slot) {
-    const int group = group_of(e, id);
-    const Hop hop = sent(e.kind, e.members, member_of(e, id), round, i);
-    const std::size_t n = nbytes(e, group, hop, window, round);
+  // The one message of a rank in a round.
+  void send(const Exchange& e, int id, std::size_t window, int round, std::size_t slot) {
+    const Hop hop = sent(e.kind, e.members, member_of(e, id), round, 0);
+    const std::size_t n = nbytes(e, group_of(e, id), hop, window, round);
     if (n == 0) return;
-    const int to = id_of(e, group, hop.peer), peer = stand_in(to);
-    clock_[id] += own_time(id, e.timing.overhead_us);
-    const double earliest = round == e.first_round ? posted_[peer] : 0.0;
-    const Times times = transfer(id, peer, id / lanes_ != to / lanes_, n, std::max(clock_[id], earliest));
-    double& here = done_[static_cast<std::size_t>(id) * e.timing.slots + slot];
-    double& there = done_[static_cast<std::size_t>(peer) * e.timing.slots + slot];
-    here = std::max(here, times.sent);
-    there = std::max(there, times.arrived);
+    const int to = id_of(e, group_of(e, id), hop.peer);
+    const double start = leave(e, id, to, n, round);
+    note(e, id, stand_in(to), slot, arrive(id, stand_in(to), crosses(id, to), n, start));
   }
 
+  // Several messages of each rank in a round: they leave in the order of the schedule, and are taken as they come.
+  void exchange_many(const Exchange& e, const std::vector<int>& ids, std::size_t window, int round, std::size_t slot) {
+    const int hops = num_hops(e.kind, e.members);
+    started_.assign(static_cast<std::size_t>(ranks_) * hops, -1.0);
+    for (int i = 0; i < hops; ++i)
+      for (const int id : order_) {
+        const Hop hop = sent(e.kind, e.members, member_of(e, id), round, i);
+        const std::size_t n = nbytes(e, group_of(e, id), hop, window, round);
+        const int to = id_of(e, group_of(e, id), hop.peer);
+        if (n) started_[static_cast<std::size_t>(id) * hops + i] = leave(e, id, to, n, round);
+      }
+    const bool by_host = cluster_.shared_nic && e.among != Among::kHost;
+    for (std::size_t at = 0; at < ids.size(); ++at) {
+      if (!by_host || at % lanes_ == 0) coming_.clear();
+      const int id = ids[at], group = group_of(e, id);
+      for (int i = 0; i < hops; ++i) {
+        const Hop hop = received(e.kind, e.members, member_of(e, id), round, i);
+        const int from = id_of(e, group, hop.peer);
+        const double start = started_[static_cast<std::size_t>(stand_in(from)) * hops + i];
+        if (start >= 0)
+          coming_.push_back({start, nbytes(e, group, hop, window, round), stand_in(from), id, crosses(id, from)});
+      }
+      if (by_host && (at + 1) % lanes_ != 0) continue;
+      std::stable_sort(coming_.begin(), coming_.end(),
+                       [](const Coming& a, const Coming& b) { return a.start < b.start; });
+      for (const Coming& c : coming_) note(e, c.from, c.to, slot, arrive(c.from, c.to, c.crosses, c.nbytes, c.start));
+    }
+  }
+
+  struct Coming {
+    double start;
+    std::size_t nbytes;
+    int from, to;
+    bool crosses;
+  };
   struct Times {
     double sent, arrived;
   };
 
-  // A message takes its turn on the sender's link and on the receiver's.
-  Times transfer(int from, int to, bool crosses, std::size_t n, double earliest) {
-    const LinkClass& link = crosses ? cluster_.between : cluster_.inside;
+  bool crosses(int a, int b) const { return a / lanes_ != b / lanes_; }
+
+  void note(const Exchange& e, int from, int to, std::size_t slot, const Times& times) {
+    double& here = done_[static_cast<std::size_t>(from) * e.timing.slots + slot];
+    double& there = done_[static_cast<std::size_t>(to) * e.timing.slots + slot];
+    here = std::max(here, times.sent);
+    there = std::max(there, times.arrived);
+  }
+
+  // When a rank's next message is on its way.
+  double leave(const Exchange& e, int id, int to, std::size_t n, int round) {
+    clock_[id] += own_time(id, e.timing.overhead_us);
+    const double earliest = round == e.first_round ? posted_[stand_in(to)] : 0.0;
+    return depart(id, crosses(id, to), n, std::max(clock_[id], earliest));
+  }
+
+  // A message takes its turn on the sender's link,
+  double depart(int from, bool crosses, std::size_t n, double earliest) {
     double& out = crosses ? nic_out_[nic(from)] : port_out_[from];
-    double& in = crosses ? nic_in_[nic(to)] : port_in_[to];
-    const double rate = link.bandwidth_gbps * 1e3;
-    const double share = crosses ? share_of(from) : 1.0, slower = crosses ? std::min(share, share_of(to)) : 1.0;
     const double start = std::max(earliest, out);
-    out = start + n / (rate * share);
-    in = std::max(start + link.latency_us, in) + n / (rate * slower);
+    out = start + n / (rate(crosses) * (crosses ? share_of(from) : 1.0));
     (crosses ? between_bytes_[from] : inside_bytes_[from]) += n;
     ++messages_[from];
     ++events_;
-    return {in - link.latency_us, in};
+    return start;
+  }
+  // and on the receiver's.
+  Times arrive(int from, int to, bool crosses, std::size_t n, double start) {
+    const double latency_us = (crosses ? cluster_.between : cluster_.inside).latency_us;
+    const double share = crosses ? std::min(share_of(from), share_of(to)) : 1.0;
+    double& in = crosses ? nic_in_[nic(to)] : port_in_[to];
+    in = std::max(start + latency_us, in) + n / (rate(crosses) * share);
+    return {in - latency_us, in};
+  }
+  Times transfer(int from, int to, std::size_t n, double earliest) {
+    return arrive(from, to, crosses(from, to), n, depart(from, crosses(from, to), n, earliest));
   }
 
+  double rate(bool crosses) const { return (crosses ? cluster_.between : cluster_.inside).bandwidth_gbps * 1e3; }
   int nic(int id) const { return cluster_.shared_nic ? id / lanes_ : id; }
   double share_of(int id) const { return cluster_.link_share.empty() ? 1.0 : cluster_.link_share[id / lanes_]; }
   double own_time(int id, double us) const { return cluster_.slowdown.empty() ? us : us * cluster_.slowdown[id]; }
@@ -372,7 +402,7 @@ class Simulation {
       const std::size_t n = lane_count(lane) * question_.element_bytes;
       if (n == 0) continue;
       clock_[root] += own_time(root, cluster_.inside.overhead_us);
-      const Times times = transfer(root, root + lane, false, n, std::max(clock_[root], clock_[root + lane]));
+      const Times times = transfer(root, root + lane, n, std::max(clock_[root], clock_[root + lane]));
       clock_[root + lane] = times.arrived;
       clock_[root] = std::max(clock_[root], times.sent);
     }
@@ -406,7 +436,7 @@ class Simulation {
       now = std::max(now, had[w]) + own_time(from, e.timing.overhead_us);
       const double free = w >= slots ? has[w - slots] : clock_[to];
       const std::size_t n = cut.slice(0, w).count * question_.element_bytes;
-      const Times times = transfer(from, to, from / lanes_ != to / lanes_, n, std::max(now, free));
+      const Times times = transfer(from, to, n, std::max(now, free));
       has[w] = times.arrived;
       clock_[from] = std::max(clock_[from], times.sent);
     }
@@ -438,6 +468,8 @@ class Simulation {
   const int ranks_;  // that are simulated
   std::vector<double> clock_, posted_, port_out_, port_in_, nic_out_, nic_in_, done_;
   std::vector<std::uint64_t> inside_bytes_, between_bytes_, messages_;
+  std::vector<double> started_;  // by rank and message of a round; below 0: there is none
+  std::vector<Coming> coming_;
   std::vector<int> order_, twin_;
   std::vector<std::vector<double>> arrived_;
   double events_ = 0;

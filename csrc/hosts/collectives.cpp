@@ -11,10 +11,7 @@ namespace ringcomm::hosts {
 
 namespace {
 
-constexpr std::size_t kWaveBytes = 32 << 20;   // of sums in scratch at once
-constexpr std::size_t kMostSlice = 1 << 20;    // one message
-constexpr std::size_t kLeastSlice = 64 << 10;  // where the message is long enough for several
-constexpr std::size_t kSlicesPerSlot = 2;
+constexpr std::size_t kWaveBytes = 32 << 20;  // of sums in scratch at once
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
@@ -94,18 +91,17 @@ char* Collectives::scratch(std::size_t nbytes) {
   if (nbytes > scratch_bytes_) {
     if (scratch_) wire_->release(std::exchange(scratch_, nullptr));
     scratch_bytes_ = 0;
+    nbytes += nbytes / 2;  // messages that grow a little each time do not ask for memory each time
     scratch_ = static_cast<char*>(wire_->allocate(nbytes));
     scratch_bytes_ = nbytes;
   }
   return scratch_;
 }
 
-std::size_t Collectives::slice_elements(std::size_t chunk, std::size_t element) const {
-  const std::size_t align = align_of(element);
-  const std::size_t most = options_.slice_bytes ? options_.slice_bytes : kMostSlice, least = smaller(most, kLeastSlice);
-  const std::size_t wanted = ceil_div(chunk * element, kSlots * kSlicesPerSlot);
-  const std::size_t slice = smaller(larger(wanted, least), most) / element;
-  return larger(align, ceil_div(smaller(slice, chunk), align) * align);
+std::size_t Collectives::slice_elements(std::size_t count, int chunks, std::size_t element) const {
+  Slicing slicing = kSlicing;
+  if (options_.slice_bytes) slicing.most = slicing.least = options_.slice_bytes;
+  return cut_between(count, chunks, slicing, element, align_of(element)).slice_elements;
 }
 
 Call Collectives::local_call(const Scope& scope, Op op) const {
@@ -165,13 +161,16 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
   for (std::size_t i = 0; i < theirs.size(); ++i) {
     if (theirs[i].size() != terms[i].mine.size() ||
         std::memcmp(theirs[i].data(), terms[i].mine.data(), sizeof contract))
-      fail(ErrorCode::kMismatch, name(call.op), ": rank ", topology_.rank(), " on host ",
-           options_.names[topology_.host()], " made ", describe(terms[i].mine), ", rank ", terms[i].peer, " on host ",
-           options_.names[topology_.host_of(terms[i].peer)], " made ", describe(theirs[i]),
-           "; make the same calls in the same order on every rank");
+      fail(ErrorCode::kMismatch, difference(terms[i].peer, terms[i].mine, theirs[i]));
     theirs[i].erase(0, sizeof contract);
   }
   return theirs;
+}
+
+std::string Collectives::difference(int peer, const std::string& mine, const std::string& theirs) const {
+  return concat("rank ", topology_.rank(), " on host ", options_.names[topology_.host()], " made ", describe(mine),
+                ", rank ", peer, " on host ", options_.names[topology_.host_of(peer)], " made ", describe(theirs),
+                "; make the same calls in the same order on every rank");
 }
 
 WalkList Collectives::walks_of(const Scope& scope, const Lane& lane) const {
@@ -228,7 +227,7 @@ Chunks Collectives::by_chunk(Between schedule, const std::vector<Part>& of_host,
 Chunks Collectives::part_chunks(Between schedule, const std::vector<Part>& of_host, std::size_t element) const {
   std::size_t longest = 0;
   for (const Part& part : of_host) longest = larger(longest, part.count);
-  return by_chunk(schedule, of_host, slice_elements(longest, element), element);
+  return by_chunk(schedule, of_host, slice_elements(longest, 1, element), element);
 }
 
 // Elements of each of `parts` parts that are summed up in scratch at once.

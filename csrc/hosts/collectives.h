@@ -15,6 +15,8 @@ class Collectives {
   const HostsOptions& options() const { return options_; }
   // One at a time, in the order of the calls. Throws Error and WireFailure.
   void run(const Call& call, WireClock::time_point limit);
+  // What this rank and a peer disagree about, in one sentence.
+  std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
   void all_reduce(const Scope& scope);
@@ -43,7 +45,8 @@ class Collectives {
   WalkList walks_of(const Scope& scope, const Lane& lane) const;
   void run_lanes(const Scope& scope, const std::vector<Lane>& lanes, char* scratch);
   void run_round(const Scope& scope, WalkRound round);
-  std::size_t slice_elements(std::size_t chunk, std::size_t element) const;
+  // Of a message of `count` elements in `chunks` chunks.
+  std::size_t slice_elements(std::size_t count, int chunks, std::size_t element) const;
   std::size_t wave_elements(const Scope& scope, std::size_t count, int parts) const;
   char* scratch(std::size_t nbytes);
 

@@ -49,7 +49,14 @@ class HostsEngine final : public Engine {
 
   int run(const Call& call) override {
     check(call);
-    if (point_to_point(call.op)) return message(call)->wait(), call.root;
+    if (point_to_point(call.op)) {
+      const std::shared_ptr<Request> request = message(call);
+      if (on_host_)
+        request->wait();
+      else
+        request->join(call.stream);
+      return call.root;
+    }
     if (on_host_) return queue_->run(call), -1;
     const std::lock_guard<std::mutex> lock(mutex_);
     run_now(call);
@@ -173,6 +180,7 @@ void HostsEngine::run_now(const Call& call) {
 }
 
 std::string HostsEngine::explain(const std::string& what, const WireFailure& failure) const {
+  if (!failure.theirs.empty()) return collectives_.difference(failure.peer, failure.mine, failure.theirs);
   const std::string here = concat(what, ": rank ", rank(), " on host ", name_of(rank()));
   const std::string peer =
       failure.peer < 0 ? "the other hosts" : concat("rank ", failure.peer, " on host ", name_of(failure.peer));

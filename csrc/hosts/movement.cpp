@@ -61,7 +61,7 @@ void Collectives::broadcast(const Scope& scope) {
   std::vector<WalkList> lists;
   for (int l = cut.first(); l < cut.last(); ++l) {
     const Slice lane = cut.lane(l);
-    const std::size_t slice = slice_elements(lane.count, scope.element);
+    const std::size_t slice = slice_elements(lane.count, 1, scope.element);
     const Chunks chunks = Chunks::whole(at(data, lane.offset, scope.element), lane.count, 1, slice, scope.element);
     lists.push_back({l, chunks.windows(), 2, 0, [=, drivers = cut.drivers(l)](std::size_t window, char*) {
                        const Part part = chunks.at(0, window);

@@ -41,7 +41,7 @@ std::vector<Lane> Collectives::lanes_of(const Scope& scope, const Cut& cut, char
   std::vector<Lane> lanes;
   for (int l = cut.first(); l < cut.last(); ++l) {
     const Slice s = cut.lane(l);
-    const std::size_t slice = slice_elements(ceil_div(s.count, hosts), scope.sum_element);
+    const std::size_t slice = slice_elements(s.count, hosts, scope.sum_element);
     Lane lane{l, cut.drivers(l), scope.schedule, true, true, scope.op, scope.divisor, scope.types, {}, {}};
     lane.sums = Chunks::whole(at(sums, s.offset, scope.sum_element), s.count, hosts, slice, scope.sum_element);
     lane.results = Chunks::whole(at(results, s.offset, scope.element), s.count, hosts, slice, scope.element);

@@ -14,7 +14,7 @@
 
 namespace ringcomm::hosts {
 
-inline constexpr int kSlots = 4;  // walks of a lane that are under way at once
+inline constexpr int kSlots = kSlicing.slots;  // walks of a lane that are under way at once
 
 // What this rank computes by itself, in order.
 using LocalSteps = std::vector<std::variant<Packing, Combining>>;

@@ -111,17 +111,21 @@ T* device_memory(Wire& wire, std::size_t count) {
 class Gate {
  public:
   explicit Gate(cudaStream_t stream) {
-    cudaLaunchHostFunc(
-        stream,
-        [](void* open) {
-          while (!static_cast<std::atomic<bool>*>(open)->load()) usleep(100);
-        },
-        &open_);
+    const auto wait = [](void* gate) {
+      Gate& self = *static_cast<Gate*>(gate);
+      while (!self.open_.load()) usleep(100);
+      self.passed_.store(true);
+    };
+    cudaLaunchHostFunc(stream, wait, this);
+  }
+  ~Gate() {
+    open();
+    while (!passed_.load()) usleep(100);
   }
   void open() { open_.store(true); }
 
  private:
-  std::atomic<bool> open_{false};
+  std::atomic<bool> open_{false}, passed_{false};
 };
 
 // What a wire's failure handler was told.

@@ -56,7 +56,7 @@ struct Transfer {
   std::size_t nbytes;
   int peer;
   cudaStream_t stream;
-  std::shared_ptr<Group> group = {};
+  std::weak_ptr<Group> group = {};  // alive while it is waiting or going
 };
 // What one ncclGroupEnd enqueues for one communicator.
 struct Group {
@@ -149,7 +149,8 @@ void complete(const std::shared_ptr<Group>& group) {
   group->end->reached = true;
 }
 void end_one(const std::shared_ptr<Transfer>& transfer) {
-  if (--transfer->group->left == 0) complete(transfer->group);
+  const auto group = transfer->group.lock();
+  if (--group->left == 0) complete(group);
 }
 
 void match(World& world, std::pair<int, int> pair) {
@@ -162,8 +163,8 @@ void match(World& world, std::pair<int, int> pair) {
       from->comm->error = to->comm->error = kInvalidUsage;
       return;
     }
-    acquire(&from->group->sync);
-    acquire(&to->group->sync);
+    acquire(&from->group.lock()->sync);
+    acquire(&to->group.lock()->sync);
     std::memcpy(to->data, from->data, from->nbytes);
     sends.pop_front();
     recvs.pop_front();
