@@ -5,7 +5,7 @@ import ctypes
 import gc
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,10 @@ def slowest(seconds: list[float]) -> list[float]:
 
 def train(
     a: argparse.Namespace, copies: Sequence[Training], batches: Batches, done: int = 0, peak: Peak | None = None,
-    task: str = "training",
+    task: str = "training", after: Callable[[int], None] | None = None,
 ) -> None:  # fmt: skip
     """Makes the steps from ``done`` to --until. Every copy makes every step, on the same batches; the order of the
-    copies turns around every second step."""
+    copies turns around every second step. ``after`` is told the number of steps made, after each."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     first, tokens, rank = copies[0], tokens_per_step(a, copies[0].mesh), dist.get_rank()
@@ -104,6 +104,8 @@ def train(
             due = step % max(1, a.steps // 10) == 0 or step + 1 == a.until
             if rank == 0 and not bar.console.is_terminal and task == "training" and due:
                 print(f"step {step:5d}  loss {first.loss:.4f}  {rate:,.0f} tokens/s", flush=True)
+            if after is not None:
+                after(step + 1)
 
 
 def model_is_whole(training: Training) -> bool:

@@ -9,6 +9,7 @@ Trains a small GPT on text over several ranks, on any mesh: data, tensor, pipeli
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel torch    # our collectives under torch's DDP
     torchrun --nproc-per-node 2 examples/train_gpt.py --backend gloo      # Gloo
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare           # both, step by step in turns
+    torchrun --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py --save run --save-every 100   # survives failures
 
 A step has dp x --accumulate x --micro-batches micro-batches of --batch windows: meshes on which that product is the
 same see the same windows. With powers of two, and as many threads (OMP_NUM_THREADS) on a rank, dp, pp, the schedule and
@@ -29,6 +30,7 @@ from compare import contestants, predict, torch_training
 from gpt import GPT
 from mesh import add_flags, axes_of, checksum, described, refusal, whole_state
 from report import Peak, figures, mean_over_ranks, train
+from resume import Saved
 from stages import run_stages
 from text import read_text
 from training import PRECISIONS, Training, batches_of, plain_training, sharded_training, tokens_per_step
@@ -48,6 +50,7 @@ def parse() -> argparse.Namespace:
         ("heads", 4, "attention heads"), ("seed", 0, "of everything"),
         ("sample", 300, "bytes of text to generate at the end"), ("accumulate", 1, "runs of micro-batches in a step"),
         ("until", 0, "stop after this step (--steps)"),
+        ("save-every", 0, "steps between checkpoints, in the folder --save; goes on from the newest there"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     p.add_argument("--lr", type=float, default=3e-3, help="learning rate (0.003)")
@@ -75,6 +78,11 @@ def refused(a: argparse.Namespace, ranks: int) -> str | None:
     """Why these flags do not go together, in a sentence; None: they do."""
     ours = a.parallel == "ringcomm" and not a.compare
     mesh = a.tp * a.pp * a.cp > 1
+    if a.save_every and (a.save_every < 0 or not a.save):
+        return (
+            f"train_gpt: got --save-every {a.save_every} with --save {a.save}, expected a number above 0 and a folder; "
+            "give both"
+        )
     if not ours and (a.stage or a.stages or a.precision != "fp32" or a.save or a.resume or a.check or mesh):
         return (
             "train_gpt: got --compare or --parallel torch with --tp, --pp, --cp, --stage, --stages, --precision, "
@@ -94,10 +102,12 @@ def main() -> None:
     a = parse()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)  # without torchrun: a world of one
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+    if here == int(os.environ["WORLD_SIZE"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo" if a.compare else a.backend)
     ranks = dist.get_world_size()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // here)))
     wrong = refused(a, ranks)
     if wrong and dist.get_rank() == 0:
         print(wrong, file=sys.stderr, flush=True)
@@ -143,13 +153,16 @@ def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> N
     else:
         training = sharded_training(a, a.backend, mesh, a.stage)
     batches = batches_of(a, text, mesh)
-    done = training.resume(a.resume, batches) if a.resume else 0
+    saved = Saved(a, training, batches) if a.save_every else None
+    done = saved.resume() if saved else 0
+    if a.resume and done == 0:
+        done = training.resume(a.resume, batches)
     introduce(a, training, text)
-    train(a, [training], batches, done, peak)
+    train(a, [training], batches, done, peak, after=saved.after if saved else None)
     peak.stop()
-    if a.save:
+    if a.save and not saved:
         training.save(a.save, batches)
-    found = figures(a, [training], peak)
+    found = figures(a, [training], peak) if done < a.until else {"loss": training.loss, "losses": training.losses}
     state = finish(a, training, training.model.module if a.parallel == "torch" else training.model)
     if dist.get_rank() == 0 and a.json:
         with open(a.json, "w", encoding="utf-8") as file:

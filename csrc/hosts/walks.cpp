@@ -12,10 +12,11 @@ constexpr std::size_t kAlign = 64;
 
 std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, kAlign) * kAlign; }
 
-// Neighbouring memory goes as one message.
-void add(std::vector<Message>& messages, int peer, void* data, std::size_t nbytes) {
+// `joined`: neighbouring memory goes as one message. Both ends must join the same messages: memory says so alone where
+// it is laid out alike on both.
+void add(std::vector<Message>& messages, int peer, void* data, std::size_t nbytes, bool joined = false) {
   if (nbytes == 0) return;
-  if (!messages.empty()) {
+  if (joined && !messages.empty()) {
     Message& last = messages.back();
     if (last.peer == peer && static_cast<char*>(last.data) + last.nbytes == data) {
       last.nbytes += nbytes;
@@ -89,6 +90,8 @@ class Builder {
   int owned() const { return owned_chunk(lane_.schedule, hosts_, me_); }
   bool packs_sums() const { return sum_wire_ != lane_.types.sum; }
   bool packs_results() const { return result_wire_ != lane_.types.result; }
+  bool joins_sums() const { return lane_.sums.in_one_piece() && !packs_sums(); }
+  bool joins_results() const { return lane_.results.in_one_piece() && !packs_results(); }
 
   char* take(std::size_t count, DType type) {
     char* const memory = scratch_;
@@ -126,14 +129,14 @@ class Builder {
         data = take(part.count, sum_wire_);
         convert(r.before, lane_.types.sum, sum_wire_, part.data, data, part.count);
       }
-      add(r.messages.sends, lane_.drivers[hop.peer], data, part.count * element_bytes(sum_wire_));
+      add(r.messages.sends, lane_.drivers[hop.peer], data, part.count * element_bytes(sum_wire_), joins_sums());
     }
   }
 
   // Where a peer's part of a chunk will be when the round's messages are here, in the type that is added up.
   char* receive_sum(WalkRound& r, int peer, std::size_t count) {
     char* const arrived = take(count, sum_wire_);
-    add(r.messages.recvs, lane_.drivers[peer], arrived, count * element_bytes(sum_wire_));
+    add(r.messages.recvs, lane_.drivers[peer], arrived, count * element_bytes(sum_wire_), joins_sums());
     if (!packs_sums()) return arrived;
     char* const widened = take(count, lane_.types.sum);
     convert(r.after, sum_wire_, lane_.types.sum, arrived, widened, count);
@@ -196,11 +199,11 @@ class Builder {
     for (int i = 0; i < num_hops(lane_.schedule, hosts_); ++i) {
       const Hop out = sent(lane_.schedule, hosts_, me_, round, i);
       for (int c = out.first; c < out.last; ++c)
-        add(r.messages.sends, lane_.drivers[out.peer], place(c), result(c).count * element);
+        add(r.messages.sends, lane_.drivers[out.peer], place(c), result(c).count * element, joins_results());
       const Hop in = received(lane_.schedule, hosts_, me_, round, i);
       for (int c = in.first; c < in.last; ++c) {
         const Part part = result(c);
-        add(r.messages.recvs, lane_.drivers[in.peer], place(c), part.count * element);
+        add(r.messages.recvs, lane_.drivers[in.peer], place(c), part.count * element, joins_results());
         if (packs_results() && part.count)
           convert(r.after, result_wire_, lane_.types.result, packed_[c], part.data, part.count);
       }

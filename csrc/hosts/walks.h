@@ -37,6 +37,8 @@ class Chunks {
   static Chunks pieces(std::vector<Part> parts, std::size_t slice_elements, std::size_t element);
 
   std::size_t windows() const { return cut_.windows(); }
+  // Whether chunks of a window that follow one another do so in memory too.
+  bool in_one_piece() const { return cut_.chunks > 1; }
   // Most elements of a chunk in a window.
   std::size_t slice_elements() const { return cut_.slice_elements; }
   Part at(int chunk, std::size_t window) const;

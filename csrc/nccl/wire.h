@@ -30,6 +30,7 @@ class NcclWire final : public Wire {
     shared_->fate->on_failure(std::move(handler));
   }
   void close() override;
+  bool runs_this_thread() const override { return shared_->watcher->runs_this_thread(); }
   std::uint64_t sent_bytes() const override { return sent_bytes_.load(); }
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
