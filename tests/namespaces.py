@@ -1,8 +1,8 @@
 """Several hosts on one machine: network namespaces, joined by links of a given bandwidth and delay.
 
 As a module: `Cluster`. As a program: the links themselves. Each host has a TUN interface; this program carries packets
-from one to another, each host's own packets one after the other at its bandwidth, and every packet after the delay: what
-`tc netem` does in kernels that have it, with bandwidth and delay of each host for itself.
+from one to another, each host's own packets one after the other at its bandwidth, and every packet after the delay:
+what `tc netem` does in kernels that have it, with bandwidth and delay of each host for itself.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Cluster:
         """One job over all hosts, ``ranks[h]`` processes on host h; what each host wrote. Raises if one failed."""
         self.port += 1
         more = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **more}
-        world = str(sum(ranks))
+        env, world = more.pop("env", {}), str(sum(ranks))
         jobs = []
         for host, count in enumerate(ranks):  # torchrun wants the same number everywhere: one process for each rank
             for local in range(count):
                 place = {"RANK": str(sum(ranks[:host]) + local), "LOCAL_RANK": str(local), "WORLD_SIZE": world}
                 place |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": address(0), "MASTER_PORT": str(self.port)}
-                jobs.append(self.start(host, [sys.executable, *words], env={**place, **more.pop("env", {})}, **more))
+                jobs.append(self.start(host, [sys.executable, *words], env={**place, **env}, **more))
         return wait_for(jobs, timeout_s)
 
     def cut(self, host: int) -> None:

@@ -78,7 +78,8 @@ void GroupLink::wait(const GroupWork& work, int peer, WireClock::time_point limi
   if (aborted()) refuse(peer);
   using std::chrono::duration_cast;
   using std::chrono::milliseconds;
-  const auto left = std::max(milliseconds(1), duration_cast<milliseconds>(limit - WireClock::now()));
+  // Rounded up: a wait that ends a moment early would not count as late.
+  const auto left = std::max(milliseconds(0), duration_cast<milliseconds>(limit - WireClock::now())) + milliseconds(1);
   bool done = false;
   try {
     done = work->wait(left);

@@ -96,6 +96,7 @@ class CpuEngine final : public Engine {
     if (!forked()) group_.abort(reason);
   }
   bool aborted() const override { return group_.aborted(); }
+  std::string why_aborted() const override { return group_.why_aborted(); }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)
       fail(ErrorCode::kInvalid, "timeout: rank ", rank(), " expected more than 0 ms, got ", timeout_ms);

@@ -279,13 +279,18 @@ void Group::abort(const std::string& reason) const {
   }
 }
 
-void Group::check_abort(const Call& call) const {
-  if (!aborted()) return;
+std::string Group::why_aborted() const {
+  if (!aborted()) return {};
   Control& c = control();
   // Whoever claimed the abort writes the reason next, unless it was killed in between.
   for (int i = 0; i < 1000 && load_acquire(&c.abort.value) == 1; ++i) usleep(100);
-  fail(ErrorCode::kAborted, name(call.op), ": rank ", rank_, " expected an open communicator, got an abort: ",
-       load_acquire(&c.abort.value) == 2 ? c.reason : "the reason was lost with its rank", kAdvice);
+  return load_acquire(&c.abort.value) == 2 ? c.reason : "the reason was lost with its rank";
+}
+
+void Group::check_abort(const Call& call) const {
+  if (!aborted()) return;
+  fail(ErrorCode::kAborted, name(call.op), ": rank ", rank_,
+       " expected an open communicator, got an abort: ", why_aborted(), kAdvice);
 }
 
 void Group::give_up(ErrorCode code, const std::string& message) const {

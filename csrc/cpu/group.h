@@ -77,6 +77,8 @@ class Group {
   bool has_exited(int peer) const;
   void abort(const std::string& reason) const;
   bool aborted() const { return load_acquire(&control().abort.value) != 0; }
+  // The reason given to the abort, once a rank has written it; empty without one.
+  std::string why_aborted() const;
   // Throws if the group was aborted.
   void check_abort(const Call& call) const;
   // Aborts the group with `message` and throws it, with the advice that goes with every abort.

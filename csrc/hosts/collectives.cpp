@@ -1,6 +1,7 @@
 #include "hosts/collectives.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <set>
 
@@ -12,6 +13,7 @@ namespace ringcomm::hosts {
 namespace {
 
 constexpr std::size_t kWaveBytes = 32 << 20;  // of sums in scratch at once
+constexpr std::chrono::milliseconds kInsideLonger{500};
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
@@ -113,8 +115,26 @@ Call Collectives::local_call(const Scope& scope, Op op) const {
   call.reduce_op = scope.call.reduce_op == ReduceOp::kAvg ? ReduceOp::kSum : scope.call.reduce_op;
   call.factor = scope.call.factor;
   call.stream = scope.call.stream;
-  call.timeout_ms = std::max<std::int64_t>(1, duration_cast<milliseconds>(scope.limit - WireClock::now()).count());
+  // A neighbour may wait for another host until the limit: it is the one to say so.
+  const auto left = duration_cast<milliseconds>(scope.limit - WireClock::now()) + kInsideLonger;
+  call.timeout_ms = std::max<std::int64_t>(1, left.count());
   return call;
+}
+
+// The engine of the host counts its ranks from 0, and says so in what goes wrong.
+void Collectives::run_inside(const std::vector<Call>& calls) {
+  try {
+    if (calls.size() == 1)
+      local_->run(calls[0]);
+    else
+      local_->run_list(calls);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kAborted) throw;
+    std::string ranks;
+    for (const int rank : topology_.ranks(topology_.host())) ranks += concat(ranks.empty() ? "" : ", ", rank);
+    throw Error(error.code(), concat("rank ", topology_.rank(), " on host ", options_.names[topology_.host()],
+                                     ", where ranks ", ranks, " count from 0: ", error.what()));
+  }
 }
 
 std::vector<int> Collectives::partners(Between schedule, const std::vector<std::vector<int>>& drivers) const {

@@ -31,6 +31,7 @@ class Collectives {
   // Swaps terms with the peers, and what goes with them: `payload` to each, theirs in return where the wire does that.
   std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
   std::vector<int> partners(Between schedule, const std::vector<std::vector<int>>& drivers) const;
+  void run_inside(const std::vector<Call>& calls);
   Call local_call(const Scope& scope, Op op) const;
   void reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums);
   void collect(const Scope& scope, const Cut& cut, char* results, char* output);

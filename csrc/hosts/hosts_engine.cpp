@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
+#include <thread>
 
 #include "core/check.h"
 #include "core/error.h"
@@ -52,7 +54,7 @@ class HostsEngine final : public Engine {
     if (point_to_point(call.op)) {
       const std::shared_ptr<Request> request = message(call);
       if (on_host_)
-        request->wait();
+        wait_for(call, *request);
       else
         request->join(call.stream);
       return call.root;
@@ -132,6 +134,8 @@ class HostsEngine final : public Engine {
 
   std::int64_t limit_of(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout(); }
   std::shared_ptr<Request> message(const Call& call);
+  void wait_for(const Call& call, Request& message);
+  void await_reason() const;
   void run_now(const Call& call);
   std::string explain(const std::string& what, const WireFailure& failure) const;
   void give_up(const std::string& reason) {
@@ -161,6 +165,24 @@ std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   return local_->submit(std::move(inside));
 }
 
+void HostsEngine::wait_for(const Call& call, Request& message) {
+  try {
+    message.wait();
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kAborted) {
+      await_reason();
+      check_abort(call);
+    }
+    throw;
+  }
+}
+
+// A rank that gives up says why, and then its connections end: its reason may still be on the way.
+void HostsEngine::await_reason() const {
+  constexpr int kLooks = 100;
+  for (int i = 0; i < kLooks && !aborted(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
 void HostsEngine::run_now(const Call& call) {
   check_abort(call);
   const std::int64_t limit_ms = limit_of(call);
@@ -169,11 +191,13 @@ void HostsEngine::run_now(const Call& call) {
     collectives_.run(call, WireClock::now() + std::chrono::milliseconds(limit_ms));
     wire_->leave(call.stream, call, limit_ms);
   } catch (const WireFailure& failure) {
+    if (!failure.late) await_reason();
     check_abort(call);  // which may have ended the wait
     const std::string reason = explain(name(call.op), failure);
     give_up(reason);
     fail(failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted, reason);
   } catch (const Error& error) {
+    if (error.code() == ErrorCode::kAborted) check_abort(call);
     give_up(error.what());
     throw;
   }

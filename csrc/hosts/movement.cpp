@@ -38,7 +38,7 @@ void Collectives::all_gather(const Scope& scope) {
       gather.count = mine.count;
       calls.push_back(std::move(gather));
     }
-  local_->run_list(calls);
+  run_inside(calls);
 }
 
 // On the root's host everybody gets all of it, and sends its lanes on; on the others the lanes are put together.
@@ -56,7 +56,7 @@ void Collectives::broadcast(const Scope& scope) {
     inside.root = topology_.local_of(call.root);
     inside.input = inside.output = data;
     inside.count = call.count;
-    local_->run(inside);
+    run_inside({inside});
   }
   std::vector<WalkList> lists;
   for (int l = cut.first(); l < cut.last(); ++l) {
@@ -74,7 +74,7 @@ void Collectives::broadcast(const Scope& scope) {
   gather.output_parts = cut.parts(data, scope.element);
   gather.input = gather.output_parts[topology_.local_rank()].data;
   gather.count = cut.mine().count;
-  local_->run(gather);
+  run_inside({gather});
 }
 
 // gather, scatter and all_to_all: every part goes straight to where it belongs.
@@ -127,7 +127,7 @@ void Collectives::exchange(const Scope& scope) {
     inside.input_parts.push_back(sends[rank]);
     inside.output_parts.push_back(recvs[rank]);
   }
-  local_->run(inside);
+  run_inside({inside});
 }
 
 // Inside, between the hosts' first ranks in log2 rounds, and inside again. Source: Hensgen, Finkel, Manber 1988

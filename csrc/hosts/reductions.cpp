@@ -23,7 +23,7 @@ void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* 
   call.input_parts = cut.parts(input, scope.sum_element);
   call.output = at(sums, cut.mine().offset, scope.sum_element);
   call.count = cut.mine().count;
-  local_->run(call);
+  run_inside({call});
 }
 
 void Collectives::widen(const Scope& scope, const void* source, void* target, std::size_t count) {
@@ -68,7 +68,7 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
   inside.input = input;
   inside.output = parts[me];
   inside.count = call.count;
-  local_->run(inside);
+  run_inside({inside});
 
   std::vector<int> peers;
   if (topology_.local_rank() == 0)
@@ -97,7 +97,7 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
   inside = local_call(scope, Op::kBroadcast);
   inside.input = inside.output = call.output;
   inside.count = call.count;
-  local_->run(inside);
+  run_inside({inside});
 }
 
 void Collectives::all_reduce(const Scope& scope) {
@@ -120,7 +120,7 @@ void Collectives::all_reduce(const Scope& scope) {
     gather.output_parts = cut.parts(output, scope.element);
     gather.input = gather.output_parts[topology_.local_rank()].data;
     gather.count = cut.mine().count;
-    local_->run(gather);
+    run_inside({gather});
   }
 }
 
@@ -177,7 +177,7 @@ void Collectives::collect(const Scope& scope, const Cut& cut, char* results, cha
   call.output_parts.resize(topology_.local_world_size());
   call.input_parts[root] = {at(results, cut.mine().offset, scope.element), cut.mine().count};
   if (at_root) call.output_parts = cut.parts(output, scope.element);
-  local_->run(call);
+  run_inside({call});
 }
 
 void Collectives::reduce_scatter(const Scope& scope) {
@@ -250,7 +250,7 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
       call.count = call.input_parts[topology_.local_rank()].count;
       calls.push_back(std::move(call));
     }
-  local_->run_list(calls);
+  run_inside(calls);
   // The first lane has this rank's own part; the others end elsewhere.
   std::vector<Part> results = sums[0];
   results[topology_.host()].data = at(scope.call.output, begin, scope.element);

@@ -1,0 +1,73 @@
+"""Training over several hosts, as network namespaces, ends with the bits of one host, at every stage."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import namespaces
+import pytest
+import train_runs
+from namespaces import Cluster
+
+PROGRAM = str(train_runs.EXAMPLES / "train_gpt.py")
+LIMIT_S = 100.0
+pytestmark = pytest.mark.timeout(180)  # each starts several processes that import torch
+SMALL = (
+    "--steps",
+    "3",
+    "--batch",
+    "1",
+    "--context",
+    "32",
+    "--layers",
+    "1",
+    "--dim",
+    "32",
+    "--heads",
+    "2",
+    "--sample",
+    "0",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible() -> None:
+    """Skips where no namespaces can be made."""
+    reason = namespaces.why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+Outcome = tuple[str, list[list[str]]]
+
+
+def outcome(text: str) -> Outcome:
+    """The checksum of all parameters, and the losses on the way."""
+    return train_runs.checksum(text), train_runs.steps(text)
+
+
+@pytest.fixture(scope="module")
+def one_host() -> Outcome:
+    """Of 4 ranks on one host, at stage 0."""
+    text, status = train_runs.train(*SMALL, world_size=4)
+    assert status == 0, text
+    return outcome(text)
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_two_hosts_of_two_ranks_train_as_one_host(stage: str, one_host: Outcome) -> None:
+    with Cluster(2) as cluster:
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs = [cluster.torchrun(h, 2, [PROGRAM, *SMALL, "--stage", stage], **options) for h in range(2)]
+        text = namespaces.wait_for(jobs, LIMIT_S)[0]
+        sent = cluster.sent_bytes(0)
+    assert outcome(text) == one_host
+    assert len(outcome(text)[1]) == 3
+    assert sent > 100_000  # over the network, not around it
+
+
+def test_three_hosts_of_two_one_and_one_ranks_train_as_one_host(one_host: Outcome) -> None:
+    with Cluster(3) as cluster:
+        text = cluster.run([2, 1, 1], [PROGRAM, *SMALL, "--stage", "3"], LIMIT_S)[0]
+    assert outcome(text) == one_host
