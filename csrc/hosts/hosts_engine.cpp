@@ -216,7 +216,8 @@ std::vector<std::pair<std::string, std::string>> HostsEngine::describe() const {
   auto facts = local_->describe();
   std::string hosts;
   for (int h = 0; h < topology().num_hosts(); ++h)
-    hosts += concat(h ? ", " : "", collectives_.options().names[h], " (", topology().num_ranks(h), " ranks)");
+    hosts += concat(h ? ", " : "", collectives_.options().names[h], " (", topology().num_ranks(h),
+                    topology().num_ranks(h) == 1 ? " rank)" : " ranks)");
   for (auto& [fact, value] : facts)
     if (fact == "order") value = topology().canonical() ? "canonical" : "canonical over hosts";
   facts.insert(facts.begin() + 1, {"hosts", hosts});
