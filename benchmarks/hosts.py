@@ -3,7 +3,7 @@
     python benchmarks/hosts.py --hosts 2 2 --gbps 1 --delay-ms 1
 
 Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). Every size is timed
-in turns: one of ours, one of Gloo's. With --out it writes the table to benchmarks/results.
+in turns: one of ours, one of Gloo's. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends sums smaller.
 """
 
 from __future__ import annotations
@@ -89,15 +89,18 @@ def main() -> None:
     with Cluster(len(given.hosts), given.gbps, given.delay_ms) as cluster:
         (rows, *_) = cluster.run(given.hosts, words, timeout_s=570)
     command = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
+    wire = os.environ.get("RINGCOMM_WIRE_DTYPE")
+    command = f"RINGCOMM_WIRE_DTYPE={wire} {command}" if wire else command
     head = (
-        f"all_reduce of float32 over {len(given.hosts)} hosts of {given.hosts} ranks, links of {given.gbps:g} Gbit/s and "
+        f"all_reduce of float32{f' (sent as {wire} by ringcomm)' if wire else ''} over {len(given.hosts)} hosts of {given.hosts} ranks, links of {given.gbps:g} Gbit/s and "
         f"{given.delay_ms:g} ms each way; {given.turns} turns, medians; `{command}`\n\n"
         "| bytes | ringcomm ms | gloo ms | gloo / ringcomm | min-max | sent by a host / bytes |\n|---|---|---|---|---|---|\n"
     )
     table = head + "\n".join(line for line in rows.splitlines() if line.startswith("|")) + "\n"
     print(table)
     if given.out:
-        given.out.write_text(table)
+        with given.out.open("a") as file:
+            file.write(table + "\n")
 
 
 if __name__ == "__main__":

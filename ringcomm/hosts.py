@@ -7,10 +7,11 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from ringcomm import _C
@@ -20,9 +21,10 @@ from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, Unsupp
 VARIABLE = "RINGCOMM_HOST"
 """In the environment: the name of this rank's host, in place of what the machine says. Ranks of one share memory."""
 
-NETWORK_VARIABLE = "RINGCOMM_NETWORK"
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_FIRST_TAG = 1 << 20
+_USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _ABORTED = "aborted"
 _LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
 _LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
@@ -131,7 +133,7 @@ class Network:
 
     def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
         """This rank's end of the wire, for `_C.hosts_engine`; a collective."""
-        kind = self.kind or os.environ.get(NETWORK_VARIABLE) or ("gloo" if device.kind == "cpu" else "nccl")
+        kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
         if not isinstance(kind, str):
             return _over_group(kind, rank, world_size, device)
         if kind == "gloo" and device.kind == "cpu":
@@ -151,17 +153,25 @@ class Network:
 
         return PrefixStore(self.prefix, self.store)
 
-    def wire_dtype_number(self, rank: int) -> int:
+    def wire_dtype_number(self) -> int:
         """`wire_dtype` as the engine takes it; -1 for none."""
         name = self.wire_dtype or os.environ.get(WIRE_VARIABLE) or None
-        if name is None:
-            return -1
-        if name not in WIRE_DTYPES:
-            raise InvalidArgumentError(
-                f"init: rank {rank} got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of "
-                "them, or None to send floats as they are"
-            )
-        return _C.DTYPES[name]
+        return -1 if name is None else _C.DTYPES[name]
+
+
+def check_network(kind: Any, wire_dtype: str | None, call: str) -> None:
+    """Refuses what names no network or no type, also where there is one host and neither is used."""
+    if isinstance(kind, str) and kind not in ("gloo", "nccl"):
+        raise InvalidArgumentError(
+            f"{call}: got network={kind!r}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "
+            "torch.distributed; pass one of them, or leave it out"
+        )
+    name = wire_dtype or os.environ.get(WIRE_VARIABLE) or None
+    if name is not None and name not in WIRE_DTYPES:
+        raise InvalidArgumentError(
+            f"{call}: got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of them, or None to "
+            "send floats as they are"
+        )
 
 
 def memory_store() -> Any:
@@ -223,7 +233,10 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
             f"init: rank {rank} asked for a process group as the network between hosts with arrays on {device}, which "
             "serves the cpu alone; leave network out"
         )
-    return _extension().wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group))
+    extension = _extension()
+    uses = _USES.setdefault(group, count())  # the ranks of a group make their wires over it in one order
+    first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # beside what its owner sends over it
+    return extension.wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
 class Span:
@@ -257,7 +270,7 @@ class Span:
             self._inside.connect(handles)
             return
         assert self._network is not None
-        wire_dtype = self._network.wire_dtype_number(self.rank)
+        wire_dtype = self._network.wire_dtype_number()
         wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
         hosts = self._hosts
         engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
@@ -294,22 +307,25 @@ class Watch:
 
 
 def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: float) -> None:
-    last = False
+    last, reached = False, True
     while not last:
         last = end.wait(every)
         span = owner()
         if span is None:
             return
-        try:
-            if span.engine.aborted:
-                reason = span.engine.why_aborted or "another rank of this host gave up"
-                span.engine.abort(reason)  # shared memory ends no wait for another host
-                store.compare_set(_ABORTED, "", reason)
-                return
-            if not last and store.check([_ABORTED]):
-                span.engine.abort(store.get(_ABORTED).decode())
-                return
-        except RuntimeError:
-            return  # the store has gone with its owner; the wire tells of a lost host too
+        if span.engine.aborted:
+            reason = span.engine.why_aborted or "another rank of this host gave up"
+            span.engine.abort(reason)  # shared memory ends no wait for another host
+            with suppress(RuntimeError):
+                if reached:
+                    store.compare_set(_ABORTED, "", reason)
+            return
+        if reached and not last:
+            try:
+                if store.check([_ABORTED]):
+                    span.engine.abort(store.get(_ABORTED).decode())
+                    return
+            except RuntimeError:
+                reached = False  # gone with its owner; this host's ranks must hear of each other all the same
         last = last or span.engine.closed
         del span

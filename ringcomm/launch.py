@@ -22,7 +22,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.devices import Device, choose
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError
-from ringcomm.hosts import Hosts, Network, client_store, memory_store, server_store
+from ringcomm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
@@ -65,6 +65,7 @@ def run_ranks(
         raise InvalidArgumentError(f"run_ranks: got ranks={ranks!r}; pass 'threads' or 'processes'")
     if not isinstance(world_size, int) or world_size < 1:
         raise InvalidArgumentError(f"run_ranks: got world_size={world_size!r}; pass a whole number above 0")
+    check_network(None, wire_dtype, "run_ranks")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes

@@ -17,7 +17,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.devices import choose, local_rank
 from ringcomm.endpoint import Endpoint
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError
-from ringcomm.hosts import Hosts, Network, identity
+from ringcomm.hosts import Hosts, Network, check_network, identity
 
 _WORLD = struct.Struct("<I")  # goes in front of a handle: the world size that its rank was started with
 
@@ -48,11 +48,12 @@ def init(
         device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" takes the devices in turns, by
             torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
         network: what carries bytes between hosts, where there are several: "gloo" (cpu), "nccl" (cuda), or a process
-            group of torch.distributed over the same ranks (cpu); None: that of RINGCOMM_NETWORK, else what serves the
-            device. Which ranks share a host the machine says, or RINGCOMM_HOST on each rank.
-        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": the floats of all_reduce and reduce_scatter
-            go between hosts in this type, where it is smaller, and are rounded each time they do; None: that of
-            RINGCOMM_WIRE_DTYPE, else as they are.
+            group of torch.distributed over the same ranks (cpu; its tags from 2^20 on); None: what serves the device.
+            Which ranks share a host the machine says, or RINGCOMM_HOST on each rank.
+        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": the floats of all_reduce, reduce and
+            reduce_scatter go between hosts in this type, where it is smaller, and are rounded each time they do; None:
+            that of RINGCOMM_WIRE_DTYPE, else as they are. float8 stands for float32 alone, and for the sums of 16-bit
+            floats.
     Returns: Communicator.
     Raises:  InvalidArgumentError: the environment and the arguments do not name a rank and a world,
              or the ranks were started with different world sizes. CollectiveTimeoutError: a rank did not come in time.
@@ -61,6 +62,7 @@ def init(
     """
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
+    check_network(network, wire_dtype, "init")
     kind, where = choose(engine, device, "init", local_rank(rank))
     limit_ms = milliseconds(timeout, "init", rank)
     if world_size == 1:

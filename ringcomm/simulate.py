@@ -37,7 +37,7 @@ class LinkClass:
         reduce_gbps: bytes that came over it and that a rank combines with its own, per second; infinite where that is
             part of the transfer.
         slice_bytes: a message is cut into windows of slices of at most so many bytes; 0: not cut.
-        least_slice_bytes: slices are smaller, so that a chunk has two for each slot, down to this; 0: they are not.
+        least_slice_bytes: slices are smaller, so that a chunk has one for each slot, down to this; 0: they are not.
         slots: windows under way at once.
         bands: (nbytes, bandwidth_gbps) ascending: messages (of the collective) of so many bytes and more have that
             bandwidth instead, because they do not stay in caches or are moved in another way.

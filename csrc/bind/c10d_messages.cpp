@@ -177,33 +177,44 @@ void GroupMessages::receive_all(int peer, Way& way) {
     if (way.open.empty()) return;
     auto limit = way.open.front()->limit();
     for (const ItemPtr& item : way.open) limit = std::min(limit, item->limit());
-    std::vector<ItemPtr> served;
+    std::vector<std::pair<ItemPtr, std::exception_ptr>> served;
     for (auto it = way.open.begin(); it != way.open.end();)
-      if (hand_over(way, **it)) {
-        served.push_back(*it);
+      if (const auto outcome = hand_over(way, **it)) {
+        served.emplace_back(*it, *outcome);
         it = way.open.erase(it);
       } else {
         ++it;
       }
     lock.unlock();
-    for (const ItemPtr& item : served) item->end();
+    for (const auto& [item, error] : served) item->end(error);
     if (served.empty()) try {
         read_one(peer, way, limit);
       } catch (const WireFailure& failure) {
         fail(way, failure);
+      } catch (const std::exception& error) {  // such as no memory for what no receive has asked for
+        fail(way, {peer, false, error.what()});
       }
     lock.lock();
   }
 }
 
-bool GroupMessages::hand_over(Way& way, Item& item) {
-  const auto it = std::find_if(way.arrived.begin(), way.arrived.end(), [&](const Arrived& arrived) {
-    return arrived.tag == item.call().tag && arrived.bytes.size() == item.nbytes();
-  });
-  if (it == way.arrived.end()) return false;
-  if (item.nbytes()) std::memcpy(item.call().output, it->bytes.data(), item.nbytes());
+std::exception_ptr GroupMessages::other_length(const Item& item, std::uint64_t nbytes) {
+  return std::make_exception_ptr(Error(
+      ErrorCode::kMismatch, concat("recv: expected ", item.nbytes(), " bytes with tag ", item.call().tag, " from rank ",
+                                   item.call().root, ", got ", nbytes, "; send and receive the same")));
+}
+
+std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item) {
+  const auto it = std::find_if(way.arrived.begin(), way.arrived.end(),
+                               [&](const Arrived& arrived) { return arrived.tag == item.call().tag; });
+  if (it == way.arrived.end()) return std::nullopt;
+  std::exception_ptr error;
+  if (it->bytes.size() != item.nbytes())
+    error = other_length(item, it->bytes.size());
+  else if (item.nbytes())
+    std::memcpy(item.call().output, it->bytes.data(), item.nbytes());
   way.arrived.erase(it);
-  return true;
+  return error;
 }
 
 // The next message of the peer: to the oldest receive of its tag, or aside.
@@ -230,10 +241,7 @@ void GroupMessages::read_one(int peer, Way& way, WireClock::time_point limit) {
     throw;
   }
   if (fits) return item->end();
-  if (item)
-    return item->end(std::make_exception_ptr(Error(
-        ErrorCode::kMismatch, concat("recv: expected ", item->nbytes(), " bytes with tag ", header.tag, " from rank ",
-                                     peer, ", got ", header.nbytes, "; send and receive the same"))));
+  if (item) return item->end(other_length(*item, header.nbytes));
   const std::lock_guard<std::mutex> lock(mutex_);
   way.arrived.push_back(std::move(aside));
 }

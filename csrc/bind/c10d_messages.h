@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -40,8 +41,9 @@ class GroupMessages {
 
   void send_all(int peer, Way& way);
   void receive_all(int peer, Way& way);
-  // The oldest arrived message with the item's tag goes there. Whether there was one.
-  bool hand_over(Way& way, Item& item);
+  // The oldest arrived message with the item's tag goes there. How that went, where there was one.
+  std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
+  static std::exception_ptr other_length(const Item& item, std::uint64_t nbytes);
   void read_one(int peer, Way& way, WireClock::time_point limit);
   void fail(Way& way, const WireFailure& failure);
 

@@ -31,12 +31,13 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
 }
 
 // To be taken by `_C.hosts_engine`.
-py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name) {
-  return py::capsule(new std::shared_ptr<Wire>(make_group_wire(group, name)), "ringcomm.Wire", [](PyObject* capsule) {
-    const auto* wire = static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule, "ringcomm.Wire"));
-    const py::gil_scoped_release release;
-    delete wire;
-  });
+py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
+  return py::capsule(
+      new std::shared_ptr<Wire>(make_group_wire(group, name, first_tag)), "ringcomm.Wire", [](PyObject* capsule) {
+        const auto* wire = static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule, "ringcomm.Wire"));
+        const py::gil_scoped_release release;
+        delete wire;
+      });
 }
 
 // A ringcomm.backend.DeviceMaker, to be called and dropped without the GIL.
@@ -66,7 +67,8 @@ PYBIND11_MODULE(_c10d, m) {
   py::register_exception_translator(ringcomm::translate);
   m.attr("built_for") = TORCH_VERSION;
 
-  m.def("wire_over", &ringcomm::wire_over, py::arg("group"), py::arg("name"),
+  m.attr("TAGS") = ringcomm::kTags;  // of a wire
+  m.def("wire_over", &ringcomm::wire_over, py::arg("group"), py::arg("name"), py::arg("first_tag") = 0,
         "A wire between hosts over the sends and receives of a process group's backend, as a capsule for _C.");
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>> backend(m, "Backend");

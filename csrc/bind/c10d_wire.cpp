@@ -57,7 +57,7 @@ GroupWork GroupLink::send(const Message& message, int tag) {
   auto tensors = tensor_of(message);
   sent_bytes_.fetch_add(message.nbytes, std::memory_order_relaxed);
   try {
-    return backend_->send(tensors, message.peer, tag);
+    return backend_->send(tensors, message.peer, first_tag_ + tag);
   } catch (const std::exception& error) {
     throw WireFailure{message.peer, false, first_line(error.what())};
   }
@@ -67,7 +67,7 @@ GroupWork GroupLink::recv(const Message& message, int tag) {
   if (aborted()) refuse(message.peer);
   auto tensors = tensor_of(message);
   try {
-    return backend_->recv(tensors, message.peer, tag);
+    return backend_->recv(tensors, message.peer, first_tag_ + tag);
   } catch (const std::exception& error) {
     throw WireFailure{message.peer, false, first_line(error.what())};
   }
@@ -144,8 +144,8 @@ struct Expected {
 
 class GroupWire final : public Wire {
  public:
-  GroupWire(BackendPtr backend, std::string name)
-      : link_(std::make_shared<GroupLink>(std::move(backend))),
+  GroupWire(BackendPtr backend, std::string name, int first_tag)
+      : link_(std::make_shared<GroupLink>(std::move(backend), first_tag)),
         name_(std::move(name)),
         short_letters_(name_ == "gloo"),
         messages_(link_) {}
@@ -155,8 +155,8 @@ class GroupWire final : public Wire {
   std::size_t inline_bytes() const override { return kInlineBytes; }
 
   std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
-    std::vector<GroupWork> sends;
     std::deque<Letter> letters;
+    std::vector<GroupWork> sends;  // ends before what it sends
     for (const Terms& each : terms) expect(each.peer);
     for (const Terms& each : terms) {
       Letter& letter = letters.emplace_back();
@@ -171,9 +171,12 @@ class GroupWire final : public Wire {
       expected_.erase(each.peer);
       link_->wait(expected.work, each.peer, limit);
       theirs.emplace_back(expected.letter->text, smaller(expected.letter->nbytes, sizeof expected.letter->text));
-      expect(each.peer);
     }
     for (std::size_t i = 0; i < terms.size(); ++i) link_->wait(sends[i], terms[i].peer, limit);
+    for (const Terms& each : terms) try {
+        expect(each.peer);
+      } catch (const WireFailure&) {  // a peer may leave after its last call; the next call with it, if any, fails
+      }
     return theirs;
   }
 
@@ -215,8 +218,8 @@ class GroupWire final : public Wire {
 
 }  // namespace
 
-std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name) {
-  return std::make_shared<GroupWire>(std::move(backend), std::move(name));
+std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name, int first_tag) {
+  return std::make_shared<GroupWire>(std::move(backend), std::move(name), first_tag);
 }
 
 }  // namespace ringcomm

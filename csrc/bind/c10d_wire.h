@@ -20,9 +20,9 @@ using GroupWork = c10::intrusive_ptr<c10d::Work>;
 // Sends and receives in flight, which an abort ends.
 class GroupLink {
  public:
-  explicit GroupLink(BackendPtr backend) : backend_(std::move(backend)) {}
+  GroupLink(BackendPtr backend, int first_tag) : backend_(std::move(backend)), first_tag_(first_tag) {}
 
-  // Who uses which of the backend's tags.
+  // Who uses which of the backend's tags, from `first_tag` on.
   enum Tag : int { kTerms = 0, kHeader = 1, kPayload = 2, kFirstSlot = 8 };
 
   GroupWork send(const Message& message, int tag);
@@ -38,13 +38,15 @@ class GroupLink {
   [[noreturn]] void refuse(int peer) const;
 
   const BackendPtr backend_;
+  const int first_tag_;
   std::atomic<bool> aborted_{false};
   std::atomic<std::uint64_t> sent_bytes_{0};
   std::mutex mutex_;
   std::set<GroupWork> waited_for_;
 };
 
-// `name`: what people call the backend.
-std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name);
+// `name`: what people call the backend; `first_tag`: its tags from there to kTags further are this wire's.
+inline constexpr int kTags = 4096;
+std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name, int first_tag);
 
 }  // namespace ringcomm

@@ -97,7 +97,7 @@ inline constexpr Slicing kSlicing{1 << 20, 64 << 10, 4};
 constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& slicing, std::size_t element,
                                 std::size_t align) {
   const std::size_t chunk = ceil_div(count, static_cast<std::size_t>(chunks)) * element;
-  const std::size_t wanted = ceil_div(chunk, 2 * static_cast<std::size_t>(slicing.slots));
+  const std::size_t wanted = ceil_div(chunk, static_cast<std::size_t>(slicing.slots));
   const std::size_t slice = smaller(slicing.most, larger(slicing.least, wanted));
   return cut_windows(count, chunks, larger(1, slice / element), align);
 }

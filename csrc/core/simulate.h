@@ -23,7 +23,7 @@ struct LinkClass {
   double bandwidth_gbps = 1;
   double overhead_us = 0;    // of a rank's own time, for each message it sends
   double reduce_gbps = 1e9;  // bytes that came over it and that a rank combines with what it has
-  // A message is cut into windows of one slice for each chunk: of as many bytes as make a chunk two slices for each
+  // A message is cut into windows of one slice for each chunk: of as many bytes as make a chunk one slice for each
   // slot, but from `least_slice_bytes` (0: no such rule, the most) to `slice_bytes` (0: not cut at all).
   std::size_t slice_bytes = 0, least_slice_bytes = 0;
   int slots = 1;  // windows under way at once

@@ -57,7 +57,7 @@ class HostsEngine final : public Engine {
         wait_for(call, *request);
       else
         request->join(call.stream);
-      return call.root;
+      return call.op == Op::kRecv ? call.root : -1;
     }
     if (on_host_) return queue_->run(call), -1;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -137,9 +137,13 @@ class HostsEngine final : public Engine {
   void wait_for(const Call& call, Request& message);
   void await_reason() const;
   void run_now(const Call& call);
+  void hear_of(const std::exception_ptr& error);
   std::string explain(const std::string& what, const WireFailure& failure) const;
   void give_up(const std::string& reason) {
-    if (!aborted()) abort(reason);
+    if (aborted())
+      wire_->abort();  // a neighbour's abort ends no wait for another host
+    else
+      abort(reason);
   }
 
   const std::shared_ptr<Engine> local_;
@@ -159,7 +163,11 @@ std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   if (call.root == kAnySource)
     fail(ErrorCode::kUnsupported, "recv: rank ", rank(), " on host ", name_of(rank()),
          " asked for a message of any rank, which a communicator of several hosts cannot wait for; name the source");
-  if (topology().host_of(call.root) != topology().host()) return wire_->message(call, limit_of(call));
+  if (topology().host_of(call.root) != topology().host()) {
+    auto message = wire_->message(call, limit_of(call));
+    message->on_done([this](std::exception_ptr error) { hear_of(error); });
+    return message;
+  }
   Call inside = call;
   inside.root = topology().local_of(call.root);
   return local_->submit(std::move(inside));
@@ -183,6 +191,17 @@ void HostsEngine::await_reason() const {
   for (int i = 0; i < kLooks && !aborted(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
+// A message that did not get through ends the communicator, as it does inside a host.
+void HostsEngine::hear_of(const std::exception_ptr& error) {
+  if (!error || closed_.load()) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& each) {
+    if (each.code() == ErrorCode::kTimeout || each.code() == ErrorCode::kAborted) give_up(each.what());
+  } catch (...) {
+  }
+}
+
 void HostsEngine::run_now(const Call& call) {
   check_abort(call);
   const std::int64_t limit_ms = limit_of(call);
@@ -199,6 +218,9 @@ void HostsEngine::run_now(const Call& call) {
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kAborted) check_abort(call);
     give_up(error.what());
+    throw;
+  } catch (const std::exception& error) {  // such as no memory
+    give_up(concat(name(call.op), ": rank ", rank(), " on host ", name_of(rank()), " gave up: ", error.what()));
     throw;
   }
 }

@@ -245,8 +245,8 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
       call.input_parts.resize(here);
       for (int i = 0; i < here && first + i < topology_.num_ranks(h); ++i)
         call.input_parts[i] = pieces[topology_.ranks(h)[first + i]];
-      const Part& to = sums[first / here][h];
-      call.output = to.data;
+      const std::size_t lane = static_cast<std::size_t>(first / here);
+      call.output = lane < sums.size() ? sums[lane][h].data : nullptr;  // the last turn may have none for this rank
       call.count = call.input_parts[topology_.local_rank()].count;
       calls.push_back(std::move(call));
     }

@@ -341,8 +341,9 @@ void sums(Engine& engine, const Topology& topology, std::size_t count, const std
   const std::size_t total = count * world_size;
   const std::vector<float> mine = values(me, total);
   const auto check = [&](const std::vector<float>& got, std::size_t first, const char* call) {
-    for (std::size_t i = 0; i < got.size(); ++i)
-      require(got[i] == added(topology, first + i), what + ": " + call + " at " + std::to_string(i));
+    std::size_t i = 0;
+    while (i < got.size() && got[i] == added(topology, first + i)) ++i;
+    require(i == got.size(), concat(what, ": ", call, " at ", i));
   };
   std::vector<float> data = mine, out(total);
   run(engine, call_of(Op::kAllReduce, data.data(), data.data(), total));
@@ -458,7 +459,7 @@ void mismatch() {
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
   const bool quick = argc > 1 && std::string(argv[1]) == "quick";
-  topologies(quick ? 2000 : 20000);
+  topologies(quick ? 500 : 20000);
   refusals();
   const std::vector<ringcomm::HostsOfRanks> layouts = {
       {{0}, {1}},      {{0, 1}, {2, 3}}, {{0}, {1, 2}, {3}},       {{0, 3}, {1, 2}},
@@ -470,7 +471,7 @@ int main(int argc, char** argv) {
   }
   mismatch();
   std::mt19937 random(7);
-  for (int trial = 0; trial < (quick ? 5 : 30); ++trial) {
+  for (int trial = 0; trial < (quick ? 3 : 30); ++trial) {
     const auto hosts = random_hosts(random, 2 + static_cast<int>(random() % 6));
     if (hosts.size() > 1) collectives(hosts, {128u << random() % 4, random() % 2 * 512, false}, {3, random() % 2000});
   }
