@@ -2,8 +2,9 @@
 
     python benchmarks/hosts.py --hosts 2 2 --gbps 1 --delay-ms 1
 
-Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). Every size is timed
-in turns: one of ours, one of Gloo's. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends sums smaller.
+Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). Every size is
+timed in turns: one of ours, one of Gloo's. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends sums
+in less.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +32,7 @@ def measure(turns: int, sizes: list[int]) -> None:
 
     import ringcomm
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     comm = ringcomm.init(timeout=60)
 
@@ -48,7 +50,7 @@ def measure(turns: int, sizes: list[int]) -> None:
         ours, theirs = [], []
         before = int(comm.describe()["sent_between_hosts_bytes"])
         for turn in range(turns + 1):
-            mine, other = timed(lambda: comm.all_reduce(x, "avg")), timed(lambda: dist.all_reduce(y))
+            mine, other = timed(partial(comm.all_reduce, x, "avg")), timed(partial(dist.all_reduce, y))
             y.fill_(1.0)
             if turn:
                 ours.append(mine)
@@ -60,7 +62,8 @@ def measure(turns: int, sizes: list[int]) -> None:
             ratios = sorted(their / our for our, their in zip(ours, theirs, strict=True))
             print(
                 f"| {nbytes:>9} | {statistics.median(ours) * 1e3:8.2f} | {statistics.median(theirs) * 1e3:8.2f} "
-                f"| {statistics.median(ratios):5.2f} | {ratios[0]:5.2f}-{ratios[-1]:5.2f} | {per_host[0] / nbytes:6.4f} |",
+                f"| {statistics.median(ratios):5.2f} | {ratios[0]:5.2f}-{ratios[-1]:5.2f} "
+                f"| {per_host[0] / nbytes:6.4f} |",
                 flush=True,
             )
     comm.close()
@@ -91,10 +94,12 @@ def main() -> None:
     command = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
     wire = os.environ.get("RINGCOMM_WIRE_DTYPE")
     command = f"RINGCOMM_WIRE_DTYPE={wire} {command}" if wire else command
+    sent_as = f" (sent as {wire} by ringcomm)" if wire else ""
     head = (
-        f"all_reduce of float32{f' (sent as {wire} by ringcomm)' if wire else ''} over {len(given.hosts)} hosts of {given.hosts} ranks, links of {given.gbps:g} Gbit/s and "
-        f"{given.delay_ms:g} ms each way; {given.turns} turns, medians; `{command}`\n\n"
-        "| bytes | ringcomm ms | gloo ms | gloo / ringcomm | min-max | sent by a host / bytes |\n|---|---|---|---|---|---|\n"
+        f"all_reduce of float32{sent_as} over {len(given.hosts)} hosts of {given.hosts} ranks, links of {given.gbps:g} "
+        f"Gbit/s and {given.delay_ms:g} ms each way; {given.turns} turns, medians; `{command}`\n\n"
+        "| bytes | ringcomm ms | gloo ms | gloo / ringcomm | min-max | sent by a host / bytes |\n"
+        "|---|---|---|---|---|---|\n"
     )
     table = head + "\n".join(line for line in rows.splitlines() if line.startswith("|")) + "\n"
     print(table)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
 from ringcomm.devices import Device
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import CollectiveTimeoutError, UnsupportedError
 
 VARIABLE = "RINGCOMM_NCCL"
 """In the environment: the path of libnccl.so.2, in place of what is found."""
@@ -63,11 +64,37 @@ def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) 
     """
     where = path()
     why = _C.why_no_nccl(where)
-    if why:
-        raise UnsupportedError(f"init: rank {rank} expected NCCL between hosts with arrays on {device}, got {why}")
+    ids = b"" if why or rank else b"".join(_C.nccl_unique_id(where) for _ in range(_C.NCCL_IDS))
+    states = _swap(store, rank, world_size, why or f"={_C.nccl_version(where)}", limit_ms)
+    for peer, state in enumerate(states):  # on all ranks alike, before any of them waits for another in NCCL
+        if not state.startswith("="):
+            raise UnsupportedError(
+                f"init: rank {peer} expected NCCL between hosts with arrays on {device}, got {state}"
+            )
+        if state != states[0]:
+            raise UnsupportedError(
+                f"init: rank {peer} has NCCL {state[1:]}, rank 0 has {states[0][1:]}, expected one version "
+                f"everywhere; install the same, or name the library in {VARIABLE}"
+            )
     if rank == 0:
-        store.set(_IDS_KEY, b"".join(_C.nccl_unique_id(where) for _ in range(_C.NCCL_IDS)))
+        store.set(_IDS_KEY, ids)
+    store.wait([_IDS_KEY], timedelta(milliseconds=limit_ms))
     everything = bytes(store.get(_IDS_KEY))
     each = len(everything) // _C.NCCL_IDS
-    ids = [everything[i * each : (i + 1) * each] for i in range(_C.NCCL_IDS)]
-    return _C.nccl_wire(where, rank, world_size, ids, device.index, limit_ms)
+    parts = [everything[i * each : (i + 1) * each] for i in range(_C.NCCL_IDS)]
+    return _C.nccl_wire(where, rank, world_size, parts, device.index, limit_ms)
+
+
+def _swap(store: Any, rank: int, world_size: int, mine: str, limit_ms: int) -> list[str]:
+    """What every rank says, by rank."""
+    keys = [f"nccl/{peer}" for peer in range(world_size)]
+    store.set(keys[rank], mine)
+    try:
+        store.wait(keys, timedelta(milliseconds=limit_ms))
+    except RuntimeError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveTimeoutError(
+            f"init: rank {rank} expected all {world_size} ranks to bring NCCL within {limit_ms / 1e3:g} s, got none of "
+            f"{missing}; look at what those ranks are doing"
+        ) from error
+    return [store.get(key).decode() for key in keys]

@@ -35,11 +35,13 @@ FORBIDDEN_INCLUDES = {
 }
 FLOOR_3 = {
     *("__init__", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator", "devices"),
-    *("driver", "endpoint", "errors", "hosts", "interop", "launch", "nccl", "libraries", "process_group", "rendezvous", "schedule"),
-    "work",
+    *("driver", "endpoint", "errors", "hosts", "interop", "launch", "libraries", "nccl", "process_group", "rendezvous"),
+    *("schedule", "work"),
 }
 # The only primitives that import torch or NumPy at all, and then inside functions unless named in TORCH_AT_IMPORT.
-KNOWS_ARRAYS = {"backend", "buckets", "collectives", "hosts", "interop", "libraries", "process_group", "rendezvous"}
+KNOWS_ARRAYS = {
+    *("backend", "buckets", "collectives", "hosts", "interop", "libraries", "process_group", "rendezvous"),
+}
 TORCH_AT_IMPORT = {"backend"}
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import BOOL_COMBINE, COMBINE, DTYPES, FLOATS, accumulator, factor_of, ops_of, same_bits, tree, values
 
+import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.devices import CPU
 from ringcomm.endpoint import Endpoint
@@ -33,7 +34,7 @@ def consecutive(*counts: int) -> Ranks:
 
 
 CANONICAL = [consecutive(*counts) for counts in ((1, 1), (2, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1, 1), (4, 2, 2))]
-OVER_HOSTS = [consecutive(*counts) for counts in ((3, 3), (1, 2, 1))]
+OVER_HOSTS = [consecutive(*counts) for counts in ((3, 3), (1, 2, 1), (3, 2), (2, 3), (3, 2, 2))]
 SCATTERED: list[Ranks] = [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 4), (1, 3), (2,))]
 LAYOUTS = [*CANONICAL, *OVER_HOSTS, *SCATTERED]
 
@@ -487,11 +488,14 @@ def test_hosts_that_do_not_add_up_are_refused(hosts: list[int]) -> None:
 def test_unknown_networks_and_wire_types_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError) as bad_type:
         run_ranks(nothing, 2, hosts=[1, 1], wire_dtype="int8", timeout=10)
-    one_sentence(bad_type.value, "init: rank", "'int8'", "bfloat16")
+    one_sentence(bad_type.value, "run_ranks", "'int8'", "bfloat16")
     for kind in ("nccl", "ucc"):
         with pytest.raises(UnsupportedError) as bad_network:
             over(consecutive(1, 1), nothing, kind=kind)
         one_sentence(bad_network.value, "init: rank", f"'{kind}'", "gloo")
-    monkeypatch.setenv("RINGCOMM_NETWORK", "ucc")
-    with pytest.raises(UnsupportedError):
-        run_ranks(nothing, 2, hosts=[1, 1], timeout=10)
+    monkeypatch.setenv("RINGCOMM_WIRE_DTYPE", "int7")
+    with pytest.raises(InvalidArgumentError, match="int7"):
+        ringcomm.init(0, 1)
+    monkeypatch.delenv("RINGCOMM_WIRE_DTYPE")
+    with pytest.raises(InvalidArgumentError, match="ucc"):
+        ringcomm.init(0, 1, network="ucc")

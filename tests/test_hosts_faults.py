@@ -23,7 +23,8 @@ import torch_ranks
 from namespaces import Cluster
 
 import ringcomm
-from ringcomm.errors import RingcommError
+from ringcomm import Communicator, run_ranks
+from ringcomm.errors import MismatchError, RingcommError
 
 Told = tuple[str, str, float]  # a rank's error, its sentence, and seconds to it
 
@@ -190,6 +191,37 @@ def test_a_message_of_another_length_is_refused_and_no_process_ends(sent: int, r
     assert name == "MismatchError"
     assert f"expected {4 * received} bytes with tag 5 from rank 0, got {4 * sent}" in text
     assert [each[0] for each in others] == ["nothing"] * 3
+
+
+def test_messages_of_a_tag_stay_in_order_whatever_their_length() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            works = [comm.isend(torch.full((n,), float(n)), 1, tag) for n, tag in ((5, 1), (4, 2), (6, 1))]
+            for work in works:
+                work.wait()
+            return
+        x = torch.empty(4)
+        comm.recv(x, 0, tag=2)  # the first one is put aside
+        assert (x == 4).all()
+        with pytest.raises(MismatchError, match="expected 24 bytes with tag 1 from rank 0, got 20"):
+            comm.recv(torch.empty(6), 0, tag=1)
+        y = torch.empty(6)
+        comm.recv(y, 0, tag=1)
+        assert (y == 6).all()
+
+    run_ranks(body, 2, hosts=[1, 1], timeout=10)
+
+
+def test_a_rank_may_leave_after_its_last_call() -> None:
+    def body(comm: Communicator) -> float:
+        x = torch.ones(3)
+        for _ in range(20):
+            comm.all_reduce(x)
+        comm.close()
+        return float(x[0])
+
+    for _ in range(5):
+        assert run_ranks(body, 2, hosts=[1, 1], timeout=10) == [2.0**20] * 2
 
 
 def test_a_message_that_nobody_sends_is_waited_for_in_vain() -> None:

@@ -104,8 +104,8 @@ def test_a_wire_type_rounds_alike_on_every_rank() -> None:
 # ---- DistributedDataParallel -------------------------------------------------------------------------------------
 
 
-def ddp(comm: ringcomm.Communicator) -> list[torch.Tensor]:
-    model = parity.net(Case(world_size=4))
+def ddp(comm: ringcomm.Communicator, models: list[Net]) -> list[torch.Tensor]:
+    model = models[comm.rank]
     wrapped = ringcomm.DistributedDataParallel(model, comm=comm, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
@@ -118,8 +118,11 @@ def ddp(comm: ringcomm.Communicator) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_distributed_data_parallel(hosts: list[int]) -> None:
-    one = ringcomm.run_ranks(ddp, 4, timeout=30)
-    several = ringcomm.run_ranks(ddp, 4, hosts=hosts, timeout=30)
+    def models() -> list[Net]:  # made by one thread: torch's generator is shared
+        return [parity.net(Case(world_size=4)) for _ in range(4)]
+
+    one = ringcomm.run_ranks(ddp, 4, args=(models(),), timeout=30)
+    several = ringcomm.run_ranks(ddp, 4, args=(models(),), hosts=hosts, timeout=30)
     for mine in several:
         assert parity.differences_of(mine, one[0]) == []
 

@@ -12,7 +12,7 @@ namespace ringcomm::hosts {
 
 namespace {
 
-constexpr std::size_t kWaveBytes = 32 << 20;  // of sums in scratch at once
+constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }

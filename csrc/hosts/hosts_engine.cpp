@@ -11,6 +11,7 @@
 #include "core/error.h"
 #include "core/work_queue.h"
 #include "hosts/collectives.h"
+#include "hosts/verified.h"
 
 namespace ringcomm {
 
@@ -71,7 +72,13 @@ class HostsEngine final : public Engine {
     const std::lock_guard<std::mutex> lock(mutex_);
     call.stream = wire_->fork(call.stream);
     run_now(call);
-    return wire_->join(call, call.stream);
+    const auto verify = [local = local_, op = call.op, who = concat(": rank ", rank(), " on host ", name_of(rank()))] {
+      if (local->aborted())
+        fail(ErrorCode::kAborted, name(op), who, " expected every rank of its host to do its part, got an abort: ",
+             local->why_aborted().empty() ? "another of them gave up" : local->why_aborted(),
+             "; create a new communicator");
+    };
+    return std::make_shared<Verified>(wire_->join(call, call.stream), verify);
   }
 
   void pack(const Packing& packing) override { local_->pack(packing); }
@@ -100,6 +107,7 @@ class HostsEngine final : public Engine {
     if (forked() || closed_.exchange(true)) return;
     queue_->stop();
     wire_->close();
+    wire_->on_failure(nullptr);
     local_->close();
   }
   bool closed() const override { return closed_.load(); }
@@ -137,6 +145,7 @@ class HostsEngine final : public Engine {
   void wait_for(const Call& call, Request& message);
   void await_reason() const;
   void run_now(const Call& call);
+  [[noreturn]] void report(const Call& call, const WireFailure& failure);
   void hear_of(const std::exception_ptr& error);
   std::string explain(const std::string& what, const WireFailure& failure) const;
   void give_up(const std::string& reason) {
@@ -165,7 +174,7 @@ std::shared_ptr<Request> HostsEngine::message(const Call& call) {
          " asked for a message of any rank, which a communicator of several hosts cannot wait for; name the source");
   if (topology().host_of(call.root) != topology().host()) {
     auto message = wire_->message(call, limit_of(call));
-    message->on_done([this](std::exception_ptr error) { hear_of(error); });
+    if (on_host_) message->on_done([this](std::exception_ptr error) { hear_of(error); });  // a device's wire tells
     return message;
   }
   Call inside = call;
@@ -197,6 +206,7 @@ void HostsEngine::hear_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& each) {
+    if (each.code() == ErrorCode::kAborted) await_reason();
     if (each.code() == ErrorCode::kTimeout || each.code() == ErrorCode::kAborted) give_up(each.what());
   } catch (...) {
   }
@@ -206,15 +216,15 @@ void HostsEngine::run_now(const Call& call) {
   check_abort(call);
   const std::int64_t limit_ms = limit_of(call);
   try {
-    wire_->enter(call.stream);
+    wire_->enter(call.stream);  // may refuse the stream, before anything has happened
+  } catch (const WireFailure& failure) {
+    report(call, failure);
+  }
+  try {
     collectives_.run(call, WireClock::now() + std::chrono::milliseconds(limit_ms));
     wire_->leave(call.stream, call, limit_ms);
   } catch (const WireFailure& failure) {
-    if (!failure.late) await_reason();
-    check_abort(call);  // which may have ended the wait
-    const std::string reason = explain(name(call.op), failure);
-    give_up(reason);
-    fail(failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted, reason);
+    report(call, failure);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kAborted) check_abort(call);
     give_up(error.what());
@@ -223,6 +233,16 @@ void HostsEngine::run_now(const Call& call) {
     give_up(concat(name(call.op), ": rank ", rank(), " on host ", name_of(rank()), " gave up: ", error.what()));
     throw;
   }
+}
+
+// Ends the communicator for what the wire says, unless that follows from its end.
+void HostsEngine::report(const Call& call, const WireFailure& failure) {
+  if (!failure.late) await_reason();
+  check_abort(call);
+  const std::string reason = explain(name(call.op), failure);
+  give_up(reason);
+  const bool differs = !failure.theirs.empty();
+  fail(differs ? ErrorCode::kMismatch : failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted, reason);
 }
 
 std::string HostsEngine::explain(const std::string& what, const WireFailure& failure) const {

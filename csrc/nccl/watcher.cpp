@@ -68,6 +68,7 @@ void Watcher::run() {
     awake_ = false;
     lock.unlock();
     bool more = false;
+    sweep();  // first: other terms, which have arrived, say more than what NCCL makes of the messages behind them
     try {
       more = tick_();
     } catch (const WireFailure& failure) {
@@ -75,7 +76,6 @@ void Watcher::run() {
     } catch (const Error& error) {
       fate_->fail({-1, false, error.what()});
     }
-    sweep();
     look_back();
     lock.lock();
     awake_ = awake_ || more;
