@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -31,6 +32,24 @@ _UNGUARDED = (
 Place = tuple[str, Device]
 """What a rank's bytes are moved by, and where."""
 _GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be run, and where."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    limit_ms: int
+    places: list[Place]
+    hosts: Hosts | None
+    wire_dtype: str | None
+
+    def end(self, rank: int, store: Any) -> Endpoint:
+        """A rank's endpoint, not connected; ``store`` where there are hosts."""
+        kind, device = self.places[rank]
+        network = None if self.hosts is None else Network(store, "run_ranks", None, self.wire_dtype)
+        return Endpoint(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
 
 
 def run_ranks(
@@ -69,9 +88,8 @@ def run_ranks(
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes
-    if hosts is None:
-        return launch(fn, tuple(args), limit_ms, places, None, None)
-    return launch(fn, tuple(args), limit_ms, places, Hosts.pretended(hosts, world_size, "run_ranks"), wire_dtype)
+    pretended = None if hosts is None else Hosts.pretended(hosts, world_size, "run_ranks")
+    return launch(_Job(fn, tuple(args), limit_ms, places, pretended, wire_dtype))
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------
@@ -92,22 +110,10 @@ class _Outcome:
             raise first[0]
 
 
-def _run_threads(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    limit_ms: int,
-    places: list[Place],
-    hosts: Hosts | None,
-    wire_dtype: str | None,
-) -> list[Any]:
-    world_size = len(places)
-    store = memory_store() if hosts is not None else None
-    ends = [
-        Endpoint(
-            kind, rank, world_size, limit_ms, device, hosts, store and Network(store, "run_ranks", None, wire_dtype)
-        )
-        for rank, (kind, device) in enumerate(places)
-    ]
+def _run_threads(job: _Job) -> list[Any]:
+    world_size = len(job.places)
+    store = None if job.hosts is None else memory_store()
+    ends = [job.end(rank, store) for rank in range(world_size)]
     handles = [end.handle() for end in ends]
     outcome = _Outcome(world_size)
     comms: list[Communicator] = []
@@ -118,7 +124,7 @@ def _run_threads(
             end.connect(handles)
             comm = Communicator(end)
             comms.append(comm)
-            outcome.results[rank] = fn(comm, *args)
+            outcome.results[rank] = job.fn(comm, *job.args)
         except BaseException as error:
             outcome.failures.append((rank, error))
             end.abort(f"rank {rank} raised {type(error).__name__}: {error}")
@@ -142,29 +148,17 @@ def _run_threads(
 # ---- processes: in the child --------------------------------------------------------------------------------------
 
 
-def _process_main(
-    pipe: Connection,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    limit_ms: int,
-    place: Place,
-    hosts: Hosts | None,
-    port: int,
-    wire_dtype: str | None,
-) -> None:
+def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
     """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
     leaving = threading.Lock()
     try:
-        network = Network(client_store(port), "run_ranks", None, wire_dtype) if hosts is not None else None
-        end = Endpoint(place[0], rank, world_size, limit_ms, place[1], hosts, network)
+        end = job.end(rank, None if job.hosts is None else client_store(port))
         _tell(pipe, "handle", end.handle())
         handles = pipe.recv()
         threading.Thread(target=_obey, args=(pipe, end, leaving), daemon=True).start()
         end.connect(handles)
         with Communicator(end) as comm:
-            result = fn(comm, *args)
+            result = job.fn(comm, *job.args)
         _tell(pipe, "result", result)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
@@ -214,23 +208,15 @@ class _Processes:
         self.deadline: float | None = None
         self.store: Any = None
 
-    def start(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        limit_ms: int,
-        places: list[Place],
-        hosts: Hosts | None,
-        wire_dtype: str | None,
-    ) -> None:
+    def start(self, job: _Job) -> None:
         """Starts every rank."""
-        self.store = server_store() if hosts is not None else None  # lives as long as the ranks
+        self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
         port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
         world_size = len(self.outcome.results)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, fn, rank, world_size, args, limit_ms, places[rank], hosts, port, wire_dtype)
+            arguments = (theirs, job, rank, port)
             process = context.Process(target=_process_main, args=arguments, name=f"rank {rank}")
             with _without_interrupts():
                 process.start()
@@ -325,23 +311,16 @@ def _check_main(fn: Callable[..., Any]) -> None:
         )
 
 
-def _run_processes(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    limit_ms: int,
-    places: list[Place],
-    hosts: Hosts | None,
-    wire_dtype: str | None,
-) -> list[Any]:
-    if not _travels((fn, args)):
+def _run_processes(job: _Job) -> list[Any]:
+    if not _travels((job.fn, job.args)):
         raise InvalidArgumentError(
-            f"run_ranks: got {fn!r}, which a new process cannot import; pass a function of a module, with arguments "
+            f"run_ranks: got {job.fn!r}, which a new process cannot import; pass a function of a module, with arguments "
             "that can be pickled, or ranks='threads'"
         )
-    _check_main(fn)
-    ranks = _Processes(len(places))
+    _check_main(job.fn)
+    ranks = _Processes(len(job.places))
     try:
-        ranks.start(fn, args, limit_ms, places, hosts, wire_dtype)
+        ranks.start(job)
         return ranks.run()
     finally:
         ranks.end()

@@ -214,6 +214,16 @@ void Collectives::run_round(const Scope& scope, WalkRound round) {
   run_walks(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
 }
 
+// On this host: what each rank drives, to all of them.
+void Collectives::gather_inside(const Scope& scope, const Cut& cut, char* data) {
+  if (topology_.local_world_size() == 1) return;
+  Call call = local_call(scope, Op::kAllGather);
+  call.output_parts = cut.parts(data, scope.element);
+  call.input = call.output_parts[topology_.local_rank()].data;
+  call.count = cut.mine().count;
+  run_inside({call});
+}
+
 void Collectives::copy(const Scope& scope, const void* source, void* target, std::size_t count) {
   if (source == target || count == 0) return;
   Packing packing;

@@ -42,6 +42,7 @@ class Collectives {
   Chunks by_chunk(Between schedule, const std::vector<Part>& of_host, std::size_t slice, std::size_t element) const;
   Chunks part_chunks(Between schedule, const std::vector<Part>& of_host, std::size_t element) const;
   void widen(const Scope& scope, const void* source, void* target, std::size_t count);
+  void gather_inside(const Scope& scope, const Cut& cut, char* data);
   void copy(const Scope& scope, const void* source, void* target, std::size_t count);
   WalkList walks_of(const Scope& scope, const Lane& lane) const;
   void run_lanes(const Scope& scope, const std::vector<Lane>& lanes, char* scratch);

@@ -69,12 +69,7 @@ void Collectives::broadcast(const Scope& scope) {
                      }});
   }
   if (hosts > 1) run_walks(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
-  if (with_root || here == 1) return;
-  Call gather = local_call(scope, Op::kAllGather);
-  gather.output_parts = cut.parts(data, scope.element);
-  gather.input = gather.output_parts[topology_.local_rank()].data;
-  gather.count = cut.mine().count;
-  run_inside({gather});
+  if (!with_root) gather_inside(scope, cut, data);
 }
 
 // gather, scatter and all_to_all: every part goes straight to where it belongs.

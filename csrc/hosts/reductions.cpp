@@ -115,12 +115,7 @@ void Collectives::all_reduce(const Scope& scope) {
     char* const sums = scope.wider() ? memory : output;
     reduce_inside(scope, cut, at(call.input, begin, scope.element), sums);
     run_lanes(scope, lanes_of(scope, cut, sums, output), memory + sum_bytes);
-    if (topology_.local_world_size() == 1) continue;
-    Call gather = local_call(scope, Op::kAllGather);
-    gather.output_parts = cut.parts(output, scope.element);
-    gather.input = gather.output_parts[topology_.local_rank()].data;
-    gather.count = cut.mine().count;
-    run_inside({gather});
+    gather_inside(scope, cut, output);
   }
 }
 
