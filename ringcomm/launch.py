@@ -314,8 +314,8 @@ def _check_main(fn: Callable[..., Any]) -> None:
 def _run_processes(job: _Job) -> list[Any]:
     if not _travels((job.fn, job.args)):
         raise InvalidArgumentError(
-            f"run_ranks: got {job.fn!r}, which a new process cannot import; pass a function of a module, with arguments "
-            "that can be pickled, or ranks='threads'"
+            f"run_ranks: got {job.fn!r}, which a new process cannot import; pass a function of a module, with "
+            "arguments that can be pickled, or ranks='threads'"
         )
     _check_main(job.fn)
     ranks = _Processes(len(job.places))

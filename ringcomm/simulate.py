@@ -39,6 +39,9 @@ class LinkClass:
         slice_bytes: a message is cut into windows of slices of at most so many bytes; 0: not cut.
         least_slice_bytes: slices are smaller, so that a chunk has one for each slot, down to this; 0: they are not.
         slots: windows under way at once.
+        wave_bytes: between hosts, an all_reduce of floats that are smaller than their float32 sums, and every
+            reduce_scatter, is several in sequence, each of so many bytes of sums; 0: it is not.
+        agrees: between hosts, every call begins with a short message each way: all mean the same call.
         bands: (nbytes, bandwidth_gbps) ascending: messages (of the collective) of so many bytes and more have that
             bandwidth instead, because they do not stay in caches or are moved in another way.
     """
@@ -50,22 +53,27 @@ class LinkClass:
     slice_bytes: int = 0
     least_slice_bytes: int = 0
     slots: int = 1
+    wave_bytes: int = 0
+    agrees: bool = False
     bands: tuple[tuple[int, float], ...] = ()
 
     def bandwidth_of(self, nbytes: int) -> float:
         """GB/s for a collective of ``nbytes``."""
         return next((gbps for least, gbps in reversed(self.bands) if nbytes >= least), self.bandwidth_gbps)
 
-    def numbers(self, nbytes: int) -> tuple[float, float, float, float, int, int, int]:
+    def numbers(self, nbytes: int) -> tuple[float, float, float, float, int, int, int, int, bool]:
         """For the native core."""
         return (
             self.latency_us, self.bandwidth_of(nbytes), self.overhead_us, self.reduce_gbps,
-            self.slice_bytes, self.least_slice_bytes, self.slots,
+            self.slice_bytes, self.least_slice_bytes, self.slots, self.wave_bytes, self.agrees,
         )  # fmt: skip
 
 
 BETWEEN_SLICES: dict[str, Any] = dict(_C.BETWEEN_SLICES)
 """How the engine over hosts cuts messages: for a `LinkClass` between hosts."""
+WAVE_BYTES = 128 << 20
+ENGINE: dict[str, Any] = {**BETWEEN_SLICES, "wave_bytes": WAVE_BYTES, "agrees": True}
+"""All that the engine over hosts does with a call: for a `LinkClass` between hosts."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,8 @@ class Prediction:
 def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
     """What `predict` knows for a collective. Inside one host: "direct", "ring", and "oneshot" for all_reduce. Over
     several: by the schedule between hosts, "ring", "butterfly" (a power of two hosts) or "direct", with the work inside
-    hosts direct; "flat_ring" and "flat_direct" are one walk over all ranks, whatever host they are on.
+    hosts direct; "flat_ring" and "flat_direct" are one walk over all ranks, whatever host they are on: to compare with,
+    for no communicator does that.
 
     Raises:  InvalidArgumentError: an unknown collective.
     """
@@ -182,7 +191,7 @@ def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
     if collective == "broadcast":
         return ("ring", "flat_ring")
     if collective == "all_to_all":
-        return ("direct", "flat_direct")
+        return ("direct",)
     butterfly = ("butterfly",) if cluster.hosts & (cluster.hosts - 1) == 0 else ()
     return ("ring", *butterfly, "direct", "flat_ring", "flat_direct")
 
@@ -210,8 +219,8 @@ def predict(
         collective: all_reduce, reduce_scatter, all_gather, broadcast (from the first rank of ``root_host``) or
             all_to_all.
         nbytes: of the message: the tensor; of all ranks' parts together for reduce_scatter, all_gather and all_to_all.
-        algorithm: see `algorithms`; "auto": `in_order`; "best": the fastest of all.
-        dtype: the element type; 16- and 8-bit floats go between hosts as float32 while they are reduced.
+        algorithm: see `algorithms`; "auto": `in_order`; "best": the fastest that is not flat.
+        dtype: the element type; over several hosts 16- and 8-bit floats travel as float32 while they are reduced.
         fold: whether one host may stand for all where all are equal: with all chunks as long as the longest, which
             they are or else are too many messages (above 4e6) to look at each.
 
@@ -221,7 +230,7 @@ def predict(
     """
     if algorithm == "best":
         found = compare(collective, nbytes, cluster, dtype, root_host=root_host)
-        return min(found.values(), key=lambda each: each.time_us)
+        return min(_real(found).values(), key=lambda each: each.time_us)
     chosen = _chosen(collective, nbytes, cluster, algorithm, dtype)
     question = _question(collective, nbytes, cluster, chosen, dtype, root_host, fold)
     return _predicted(question, collective, chosen, nbytes, cluster)
@@ -274,7 +283,7 @@ def crossovers(
     collective: str, sizes: Sequence[int], cluster: Cluster, dtype: str = "float32"
 ) -> tuple[Crossover, ...]:
     """Which algorithm wins where: of the given message bytes, those at which the fastest one changes. An algorithm wins
-    as long as no other is faster by more than 1 %; at first, that of `in_order` does."""
+    as long as no other is faster by more than 1 %; at first, that of `in_order` does; flat ones never do."""
     found: list[Crossover] = []
     for nbytes in sorted(sizes):
         usual = found[-1].algorithm if found else in_order(collective, cluster)
@@ -285,9 +294,16 @@ def crossovers(
 
 
 def winner(found: Mapping[str, Prediction], usual: str) -> str:
-    """The fastest of some predictions by algorithm, or ``usual`` if it takes at most 1 % longer."""
+    """The fastest of some predictions by algorithm, of those that are not flat, or ``usual`` if it takes at most 1 %
+    longer."""
+    found = _real(found) or found
     best = min(found, key=lambda name: found[name].time_us)
     return usual if usual in found and found[usual].time_us <= 1.01 * found[best].time_us else best
+
+
+def _real(found: Mapping[str, Prediction]) -> Mapping[str, Prediction]:
+    """Those that a communicator has."""
+    return {name: each for name, each in found.items() if not name.startswith("flat_")}
 
 
 def _question(
@@ -320,17 +336,18 @@ def _dense(entries: Mapping[int, float], count: int, otherwise: float) -> list[f
     return [entries.get(index, otherwise) for index in range(count)] if entries else []
 
 
-def _wire_bytes(collective: str, dtype: str, wire: str | None) -> tuple[int, int]:
-    """Bytes of an element between hosts: of a sum under way, and of a result."""
+def _wire_bytes(collective: str, dtype: str, wire: str | None) -> tuple[int, int, int]:
+    """Bytes of an element over several hosts: of a sum under way inside a host, of one between hosts, of a result."""
     element = ELEMENT_BYTES[dtype]
     if "float" not in dtype:
-        return element, element
+        return element, element, element
     partial, reduces = max(4, element), collective in ("all_reduce", "reduce_scatter")
     if wire is None or not reduces:
-        return partial, element
+        return partial, partial, element
     smaller = ELEMENT_BYTES[wire]
     # float8 stands for float32 alone
     return (
+        partial,
         smaller if smaller < partial and (smaller > 1 or partial == 4) else partial,
         smaller if smaller < element and (smaller > 1 or element == 4) else element,
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from ringcomm.bench_options import DTYPES
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.simulate import BETWEEN_SLICES, COLLECTIVES, Cluster, LinkClass, time_us
+from ringcomm.simulate import COLLECTIVES, ENGINE, Cluster, LinkClass, time_us
 
 _REDUCING = ("all_reduce", "reduce_scatter")
 _BAND = math.log(1.12)  # bandwidths that differ by more are apart
@@ -158,7 +158,7 @@ def calibrate(
                 "the number of hosts that the report is of"
             )
         found_hosts, per_host = hosts, found_hosts * per_host // hosts
-    base = cluster or Cluster(1, 1, LinkClass(1.0, 10.0), LinkClass(10.0, 10.0, **BETWEEN_SLICES))
+    base = cluster or Cluster(1, 1, LinkClass(1.0, 10.0), LinkClass(10.0, 10.0, **ENGINE))
     base = replace(base.without_differences(), hosts=found_hosts, ranks_per_host=per_host)
     samples = samples_of(report, sizes)
     by_name = {name: [s for s in samples if s.collective == name] for name in COLLECTIVES}

@@ -116,7 +116,7 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> lis
     equal = cluster.without_differences()
     more = "" if cluster.equal else f"{'x equal':>9}"
     print(
-        f"\n# {collective}, {a.dtype}; * is the fastest, within 1 %"
+        f"\n# {collective}, {a.dtype}; * is the fastest that is not flat, within 1 %"
         if len(names) > 1
         else f"\n# {collective}, {a.dtype}"
     )
@@ -266,8 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--collective", nargs="+", choices=[*COLLECTIVES, "all"], default=["all_reduce"], metavar="NAME",
                    help=f"{', '.join(COLLECTIVES)}, all (all_reduce)")  # fmt: skip
     g.add_argument("--algorithm", default="auto", metavar="NAME",
-                   help="ring, butterfly, direct, flat_ring, flat_direct; on one host ring, direct, oneshot; auto: "
-                   "what a communicator takes; best; all")  # fmt: skip
+                   help="ring, butterfly, direct; to compare with, flat_ring, flat_direct, which no communicator has; "
+                   "on one host ring, direct, oneshot; auto: what a communicator takes; best; all")  # fmt: skip
     g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest message (1K)")
     g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest message (1G)")
     g.add_argument("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="multiply a size (4)")

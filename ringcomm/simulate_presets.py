@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.simulate import BETWEEN_SLICES, Cluster, LinkClass
+from ringcomm.simulate import ENGINE, Cluster, LinkClass
 
 
 def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
@@ -14,7 +14,7 @@ def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
         hosts,
         ranks_per_host,
         inside=LinkClass(latency_us=0.6, bandwidth_gbps=371.0),
-        between=LinkClass(latency_us=14.0, bandwidth_gbps=48.0, overhead_us=1.0, reduce_gbps=900.0, **BETWEEN_SLICES),
+        between=LinkClass(latency_us=14.0, bandwidth_gbps=48.0, overhead_us=1.0, reduce_gbps=900.0, **ENGINE),
         call_us=4.6,
         sources={
             "inside": (
@@ -35,8 +35,8 @@ def a100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
     return Cluster(
         hosts,
         ranks_per_host,
-        inside=LinkClass(latency_us=0.6, bandwidth_gbps=245.0),
-        between=LinkClass(latency_us=14.0, bandwidth_gbps=24.0, overhead_us=1.0, reduce_gbps=450.0, **BETWEEN_SLICES),
+        inside=LinkClass(latency_us=0.6, bandwidth_gbps=246.0),
+        between=LinkClass(latency_us=14.0, bandwidth_gbps=24.0, overhead_us=1.0, reduce_gbps=450.0, **ENGINE),
         call_us=5.0,
         sources={
             "inside": "82 % of the line rate of 300 GB/s, as on H100, and 0.6 us a hop; a call 5 us (assumed)",
@@ -54,7 +54,7 @@ def ethernet(hosts: int = 2, ranks_per_host: int = 2, gbit: float = 10.0, latenc
         hosts,
         ranks_per_host,
         inside=LinkClass(latency_us=3.0, bandwidth_gbps=5.0),
-        between=LinkClass(latency_us, gbit / 8 * 0.94, overhead_us=10.0, reduce_gbps=5.0, **BETWEEN_SLICES),
+        between=LinkClass(latency_us, gbit / 8 * 0.94, overhead_us=10.0, reduce_gbps=5.0, **ENGINE),
         shared_nic=True,
         sources={
             "inside": "5 GB/s and 3 us, as two cores of a small virtual machine reach through shared memory",

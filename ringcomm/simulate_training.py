@@ -107,7 +107,7 @@ def step(
         forward_us, backward_us: of one micro-batch; None: twice forward_us.
         microbatches: whose gradients are added up before they travel.
         param_dtype: of the parameters where they are gathered.
-        reduce_dtype: of the gradients on the wire inside hosts; see `Cluster.wire`.
+        reduce_dtype: of the gradients that the collectives are given; for what is on the wire see `Cluster.wire`.
         overlap: whether collectives run beside the computation, which they do not slow down here: one after the other,
             a unit's reduction from the end of its backward pass on, at stage 3 the next unit's gathering while one is
             computed; else every one is waited for.

@@ -13,7 +13,7 @@ import pytest
 
 from ringcomm import cli, errors, simulate
 from ringcomm.pipeline.check import formula
-from ringcomm.simulate import BETWEEN_SLICES, Cluster, LinkClass, predict, time_us
+from ringcomm.simulate import ENGINE, Cluster, LinkClass, predict, time_us
 from ringcomm.simulate_calibrate import calibrate, deviations, samples_of
 from ringcomm.simulate_presets import PRESETS, a100, ethernet, h100, preset
 from ringcomm.simulate_training import forward_us, message_us, pipeline_us, step, tensor_us, wire
@@ -61,9 +61,9 @@ def test_links_inside_are_found_again() -> None:
 
 @pytest.mark.parametrize("shared_nic", [False, True])
 def test_links_between_hosts_are_found_on_top_of_those_inside(shared_nic: bool) -> None:
-    link = LinkClass(80.0, 0.12, reduce_gbps=3.0, **BETWEEN_SLICES)
+    link = LinkClass(80.0, 0.12, reduce_gbps=3.0, **ENGINE)
     truth = Cluster(3, 2, INSIDE, link, shared_nic=shared_nic)
-    known = replace(truth, between=LinkClass(1.0, 10.0, **BETWEEN_SLICES))
+    known = replace(truth, between=LinkClass(1.0, 10.0, **ENGINE))
     found = calibrate(report_of(truth, ["all_gather", "all_reduce", "reduce_scatter"]), known)
     assert found.between
     assert found.cluster.inside == INSIDE
@@ -74,7 +74,7 @@ def test_links_between_hosts_are_found_on_top_of_those_inside(shared_nic: bool) 
 
 def test_hosts_of_a_report_may_be_said() -> None:
     """Network namespaces have one name."""
-    truth = Cluster(2, 2, INSIDE, LinkClass(500.0, 0.1, **BETWEEN_SLICES))
+    truth = Cluster(2, 2, INSIDE, LinkClass(500.0, 0.1, **ENGINE))
     report = report_of(truth, ["all_gather", "broadcast"])
     for device in report["devices"]:
         device["host"] = "same"
@@ -286,7 +286,7 @@ def test_links_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, words, "--latency-us 100 --bandwidth-gbps 1 --overhead-us 0 --reduce-gbps 1e9")
     assert "but as given latency_us 100, bandwidth_gbps 1" in said
     time = float(said.splitlines()[-1].split()[2])
-    assert time == pytest.approx((8 << 20) / 1e3 + 4.6 + 2 * 100, rel=0.02)
+    assert time == pytest.approx((8 << 20) / 1e3 + 4.6 + 3 * 100, rel=0.02)
 
 
 @pytest.mark.parametrize("words", [

@@ -19,7 +19,7 @@ namespace {
 using simulation::Collective;
 using simulation::Inside;
 using Numbers = std::vector<double>;
-using Link = std::tuple<double, double, double, double, std::size_t, std::size_t, int>;
+using Link = std::tuple<double, double, double, double, std::size_t, std::size_t, int, std::size_t, bool>;
 
 template <typename Value, std::size_t kCount>
 Value chosen(const std::pair<const char*, Value> (&table)[kCount], const std::string& name, const char* what) {
@@ -42,18 +42,20 @@ constexpr std::pair<const char*, Inside> kInside[] = {
     {"ring", Inside::kRing}, {"direct", Inside::kDirect}, {"oneshot", Inside::kOneshot}};
 
 simulation::LinkClass link_of(const Link& link) {
-  const auto& [latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots] = link;
-  return {latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots};
+  const auto& [latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots, wave_bytes,
+               agrees] = link;
+  return {latency_us,        bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes,
+          least_slice_bytes, slots,          wave_bytes,  agrees};
 }
 
 py::dict simulate(const std::string& collective, const std::string& between, const std::string& inside, bool flat,
                   int hosts, int ranks_per_host, std::size_t count,
-                  const std::tuple<std::size_t, std::size_t, std::size_t>& element_bytes, const Link& inside_link,
-                  const Link& between_link, bool shared_nic, Numbers link_share, Numbers start_us, Numbers slowdown,
-                  int root_host, bool fold) {
+                  const std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>& element_bytes,
+                  const Link& inside_link, const Link& between_link, bool shared_nic, Numbers link_share,
+                  Numbers start_us, Numbers slowdown, int root_host, bool fold) {
   const simulation::Cluster cluster{hosts,      ranks_per_host,        link_of(inside_link), link_of(between_link),
                                     shared_nic, std::move(link_share), std::move(start_us),  std::move(slowdown)};
-  const auto& [element, sum, result] = element_bytes;
+  const auto& [element, partial, sum, result] = element_bytes;
   const simulation::Question question{chosen(kCollectives, collective, "collective"),
                                       chosen(kBetween, between, "schedule between hosts"),
                                       chosen(kInside, inside, "algorithm inside"),
@@ -61,6 +63,7 @@ py::dict simulate(const std::string& collective, const std::string& between, con
                                       root_host,
                                       count,
                                       element,
+                                      partial,
                                       sum,
                                       result,
                                       fold};

@@ -40,10 +40,15 @@ class Simulation {
   }
 
   Answer run() {
-    if (question_.flat)
-      flat();
-    else
-      layered();
+    if (hosts_ > 1 && cluster_.between.agrees) clock_ = agree(cluster_, question_, clock_);
+    const std::size_t wave = wave_elements(cluster_, question_);
+    for (std::size_t begin = 0; begin == 0 || begin < question_.count; begin += wave) {
+      count_ = smaller(wave, question_.count - begin);
+      if (question_.flat)
+        flat();
+      else
+        layered();
+    }
     return answer();
   }
 
@@ -54,31 +59,33 @@ class Simulation {
   bool folds() const {
     if (!question_.fold || !cluster_.equal() || question_.collective == Collective::kBroadcast) return false;
     const double ranks = 1.0 * hosts_ * lanes_;
+    const std::size_t wave = wave_elements(cluster_, question_), waves = ceil_div(question_.count, wave);
+    const bool whole = waves <= 1 || question_.count % wave == 0;  // else the last one is shorter
     if (question_.flat) {
       const WindowCut all = cut(question_.count, hosts_ * lanes_, cluster_.between);
       // Hosts whose ranks share a link are not alike at every moment of a direct exchange.
       const bool alike = !cluster_.shared_nic || question_.between != Between::kDirect;
-      return (alike && is_even(all)) || ranks * messages(question_.between, hosts_ * lanes_, all) > kFullMessages;
+      return (alike && is_even(all)) || ranks * num_messages(question_.between, hosts_ * lanes_, all) > kFullMessages;
     }
     const bool to_all = question_.collective == Collective::kAllToAll;
-    const WindowCut inside = cut(question_.count, lanes_, cluster_.inside),
-                    between = cut(to_all ? question_.count : lane_count(0), hosts_, cluster_.between);
-    const bool even = is_even(inside) && is_even(between) && (to_all || lane_count(lanes_ - 1) == lane_count(0));
-    const double each = messages(Between::kDirect, lanes_, inside) + messages(question_.between, hosts_, between);
-    return even || ranks * each > kFullMessages;
+    const std::size_t count = smaller(wave, question_.count);
+    const auto lane = [&](int number) { return shard_of(count, lanes_, number, align()).count; };
+    const WindowCut inside = cut(to_all ? count / hosts_ : count, lanes_, cluster_.inside),
+                    between = to_all ? parts(count) : cut(lane(0), hosts_, cluster_.between);
+    const bool even = whole && is_even(inside) && is_even(between) && lane(lanes_ - 1) == lane(0);
+    const double each =
+        num_messages(Between::kDirect, lanes_, inside) + num_messages(question_.between, hosts_, between);
+    return even || ranks * each * waves > kFullMessages;
   }
-  static bool is_even(const WindowCut& cut) { return cut.count == cut.windows() * cut.chunks * cut.slice_elements; }
-  static double messages(Between kind, int members, const WindowCut& cut) {
-    return 1.0 * cut.windows() * num_rounds(kind, members) * num_hops(kind, members);
-  }
-
   // ---- which walks a collective is ---------------------------------------------------------------------------------
 
   void flat() {
     const int all = hosts_ * lanes_;
-    if (question_.collective == Collective::kBroadcast) return chain(Among::kAll, all, question_.count);
+    if (question_.collective == Collective::kBroadcast) return chain(Among::kAll, all, count_);
     Exchange e = exchange(Among::kAll, question_.between, all, cluster_.between);
-    e.cuts = {cut(question_.count, all, cluster_.between)};
+    e.element_bytes[0] = question_.sum_bytes;
+    e.element_bytes[1] = question_.result_bytes;
+    e.cuts = {cut(count_, all, cluster_.between)};
     take_part(e);
   }
 
@@ -100,39 +107,39 @@ class Simulation {
       case Collective::kBroadcast:
         return broadcast();
       case Collective::kAllToAll:
-        inside(false, reduces);
-        return lanes();
+        return hosts_ > 1 ? straight() : inside(false, reduces);
     }
   }
 
-  void inside(bool first_half, bool reduces) {
+  void inside(bool first_half, bool reduces, int only_host = -1, int but_host = -1) {
     if (lanes_ == 1) return;
     const Between kind = question_.inside == Inside::kRing && question_.collective != Collective::kAllToAll
                              ? Between::kRing
                              : Between::kDirect;
     Exchange e = exchange(Among::kHost, kind, lanes_, cluster_.inside);
-    e.cuts = {cut(question_.count, lanes_, cluster_.inside)};
+    e.cuts = {cut(count_, lanes_, cluster_.inside)};
     (first_half ? e.last_round : e.first_round) = e.half();
+    e.only_host = only_host;
+    e.but_host = but_host;
     e.reduces = reduces && first_half;
+    if (e.reduces && hosts_ > 1) e.element_bytes[0] = question_.partial_bytes;  // widened before they are summed up
     walk(e);
   }
 
   void lanes() {
     if (hosts_ == 1) return;
     Exchange e = exchange(Among::kLane, question_.between, hosts_, cluster_.between);
-    if (question_.collective != Collective::kAllToAll) {
-      e.element_bytes[0] = question_.sum_bytes;
-      e.element_bytes[1] = question_.result_bytes;
-    }
+    e.element_bytes[0] = question_.sum_bytes;
+    e.element_bytes[1] = question_.result_bytes;
     for (int lane = 0; lane < lanes_; ++lane) {
-      const std::size_t count = question_.collective == Collective::kAllToAll ? question_.count : lane_count(lane);
+      const std::size_t count = lane_count(lane);
       const WindowCut whole = cut(count, hosts_, cluster_.between);
       e.cuts.push_back({count, hosts_, lane == 0 ? whole.slice_elements : e.cuts[0].slice_elements});
     }
     take_part(e);
   }
 
-  std::size_t lane_count(int lane) const { return shard_of(question_.count, lanes_, lane, align()).count; }
+  std::size_t lane_count(int lane) const { return shard_of(count_, lanes_, lane, align()).count; }
 
   // The rounds of a walk that a collective has.
   void take_part(Exchange& e) {
@@ -151,22 +158,38 @@ class Simulation {
     walk(e);
   }
 
+  // Every part to where it belongs, whole: first to the other hosts, a part for each of their ranks, then inside.
+  void straight() {
+    Exchange e = exchange(Among::kLane, Between::kDirect, hosts_, cluster_.between);
+    e.timing.slots = lanes_;
+    e.cuts = {parts(count_)};
+    take_part(e);
+    count_ = ceil_div(count_, static_cast<std::size_t>(hosts_));
+    inside(false, false);
+  }
+  WindowCut parts(std::size_t count) const {
+    const std::size_t each = ceil_div(count, static_cast<std::size_t>(hosts_) * lanes_);
+    return cut_windows(count, hosts_, larger(1, each), align());
+  }
+
   void oneshot() {
     if (lanes_ == 1) return;
     Exchange e = exchange(Among::kHost, Between::kDirect, lanes_, cluster_.inside);
-    e.cuts = {cut(question_.count, 1, cluster_.inside)};
+    e.cuts = {cut(count_, 1, cluster_.inside)};
     e.last_round = e.half();
     e.reduces = e.whole = true;
     walk(e);
   }
 
-  // The root's host scatters, every lane is a chain of hosts, and every host gathers. Inside one host: a chain, or the
-  // same without lanes.
+  // The root's host scatters and gathers, every lane is a chain of hosts, and the others gather. Inside one host: a
+  // chain, or the same without lanes.
   void broadcast() {
-    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, lanes_, question_.count);
+    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, lanes_, count_);
     scatter_from_root();
-    if (hosts_ > 1) chain(Among::kLane, hosts_, question_.count);
-    inside(false, false);
+    inside(false, false, question_.root_host);
+    if (hosts_ == 1) return;
+    chain(Among::kLane, hosts_, count_);
+    inside(false, false, -1, question_.root_host);
   }
 
   Exchange exchange(Among among, Between kind, int members, const LinkClass& timing) const {
@@ -294,16 +317,6 @@ class Simulation {
     }
   }
 
-  struct Coming {
-    double start;
-    std::size_t nbytes;
-    int from, to;
-    bool crosses;
-  };
-  struct Times {
-    double sent, arrived;
-  };
-
   bool crosses(int a, int b) const { return a / lanes_ != b / lanes_; }
 
   void note(const Exchange& e, int from, int to, std::size_t slot, const Times& times) {
@@ -368,7 +381,7 @@ class Simulation {
           if (twin_[like] < 0 && alike(e, lane, like)) twin_[lane] = like;
     std::vector<int> ids;
     for (int id = 0; id < ranks_; ++id)
-      if (e.among != Among::kLane || twin_[group_of(e, id)] < 0) ids.push_back(id);
+      if (e.walks(id / lanes_) && (e.among != Among::kLane || twin_[group_of(e, id)] < 0)) ids.push_back(id);
     order_ = ids;
     return ids;
   }
@@ -472,6 +485,7 @@ class Simulation {
   std::vector<Coming> coming_;
   std::vector<int> order_, twin_;
   std::vector<std::vector<double>> arrived_;
+  std::size_t count_ = 0;  // elements that are handled at once
   double events_ = 0;
 };
 

@@ -27,6 +27,12 @@ struct LinkClass {
   // slot, but from `least_slice_bytes` (0: no such rule, the most) to `slice_bytes` (0: not cut at all).
   std::size_t slice_bytes = 0, least_slice_bytes = 0;
   int slots = 1;  // windows under way at once
+  // Sums of at most so many bytes are made at once of a reduction whose sums need memory of their own: an all_reduce
+  // of elements that are smaller than their sums, and every reduce_scatter; a longer one is several in sequence. 0:
+  // not.
+  std::size_t wave_bytes = 0;
+  // Every call begins with a short message each way to all whom a rank talks to: both mean the same call.
+  bool agrees = false;
 };
 
 struct Cluster {
@@ -53,8 +59,9 @@ struct Question {
   // what a rank has for all.
   std::size_t count = 0;
   std::size_t element_bytes = 4;
-  std::size_t sum_bytes = 4;     // of an element that is reduced between hosts, on the wire
-  std::size_t result_bytes = 4;  // of one that is gathered between hosts, on the wire
+  std::size_t partial_bytes = 4;  // of an element that is reduced, inside a host where there are several
+  std::size_t sum_bytes = 4;      // the same, on the wire between hosts
+  std::size_t result_bytes = 4;   // of one that is gathered between hosts, on the wire
   // Where all hosts are equal, one may stand for all of them, with the longest chunk of a window for all: where chunks
   // are equally long, or there are too many messages to look at each.
   bool fold = true;

@@ -66,8 +66,9 @@ void check(const Cluster& cluster, const Question& question) {
   check_list(cluster.start_us, ranks, "start_us", true);
   check_list(cluster.slowdown, ranks, "slowdown", false);
   check(question.root_host >= 0 && question.root_host < cluster.hosts, "root_host", question.root_host, "a host");
-  check(question.element_bytes >= 1 && question.sum_bytes >= 1 && question.result_bytes >= 1, "bytes of an element", 0,
-        "at least 1");
+  check(question.element_bytes >= 1 && question.partial_bytes >= 1 && question.sum_bytes >= 1 &&
+            question.result_bytes >= 1,
+        "bytes of an element", 0, "at least 1");
   check_schedules(cluster, question);
 }
 
