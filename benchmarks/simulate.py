@@ -277,20 +277,20 @@ def steps() -> list[str]:
 
 def scale() -> list[str]:
     lines = ["| hosts x ranks | what | messages looked at | seconds |", "|---|---|---|---|"]
-    cases: tuple[tuple[int, str, Cluster], ...] = (
-        (8192, "all_reduce, all five algorithms, all hosts equal", h100(8192)),
-        (1024, "all_reduce, ring, one slow host", replace(h100(1024), slow_hosts={3: 0.5})),
-        (8192, "all_reduce, ring, one slow host", replace(h100(8192), slow_hosts={3: 0.5})),
+    cases: tuple[tuple[int, int, str, Cluster], ...] = (
+        (8192, 1 << 30, "all_reduce, all five algorithms, all hosts equal", h100(8192)),
+        (1024, 1 << 26, "all_reduce, ring, one slow host", replace(h100(1024), slow_hosts={3: 0.5})),
+        (8192, 1 << 26, "all_reduce, ring, one slow host", replace(h100(8192), slow_hosts={3: 0.5})),
     )
-    for hosts, what, cluster in cases:
+    for hosts, nbytes, what, cluster in cases:
         started = time.perf_counter()
         found = (
-            list(compare("all_reduce", 1 << 30, cluster, "bfloat16").values())
+            list(compare("all_reduce", nbytes, cluster, "bfloat16").values())
             if cluster.equal
-            else [predict("all_reduce", 1 << 30, cluster, "ring", "bfloat16")]
+            else [predict("all_reduce", nbytes, cluster, "ring", "bfloat16")]
         )
         took = time.perf_counter() - started
-        lines.append(f"| {hosts} x 8 | {what} | {sum(each.events for each in found):,} | {took:.2f} |")
+        lines.append(f"| {hosts} x 8 | {what}, {size(nbytes)} | {sum(each.events for each in found):,} | {took:.2f} |")
     return lines
 
 

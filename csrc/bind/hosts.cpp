@@ -39,10 +39,11 @@ py::tuple order_over(const HostsOfRanks& hosts) {
 }  // namespace
 
 void define_hosts(py::module_& m) {
-  m.def("hosts_engine", &hosts_engine, py::arg("local"), py::arg("wire"), py::arg("rank"), py::arg("hosts"),
-        py::arg("names"), py::arg("wire_dtype") = -1, py::arg("slice_bytes") = 0,
-        "An engine of all ranks, of the ranks' engine on this host and a wire between hosts. `hosts`: the ranks of each, "
-        "in the order of their lowest ranks; `names` likewise; `wire_dtype`: what floats are sent as, -1: as they are.");
+  m.def(
+      "hosts_engine", &hosts_engine, py::arg("local"), py::arg("wire"), py::arg("rank"), py::arg("hosts"),
+      py::arg("names"), py::arg("wire_dtype") = -1, py::arg("slice_bytes") = 0,
+      "An engine of all ranks, of the ranks' engine on this host and a wire between hosts. `hosts`: the ranks of each, "
+      "in the order of their lowest ranks; `names` likewise; `wire_dtype`: what floats are sent as, -1: as they are.");
   m.def("order_over", &order_over, py::arg("hosts"),
         "(order, schedule between hosts, additions of hosts in turn) that ranks on these hosts get.");
 }
