@@ -68,7 +68,7 @@ class Hosts:
     @staticmethod
     def pretended(ranks_of_host: Sequence[int], world_size: int, call: str) -> Hosts:
         """Consecutive ranks on hosts that are none: for tests and teaching."""
-        counts = list(ranks_of_host)
+        counts = list(ranks_of_host) if isinstance(ranks_of_host, Sequence) else [ranks_of_host]
         if any(not isinstance(count, int) or count < 1 for count in counts) or sum(counts) != world_size:
             raise InvalidArgumentError(
                 f"{call}: got hosts={counts}, expected numbers of ranks above 0 that make {world_size} in all; pass "
@@ -159,19 +159,21 @@ class Network:
         return -1 if name is None else _C.DTYPES[name]
 
 
-def check_network(kind: Any, wire_dtype: str | None, call: str) -> None:
-    """Refuses what names no network or no type, also where there is one host and neither is used."""
+def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
+    """The name of ``wire_dtype``, which may be one of torch's. Refuses what names no network or no type, also where there
+    is one host and neither is used."""
     if isinstance(kind, str) and kind not in ("gloo", "nccl"):
         raise InvalidArgumentError(
             f"{call}: got network={kind!r}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "
             "torch.distributed; pass one of them, or leave it out"
         )
-    name = wire_dtype or os.environ.get(WIRE_VARIABLE) or None
+    name = str(wire_dtype or os.environ.get(WIRE_VARIABLE) or "").removeprefix("torch.") or None
     if name is not None and name not in WIRE_DTYPES:
         raise InvalidArgumentError(
             f"{call}: got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of them, or None to "
             "send floats as they are"
         )
+    return name
 
 
 def memory_store() -> Any:

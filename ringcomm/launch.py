@@ -84,7 +84,7 @@ def run_ranks(
         raise InvalidArgumentError(f"run_ranks: got ranks={ranks!r}; pass 'threads' or 'processes'")
     if not isinstance(world_size, int) or world_size < 1:
         raise InvalidArgumentError(f"run_ranks: got world_size={world_size!r}; pass a whole number above 0")
-    check_network(None, wire_dtype, "run_ranks")
+    wire_dtype = check_network(None, wire_dtype, "run_ranks")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes

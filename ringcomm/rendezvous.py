@@ -62,7 +62,7 @@ def init(
     """
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
-    check_network(network, wire_dtype, "init")
+    wire_dtype = check_network(network, wire_dtype, "init")
     kind, where = choose(engine, device, "init", local_rank(rank))
     limit_ms = milliseconds(timeout, "init", rank)
     if world_size == 1:

@@ -18,6 +18,12 @@ namespace ringcomm {
 namespace hosts {
 namespace {
 
+// A reason that is another rank's error ends with the advice already.
+std::string with_advice(const std::string& reason) {
+  const char* const advice = "create a new communicator";
+  return reason.find(advice) == std::string::npos ? concat(reason, "; ", advice) : reason;
+}
+
 class HostsEngine final : public Engine {
  public:
   HostsEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, HostsOptions options)
@@ -137,7 +143,7 @@ class HostsEngine final : public Engine {
   void check_abort(const Call& call) const {
     if (!aborted()) return;
     fail(ErrorCode::kAborted, name(call.op), ": rank ", rank(), " on host ", name_of(rank()),
-         " expected a working communicator, got one that was aborted: ", why_aborted(), "; create a new communicator");
+         " expected a working communicator, got one that was aborted: ", with_advice(why_aborted()));
   }
 
   std::int64_t limit_of(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout(); }
