@@ -160,8 +160,10 @@ class Network:
 
 
 def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
-    """The name of ``wire_dtype``, which may be one of torch's. Refuses what names no network or no type, also where there
-    is one host and neither is used."""
+    """The name of ``wire_dtype``, which may be one of torch's.
+
+    Refuses what names no network or no type, also where there is one host and neither is used.
+    """
     if isinstance(kind, str) and kind not in ("gloo", "nccl"):
         raise InvalidArgumentError(
             f"{call}: got network={kind!r}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "

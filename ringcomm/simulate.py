@@ -114,6 +114,11 @@ class Cluster:
             raise InvalidArgumentError(
                 f"simulate: got wire={self.wire!r}, expected None or one of {', '.join(WIRES)}; pass one of these"
             )
+        if any(not 0 < share <= 1 for share in self.slow_hosts.values()):
+            raise InvalidArgumentError(
+                f"simulate: got slow_hosts={dict(self.slow_hosts)}, expected shares of the bandwidth above 0, at most "
+                "1; pass such as 0.5 for a link of half the rate"
+            )
         for name, entries, most in (
             ("slow_hosts", self.slow_hosts, self.hosts),
             ("stragglers", self.stragglers, self.world_size),

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ringcomm.bench_options import parse_size, sizes_between
-from ringcomm.errors import RingcommError
+from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.parallel.budget import _count as parse_count
 from ringcomm.simulate import (
     COLLECTIVES,
@@ -76,17 +76,31 @@ def _plain(value: Any) -> Any:
 # ---- the cluster ---------------------------------------------------------------------------------------------------
 
 
+_FAR_OFF = 0.5  # of a measured time
+
+
+def _report_in(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"simulate: cannot read {path} as a report: {error}; write one with `ringcomm bench -J {path}`"
+        ) from error
+
+
 def _cluster(a: argparse.Namespace) -> Cluster:
     cluster = preset(a.preset, a.hosts, a.ranks_per_host)
     for path, hosts in a.calibrate:
-        with open(path, encoding="utf-8") as file:
-            found = calibrate(json.load(file), cluster, hosts=hosts)
+        found = calibrate(_report_in(path), cluster, hosts=hosts)
         worst = max(found.deviations, key=lambda each: abs(each.relative))
         print(
             f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
             f"measurements; the worst, {worst.sample.collective} of {worst.sample.nbytes} bytes, is off by "
             f"{100 * worst.relative:+.0f} %"
         )
+        if abs(worst.relative) > _FAR_OFF:
+            print("# the model does not fit this report: measure on a quiet machine, with more iterations (-n)")
         sources = {**cluster.sources, "between" if found.between else "inside": f"as measured in {path}"}
         cluster = replace(found.cluster, hosts=a.hosts, ranks_per_host=a.ranks_per_host, sources=sources)
     given: dict[str, Any] = {name: getattr(a, name) for name in _GIVEN if getattr(a, name) is not None}
