@@ -45,11 +45,14 @@ def every_collective(comm: Communicator, dtypes: list[str], counts: list[int]) -
 
 
 def messages(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """From every rank to every other, all sends first."""
+    """From every rank to every other, posted in one order everywhere: NCCL's messages wait behind one another."""
     got = torch.zeros(comm.world_size, *x.shape, dtype=x.dtype)
-    others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-    works = [comm.isend(x, rank) for rank in others]
-    works += [comm.irecv(got[rank], rank) for rank in others]
+    works = []
+    for source in range(comm.world_size):
+        if source == comm.rank:
+            works += [comm.isend(x, rank) for rank in range(comm.world_size) if rank != source]
+        else:
+            works.append(comm.irecv(got[source], source))
     for work in works:
         work.wait()
     return got

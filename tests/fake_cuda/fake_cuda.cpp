@@ -125,6 +125,7 @@ class LoggingEngine final : public ringcomm::Engine {
   }
   std::shared_ptr<ringcomm::Request> submit(Call) override { throw std::logic_error("nobody submits here"); }
   void pack(const ringcomm::Packing&) override {}
+  void combine(const ringcomm::Combining&) override {}
   void* allocate(std::size_t) override { return nullptr; }
   void release(void*) override {}
   void abort(const std::string& reason) override { reason_ = reason, state.aborted = true; }
@@ -132,6 +133,7 @@ class LoggingEngine final : public ringcomm::Engine {
   void set_timeout(std::int64_t timeout_ms) override { note("timeout ", timeout_ms); }
   std::int64_t timeout() const override { return 0; }
   void close() override { note("close"); }
+  bool closed() const override { return false; }
   bool runs_this_thread() const override { return false; }
   std::vector<std::pair<std::string, std::string>> describe() const override { return {}; }
   void synchronize(std::uintptr_t) override { check(); }
