@@ -66,10 +66,12 @@ class FakeMaker(backend.DeviceMaker):
         import fake_cuda
 
         self.made = f"{call} on {index}"
-        return fake_cuda.engine()
+        self.engine = fake_cuda.engine()
+        return self.engine
 
-    def connect(self, call: str) -> None:
+    def connect(self, call: str) -> object:
         assert self.made.startswith(call)
+        return self.engine
 
 
 def in_group(scenario: Callable[[Any, Any], Any]) -> Any:
