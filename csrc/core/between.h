@@ -91,7 +91,7 @@ struct Slicing {
   std::size_t most, least;
   int slots;
 };
-inline constexpr Slicing kSlicing{1 << 20, 64 << 10, 4};
+inline constexpr Slicing kSlicing{512 << 10, 64 << 10, 4};
 
 // Windows of a message of `count` elements in `chunks` chunks.
 constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& slicing, std::size_t element,
