@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib as _importlib
 import importlib.abc as _abc
 import importlib.machinery as _machinery
+import os as _os
 import sys as _sys
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -27,6 +28,7 @@ if _TYPE_CHECKING:
     from ringcomm import errors as errors
     from ringcomm import hooks as hooks
     from ringcomm import pipeline as pipeline
+    from ringcomm import record as record
     from ringcomm import schedule as schedule
     from ringcomm import tensor as tensor
     from ringcomm._C import build_info as build_info
@@ -44,6 +46,7 @@ if _TYPE_CHECKING:
     from ringcomm.errors import InvalidArgumentError as InvalidArgumentError
     from ringcomm.errors import MismatchError as MismatchError
     from ringcomm.errors import RankFailedError as RankFailedError
+    from ringcomm.errors import RankLostError as RankLostError
     from ringcomm.errors import RingcommError as RingcommError
     from ringcomm.errors import ShapeError as ShapeError
     from ringcomm.errors import UnsupportedError as UnsupportedError
@@ -68,12 +71,14 @@ if _TYPE_CHECKING:
     from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from ringcomm.pipeline.cuts import split as split
     from ringcomm.pipeline.pipeline import Pipeline as Pipeline
+    from ringcomm.record import step as step
     from ringcomm.rendezvous import init as init
     from ringcomm.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
     from ringcomm.tensor.layers import RowParallelLinear as RowParallelLinear
     from ringcomm.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
     from ringcomm.tensor.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from ringcomm.tensor.plan import parallelize as parallelize
+    from ringcomm.timeline import trace as trace
     from ringcomm.work import Work as Work
 
 _HOMES = {
@@ -94,6 +99,7 @@ _HOMES = {
     "NaiveDataParallel": "data_parallel",
     "Pipeline": "pipeline.pipeline",
     "RankFailedError": "errors",
+    "RankLostError": "errors",
     "RingcommError": "errors",
     "RowParallelLinear": "tensor.layers",
     "ShapeError": "errors",
@@ -119,6 +125,8 @@ _HOMES = {
     "shard": "parallel.shard",
     "split": "pipeline.cuts",
     "stage_of": "parallel.shard",
+    "step": "record",
+    "trace": "timeline",
     "vocab_parallel_cross_entropy": "tensor.loss",
     "whole": "parallel.shard",
 }
@@ -130,6 +138,7 @@ _MODULES = {
     "hooks": "hooks",
     "pipeline": "pipeline",
     "random": "parallel.random",
+    "record": "record",
     "schedule": "schedule",
     "simulate": "simulate",
     "tensor": "tensor",
@@ -153,6 +162,7 @@ __all__ = [
     "NaiveDataParallel",
     "Pipeline",
     "RankFailedError",
+    "RankLostError",
     "RingcommError",
     "RowParallelLinear",
     "ShapeError",
@@ -178,6 +188,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "random",
+    "record",
     "register_forward_method",
     "restage",
     "ring_attention",
@@ -186,7 +197,9 @@ __all__ = [
     "shard",
     "split",
     "stage_of",
+    "step",
     "tensor",
+    "trace",
     "vocab_parallel_cross_entropy",
     "whole",
 ]
@@ -205,6 +218,10 @@ def __getattr__(name: str) -> _Any:
 def __dir__() -> list[str]:
     dunders = [name for name in globals() if name.startswith("__")]
     return sorted({*__all__, *dunders})
+
+
+if _os.environ.get("RINGCOMM_TRACE"):
+    _importlib.import_module("ringcomm.timeline").trace_process(_os.environ["RINGCOMM_TRACE"])
 
 
 # ---- the torch.distributed backend -------------------------------------------------------------------------------

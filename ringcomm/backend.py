@@ -23,6 +23,7 @@ from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.errors import ShapeError as ShapeError
 from ringcomm.hosts import Hosts, Network, Span, identity
+from ringcomm.sealed import generation, seal, unseal
 
 if TYPE_CHECKING:
     from ringcomm import _c10d
@@ -39,6 +40,10 @@ class CollectiveTimeoutError(errors.CollectiveTimeoutError, dist.DistBackendErro
 
 class AbortedError(errors.AbortedError, dist.DistBackendError):
     """A rank of the process group gave up; the group is aborted."""
+
+
+class RankLostError(errors.RankLostError, AbortedError):
+    """A rank of the process group ended while others need it; the group is aborted."""
 
 
 class MismatchError(errors.MismatchError, dist.DistBackendError):
@@ -189,11 +194,12 @@ def _exchange(
     """(A name that no other exchange has, what every rank brought)."""
     place = dist.PrefixStore(prefix, store)
     # A store can outlive a group of the same name: every generation of groups has keys of its own.
-    generation = place.add(f"generation/{rank}", 1)
-    keys = [f"handle/{generation}/{peer}" for peer in range(world_size)]
-    place.set(keys[rank], mine)
+    count = generation(place, f"generation/{rank}", call, rank)
+    keys = [f"handle/{count}/{peer}" for peer in range(world_size)]
+    place.set(keys[rank], seal(mine, world_size))
     _await(place, keys, rank, timeout, call)
-    return f"{prefix}/{generation}", [place.get(key) for key in keys]
+    values = [unseal(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
+    return f"{prefix}/{count}", [value for _, value in values]
 
 
 def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
@@ -222,6 +228,7 @@ __all__ = [
     "EngineError",
     "InvalidArgumentError",
     "MismatchError",
+    "RankLostError",
     "RingcommError",
     "ShapeError",
     "UnsupportedError",

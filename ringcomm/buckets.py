@@ -30,7 +30,7 @@ class BucketCollectives(ListCollectives):
         """
         call = self._begin("pack", None, stream)
         target = call.update(bucket)
-        sources = [call.read(x) for x in tensors]
+        sources = [call.read(x) for x in call.list_of("tensors", tensors)]
         pairs = [(whole(source), piece) for source, piece in zip(sources, _cut(call, target, sources), strict=True)]
         self._move(call, pairs, scale)
         return bucket
@@ -43,12 +43,13 @@ class BucketCollectives(ListCollectives):
         """
         call = self._begin("unpack", None, stream)
         source = call.read(bucket)
-        targets = [call.write(x) for x in tensors]
+        targets = [call.write(x) for x in call.list_of("tensors", tensors)]
         pairs = [(piece, whole(target)) for target, piece in zip(targets, _cut(call, source, targets), strict=True)]
         self._move(call, pairs, scale)
         return list(tensors)
 
     def _move(self, call: Call, pairs: Pairs, scale: float) -> None:
+        call.number("scale", scale)
         if not pairs:
             return
         sources, targets = ([pair[end].array for pair in pairs] for end in (0, 1))

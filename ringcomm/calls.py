@@ -6,6 +6,7 @@ Every check happens here, before anything is sent, so that a refused call leaves
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from ringcomm import _C
 from ringcomm.devices import CPU, EMULATED, Device
-from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError
+from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, shown
 from ringcomm.interop import Array, Dtype, as_array, wire_type
 from ringcomm.libraries import stream_number, usual_stream
 
@@ -56,9 +57,10 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     if timeout is None:
         return 0
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got timeout {timeout!r}, expected seconds above 0 or a timedelta; pass None for the "
+            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None "
+            "for the "
             "communicator's own limit"
         )
     return max(1, math.ceil(seconds * 1e3))
@@ -103,25 +105,63 @@ class Call:
         self.reduce_op = self.one_of("op", op, _C.REDUCE_OPS)
         if (factor is not None) != (op == "premul_sum"):
             raise InvalidArgumentError(
-                f"{self.op}: rank {self.rank} got op {op!r} with factor {factor!r}; pass a factor with premul_sum, and "
+                f"{self.op}: rank {self.rank} got op {shown(op)} with factor {shown(factor)}; pass a factor with "
+                "premul_sum, and "
                 "with it alone"
             )
-        self.factor = 1.0 if factor is None else float(factor)
+        self.factor = 1.0 if factor is None else self.number("factor", factor)
 
     def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
         """``value``, which must be one of the names in ``known``."""
         if not isinstance(value, str) or value not in known:
             raise InvalidArgumentError(
-                f"{self.op}: rank {self.rank} got {what} {value!r}, expected one of {', '.join(known)}; pass "
+                f"{self.op}: rank {self.rank} got {what} {shown(value)}, expected one of {', '.join(known)}; pass "
                 "one of these"
             )
         return value
 
+    def flag(self, what: str, value: bool) -> bool:
+        """``value``, which must be True or False."""
+        if value is not True and value is not False:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected True or False; pass one of these"
+            )
+        return value
+
+    def list_of(self, what: str, arrays: Sequence[Any] | None, length: int | None = None) -> list[Any]:
+        """``arrays``, which must be a list or tuple, of ``length`` where it is given."""
+        found = list(arrays) if isinstance(arrays, (list, tuple)) else None
+        if found is None or length not in (None, len(found)):
+            got = type(arrays).__name__ if found is None else f"{len(found)} arrays"
+            expected, remedy = (
+                ("a list", "a list of arrays") if length is None else (f"a list of {length}", "one array for each rank")
+            )
+            raise ShapeError(f"{self.op}: rank {self.rank} got {got} as {what}, expected {expected}; pass {remedy}")
+        return found
+
+    def whole(self, what: str, value: int, bits: int) -> int:
+        """``value``, which must be a whole number of so many bits with its sign."""
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 << bits - 1 <= value < 1 << bits - 1:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a whole number of {bits} bits; "
+                "pass one"
+            )
+        return value
+
+    def number(self, what: str, value: float) -> float:
+        """``value``, which must be a number."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a number; pass one"
+            )
+        return float(value)
+
     def peer(self, what: str, value: int) -> int:
         """``value``, which must be a rank of this communicator."""
-        if not isinstance(value, int) or not 0 <= value < self.world_size:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.world_size:
             raise InvalidArgumentError(
-                f"{self.op}: rank {self.rank} got {what}={value!r}, expected 0 to {self.world_size - 1}; pass a rank "
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
+                "rank "
                 "of this communicator"
             )
         return value
@@ -141,7 +181,8 @@ class Call:
     def _stream(self, stream: Any) -> int:
         if not self.on_device:
             raise InvalidArgumentError(
-                f"{self.op}: rank {self.rank} got stream={stream!r}, this communicator serves {self.device or 'any'}, "
+                f"{self.op}: rank {self.rank} got stream={shown(stream)}, this communicator serves "
+                f"{self.device or 'any'}, "
                 "where calls have no stream; leave it out"
             )
         return stream_number(stream, self.op, self.rank)

@@ -9,10 +9,12 @@ USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
 
 commands:
   bench     bandwidth and latency of the collectives, as nccl-tests measures them
-  doctor    what was built, what is usable on this machine, and what is not and why (or: info)
+  doctor    what was built, what is usable on this machine, and what is not and why (or: info); with --pid or
+            files: which rank of a job that hangs is in which call
   memory    bytes on each rank at every ZeRO stage, from a number of parameters
   schedule  a pipeline schedule as a table or a picture, its idle share, and what each rank holds
   simulate  collectives and training steps on clusters of any number of hosts, by a model of their links
+  trace     timelines of several ranks as one
   tune      the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
 
 ringcomm COMMAND --help describes a command.
@@ -55,10 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.simulate_cli import main as simulate
 
         return simulate(words[1:])
+    if command == "trace":
+        from ringcomm.timeline import main as trace
+
+        return trace(words[1:])
     if command in ("doctor", "info"):
         return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule, simulate or tune; "
+        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule, simulate, trace or tune; "
         "ringcomm --help describes them",
         file=sys.stderr,
     )
@@ -66,15 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _doctor(command: str, words: list[str]) -> int:
-    from ringcomm.info import main as doctor
-
     if not words:
-        return doctor()
-    if words[0] in ("-h", "--help"):
-        print(f"usage: ringcomm {command}\n\nWhat was built, what is usable on this machine, and what is not and why.")
-        return 0
-    print(f"ringcomm {command}: got {words[0]!r}, expected no arguments; leave it out", file=sys.stderr)
-    return 2
+        from ringcomm.info import main as info
+
+        return info()
+    from ringcomm.doctor import main as doctor
+
+    return doctor(command, words)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 from ringcomm.calls import Call, Piece, whole
 from ringcomm.collectives import Collectives, Timeout
-from ringcomm.errors import ShapeError
 from ringcomm.interop import Array
 from ringcomm.work import Group
 
@@ -35,8 +34,9 @@ class ListCollectives(Collectives):
         Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
         """
         calls = []
-        for x in xs:
+        for x in self._begin("all_reduce_coalesced").list_of("xs", xs):
             call = self._begin("all_reduce", timeout, stream)
+            call.flag("async_op", async_op)
             calls.append(self._prepare_all_reduce(call, x, op, None, factor, algorithm))
         if not async_op and self._group is None:
             for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
@@ -104,7 +104,7 @@ class ListCollectives(Collectives):
         Returns: ``list(outputs)``.
         """
         call = self._begin("all_to_all_list", timeout, stream)
-        self._check_length(call, "inputs", inputs)
+        inputs = call.list_of("inputs", inputs, self.world_size)
         first = call.read(inputs[0])
         written = self._written(call, outputs, first)
         read = [self._apart(call, call.read(x), written) for x in inputs]
@@ -182,14 +182,14 @@ class ListCollectives(Collectives):
         return self._launch(call.seal(like.count if count is None else count, like.dtype), async_op)
 
     def _written(self, call: Call, outputs: Sequence[Any] | None, like: Array) -> list[Piece]:
-        arrays = [call.write(x) for x in self._check_length(call, "outputs", outputs)]
+        arrays = [call.write(x) for x in call.list_of("outputs", outputs, self.world_size)]
         call.same_dtype(like.dtype, *arrays)
         return [whole(array) for array in arrays]
 
     def _read(self, call: Call, inputs: Sequence[Any] | None, target: Array) -> list[Piece]:
         """Inputs beside one output; one that shares memory with it, and is not this rank's own, is copied."""
         pieces = []
-        for r, x in enumerate(self._check_length(call, "inputs", inputs)):
+        for r, x in enumerate(call.list_of("inputs", inputs, self.world_size)):
             array = call.read(x)
             call.same_dtype(target.dtype, array)
             own = r == self.rank and array.address == target.address
@@ -198,12 +198,3 @@ class ListCollectives(Collectives):
 
     def _apart(self, call: Call, array: Array, written: Sequence[Piece]) -> Piece:
         return whole(call.copy(array) if any(array.overlaps(piece.array) for piece in written) else array)
-
-    def _check_length(self, call: Call, what: str, arrays: Sequence[Any] | None) -> Sequence[Any]:
-        if not isinstance(arrays, (list, tuple)) or len(arrays) != self.world_size:
-            got = f"{len(arrays)} arrays" if isinstance(arrays, (list, tuple)) else type(arrays).__name__
-            raise ShapeError(
-                f"{call.op}: rank {self.rank} got {got} as {what}, expected a list of {self.world_size}; pass one "
-                "array for each rank"
-            )
-        return arrays

@@ -27,7 +27,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.calls import Call, milliseconds, rows
 from ringcomm.devices import CPU
-from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError
+from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, shown
 from ringcomm.interop import Array
 from ringcomm.work import DeviceWork, Group, Request, Work
 
@@ -91,7 +91,7 @@ class Collectives(ABC):
 
     def _launch(self, call: Call, async_op: bool) -> Any:
         group = self._group
-        if not async_op and group is None:
+        if not call.flag("async_op", async_op) and group is None:
             return call.finish(self._run(call))
         request = self._submit(call)
         with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
@@ -405,9 +405,10 @@ class Collectives(ABC):
         return call.seal(0, source.dtype)
 
     def _check_counts(self, call: Call, what: str, counts: Sequence[int]) -> None:
-        if len(counts) != self.world_size or any(not isinstance(n, int) or n < 0 for n in counts):
+        listed = isinstance(counts, (list, tuple, range)) and len(counts) == self.world_size
+        if not listed or any(not isinstance(n, int) or not 0 <= n < 1 << 62 for n in counts):
             raise ShapeError(
-                f"{call.op}: rank {self.rank} got {what}={list(counts)}, expected {self.world_size} whole numbers; "
+                f"{call.op}: rank {self.rank} got {what}={shown(counts)}, expected {self.world_size} whole numbers; "
                 "pass one number of rows for each rank"
             )
 
@@ -422,14 +423,15 @@ class Collectives(ABC):
 
     # ---- point to point ------------------------------------------------------------------------------------------
 
-    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> None:
+    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Any:
         """Sends ``x`` to rank ``dst``. A receive takes the oldest message of its source that has its tag.
 
         Shapes:  any; the receiver passes as many elements.
         Dtypes:  all.
         """
-        if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is None:
-            self._launch_send(x, dst, tag, timeout, stream, async_op=False)
+        if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is not None:
+            return None
+        return self._launch_send(x, dst, tag, timeout, stream, async_op=False)
 
     def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Work:
         """``send`` that returns a Work at once; ``x`` must not change before it is done."""
@@ -452,14 +454,18 @@ class Collectives(ABC):
     def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
         call = self._begin("send", timeout, stream)
         call.root = self._other("dst", dst, call)
-        call.tag = tag
+        call.tag = call.whole("tag", tag, 32)
         call.input = call.read(x)
         return self._launch(call.seal(call.input.count, call.input.dtype), async_op)
 
     def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
         call = self._begin("recv", timeout, stream)
         call.root = -1 if src is None else self._other("src", src, call)
-        call.tag = tag
+        if self.world_size == 1:
+            raise InvalidArgumentError(
+                f"recv: rank {self.rank} is alone, expected another rank that can send; leave the call out"
+            )
+        call.tag = call.whole("tag", tag, 32)
         call.output = call.write(x)
         return self._launch(call.seal(call.output.count, call.output.dtype), async_op)
 
@@ -481,7 +487,7 @@ class Collectives(ABC):
         if not call.on_device:
             return self._launch(call, async_op)
         call.stream = call.waiting_stream(None)
-        if async_op or self._group is not None:
+        if call.flag("async_op", async_op) or self._group is not None:
             return self._launch(call, async_op)
         self._launch(call, async_op=True).synchronize()
         return None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringcomm import _C, libraries
+from ringcomm import _C, libraries, profiling
 from ringcomm.buckets import BucketCollectives, Pairs
 from ringcomm.calls import Call, milliseconds
 from ringcomm.collectives import Timeout
 from ringcomm.devices import CPU, EMULATED
 from ringcomm.endpoint import Endpoint
-from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, UnsupportedError
+from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, UnsupportedError, shown
 from ringcomm.interop import Array, wire_type
 from ringcomm.work import Request
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.process_group import ProcessGroupCommunicator
 
 _PLACE = struct.Struct("<?qq")  # has a color, color, key
+_MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
 
 
 class Communicator(BucketCollectives):
@@ -44,6 +46,7 @@ class Communicator(BucketCollectives):
         self.world_size = endpoint.engine.world_size
         self.kind = endpoint.engine.kind
         self._unused: list[int] = []  # memory on the device to give back
+        profiling.look()
 
     @property
     def engine(self) -> str:
@@ -97,27 +100,33 @@ class Communicator(BucketCollectives):
         root: int | None = 0,
         tag: int = 0,
     ) -> int | None:
-        usual = timeout is None and not async_op and algorithm == "auto" and factor is None and self._group is None
+        usual = timeout is None and async_op is False and factor is None and self._group is None
+        usual = usual and type(algorithm) is str and algorithm == "auto"
         if not usual or self._engine is None or not self._plain or stream is not None:
             return None
+        if profiling.profiler._is_profiler_enabled:
+            return None  # the long way names its calls
         return self._engine.run_plain(op, reduce_op, root, tag, x, out)
 
     def _run(self, call: Call) -> int:
         end = self._linked
-        source = end.run(*call.numbers())
-        if call.waits:
-            end.synchronize(call.stream)
+        with profiling.named(call.op):
+            source = end.run(*call.numbers())
+            if call.waits:
+                end.synchronize(call.stream)
         return source
 
     def _submit(self, call: Call) -> Request:
-        return self._linked.submit(*call.numbers())
+        with profiling.named(call.op):
+            return self._linked.submit(*call.numbers())
 
     def _run_list(self, calls: Sequence[Call]) -> None:
         if self._endpoint is None:  # over a process group
             return super()._run_list(calls)
-        self._native.run_list([call.numbers() for call in calls])
-        if calls[0].waits:
-            self._linked.synchronize(calls[0].stream)
+        with profiling.named(calls[0].op):
+            self._native.run_list([call.numbers() for call in calls])
+            if calls[0].waits:
+                self._linked.synchronize(calls[0].stream)
 
     def _pack(self, call: Call, pairs: Pairs, scale: float) -> None:
         if self._endpoint is None:  # over a process group
@@ -151,6 +160,10 @@ class Communicator(BucketCollectives):
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, by rank, through the host's memory whatever the device; a collective."""
         self._begin("exchange")
+        if not isinstance(payload, (bytes, bytearray)):
+            raise InvalidArgumentError(
+                f"exchange: rank {self.rank} got {type(payload).__name__}, expected bytes; encode it first"
+            )
         return self._linked.exchange(payload)
 
     @property
@@ -191,21 +204,34 @@ class Communicator(BucketCollectives):
         if like is None:
             like = libraries.library_of(dtype) if on_host else libraries.device_library()
         known = ("torch", "numpy") if on_host else ("torch", "cupy")
-        if like not in known:
+        if not isinstance(like, str) or like not in known:
             raise InvalidArgumentError(
-                f"empty: rank {self.rank} got like={like!r}; pass '{known[0]}' or '{known[1]}' for memory on "
+                f"empty: rank {self.rank} got like={shown(like)}; pass '{known[0]}' or '{known[1]}' for memory on "
                 f"{self._device}"
             )
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in extents):
-            raise ShapeError(f"empty: rank {self.rank} got shape {extents}, expected no negative extent; pass a shape")
-        found = libraries.dtype_in(like, dtype)
+        extents = self._extents(shape)
+        found = libraries.dtype_in(like, dtype, self.rank)
         return self._allocate(extents, found, like, math.prod(extents) * found.itemsize)
+
+    def _extents(self, shape: Any) -> tuple[int, ...]:
+        extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None
+        if extents is None or any(not hasattr(type(extent), "__index__") or extent < 0 for extent in extents):
+            raise ShapeError(
+                f"empty: rank {self.rank} got shape {shown(shape)}, expected a number or a sequence of numbers, no "
+                "negative extent; pass a shape"
+            )
+        return tuple(int(extent) for extent in extents)
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any, library: str, nbytes: int) -> Any:
         import ctypes
 
         engine = self._native
+        if nbytes > _MOST_BYTES:
+            raise ShapeError(
+                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {_MOST_BYTES}; pass a "
+                "smaller "
+                "one"
+            )
         on_host = self._device == CPU or EMULATED
         if nbytes == 0:
             return libraries.wrap_nothing(library, dtype, shape, CPU if on_host else self._device)
@@ -232,8 +258,9 @@ class Communicator(BucketCollectives):
             key: order inside the new one; ranks of equal key keep their order.
         Returns: the new communicator, or None. It is independent of this one, which stays open.
         """
-        self._begin("split")
-        place = _PLACE.pack(color is not None, color or 0, key)
+        call = self._begin("split")
+        named = 0 if color is None else call.whole("color", color, 64)
+        place = _PLACE.pack(color is not None, named, call.whole("key", key, 64))
         linked = self._linked
         places = [_PLACE.unpack(each) for each in linked.exchange(place)]
         members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
@@ -252,10 +279,15 @@ class Communicator(BucketCollectives):
         Raises:  InvalidArgumentError: a rank that is not here, or is named twice.
         """
         call = self._begin("subgroup")
+        if not isinstance(ranks, (list, tuple, range)) or len(ranks) > self.world_size:
+            raise InvalidArgumentError(
+                f"subgroup: rank {self.rank} got {shown(ranks)}, expected a list of at most {self.world_size} ranks; "
+                "name each rank once"
+            )
         for rank in ranks:
             call.peer("ranks", rank)
         if len(set(ranks)) != len(ranks):
-            raise InvalidArgumentError(f"subgroup: rank {self.rank} got {list(ranks)}; name each rank once")
+            raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(list(ranks))}; name each rank once")
         member = self.rank in ranks
         return self.split(0 if member else None, list(ranks).index(self.rank) if member else 0)
 
@@ -264,6 +296,28 @@ class Communicator(BucketCollectives):
         same = self.split(0, self.rank)
         assert same is not None  # every rank has the color
         return same
+
+    def shrink(self, timeout: Timeout = 10.0) -> Communicator:
+        """A new communicator of the ranks that are left, after one was lost or gave up; a collective of these.
+
+        Ranks whose process has ended, or that closed this communicator, are not waited for; others, such as one that is
+        stopped, for ``timeout``. Whoever comes later is left out. The ranks keep their order and get new numbers. This
+        communicator is aborted, if it was not yet; close it when nothing uses it any more, its memory lives on.
+
+        Args:
+            timeout: seconds (or a timedelta) to wait for ranks that are alive.
+        Returns: the new communicator, with the limits of this one; no store is needed, unless there are several hosts.
+        Raises:  RankLostError: the others went on without this rank, or one was lost meanwhile: call it again there.
+                 EngineError: several hosts, and the store is gone. UnsupportedError: over a process group.
+        """
+        self._begin("shrink")
+        limit_ms = milliseconds(timeout, "shrink", self.rank)
+        end = self._linked
+        if not self.aborted:
+            handled = sys.exc_info()[1]  # such as that of a group that has ended of the same loss
+            after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
+            end.abort(f"rank {self.rank} called shrink(){after}", handled)
+        return Communicator(end.shrink(limit_ms))
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +337,7 @@ class Communicator(BucketCollectives):
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank gave up; every call then raises AbortedError."""
+        """Whether it has ended: a rank gave up, was lost or called something else. Every call then raises the cause."""
         return self._engine is not None and self._engine.aborted
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -311,8 +365,9 @@ class Communicator(BucketCollectives):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
-        if not ended_well and not self._closed:
-            self.abort(f"rank {self.rank} left its communicator with {type(error).__name__}: {error}")
+        if not ended_well and self._endpoint is not None:
+            reason = f"rank {self.rank} left its communicator with {type(error).__name__}: {error}"
+            self._endpoint.abort(reason, error)
         self.close()
 
     def __repr__(self) -> str:

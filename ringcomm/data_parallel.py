@@ -20,8 +20,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ringcomm.arguments import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.parallel.comm_hook import CommHook, Hook
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
@@ -36,7 +38,7 @@ from ringcomm.parallel.partition import (
     named_parameters,
 )
 from ringcomm.parallel.precision import MixedPrecision, precision_of
-from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
+from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh, refuse_no_mesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -85,6 +87,18 @@ class DistributedDataParallel(nn.Module):
              UnsupportedError: an argument that is refused. MismatchError: the ranks have different modules.
     """
 
+    @expects(
+        CALL,
+        module=MODULE,
+        output_device=DEVICE,
+        dim=INTEGER,
+        broadcast_buffers=FLAG,
+        init_sync=FLAG,
+        bucket_cap_mb=NOT_NEGATIVE,
+        bucket_cap_mb_list=a("a list", list, tuple),
+        forward_sync_buffers=FLAG,
+        device_ids=DEVICES,
+    )
     def __init__(
         self,
         module: nn.Module,
@@ -124,7 +138,9 @@ class DistributedDataParallel(nn.Module):
         self._inputs_to = _device_of(module, ranks.rank, device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
-        precision = precision_of(mixed_precision or MixedPrecision(), CALL, "mixed_precision")
+        precision = precision_of(
+            MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
+        )
         flat = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
             flat.send_buffers()
@@ -236,6 +252,7 @@ def _ranks(
         raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if mesh is not None:
+        refuse_no_mesh(mesh, CALL)
         if mesh.ndim != 1:
             raise InvalidArgumentError(f"{CALL}: got a mesh of {mesh.ndim} axes, expected one; pass mesh[name]")
         return ranks_of_mesh(mesh, CALL, device)
@@ -304,6 +321,7 @@ class NaiveDataParallel(nn.Module):
     Cost:    for each parameter a reduce and a broadcast: rank 0 moves 2 (W-1) of its bytes, each other rank 2.
     """
 
+    @expects("NaiveDataParallel", module=MODULE, comm=COMMUNICATOR)
     def __init__(self, module: nn.Module, comm: Communicator | None = None) -> None:
         super().__init__()
         self.module = module

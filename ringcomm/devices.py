@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.errors import DeviceError, InvalidArgumentError
+from ringcomm.errors import DeviceError, InvalidArgumentError, shown
 
 EMULATED = _C.build_info()["cuda"] == "emulated"
 """A build for tests, whose cuda devices are threads of this process: their memory is the host's, so arrays on the cpu
@@ -43,11 +43,14 @@ def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[
     Raises:  InvalidArgumentError: the two contradict each other. DeviceError: no such device.
     """
     kind, index = parse(device, call)
+    if not isinstance(engine, str | None):
+        raise InvalidArgumentError(f"{call}: got engine={shown(engine)}, expected 'cpu' or 'cuda'; pass one, or none")
     kind = kind or ("cuda" if engine == "cuda" else "cpu")
     engine = engine or kind
     if engine in ("cpu", "cuda") and engine != kind:
         raise InvalidArgumentError(
-            f"{call}: got engine={engine!r} with device={device!r}, expected both to name the same; leave one out"
+            f"{call}: got engine={shown(engine)} with device={shown(device)}, expected both to name the same; leave "
+            "one out"
         )
     if kind != "cuda" or _C.why_no_cuda():  # the engine says why
         return engine, Device(kind, index or 0)
@@ -55,7 +58,9 @@ def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[
     if index is None:
         index = place % max(1, present)
     elif index >= present > 0:
-        raise DeviceError(f"{call}: got device={device!r}, expected one of cuda:0 to cuda:{present - 1}; pass that")
+        raise DeviceError(
+            f"{call}: got device={shown(device)}, expected one of cuda:0 to cuda:{present - 1}; pass that"
+        )
     return engine, Device(kind, index)
 
 
@@ -70,7 +75,7 @@ def parse(device: Any, call: str) -> tuple[str | None, int | None]:
     kind, _, index = str(device).partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise InvalidArgumentError(
-            f"{call}: got device={device!r}, expected 'cpu', 'cuda' or 'cuda:INDEX'; pass one of these"
+            f"{call}: got device={shown(device)}, expected 'cpu', 'cuda' or 'cuda:INDEX'; pass one of these"
         )
     return kind, int(index) if index else None
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringcomm import _C
+from ringcomm import errors
 from ringcomm.devices import CPU, Device
-from ringcomm.errors import AbortedError
+from ringcomm.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    EngineError,
+    InvalidArgumentError,
+    MismatchError,
+    RankLostError,
+    RingcommError,
+)
 from ringcomm.hosts import Hosts, Network, Span
+from ringcomm.record import carry_notes
 
 _LENGTH = struct.Struct("<I")  # goes in front of a device engine's handle; the cpu engine's follows it
+
+_ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # of a communicator
+_PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)  # to other communicators of a rank that gives up
+_ADVICE = "; the communicator is aborted, create a new one"
+_CAUSE_S = 1.0  # for the rank that found out to say so
 
 
 class Endpoint:
@@ -55,10 +70,20 @@ class Endpoint:
     def connect(self, handles: Sequence[bytes]) -> None:
         """Connects to every rank; a collective."""
         if self._span_beside is not self._main:
-            ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in handles]
+            ends = [self._end_of_first(peer, each) for peer, each in enumerate(handles)]
             self._span_beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
             handles = [each[_LENGTH.size : end] for each, end in zip(handles, ends, strict=True)]
         self._main.connect(handles)
+
+    def _end_of_first(self, peer: int, handle: bytes) -> int:
+        end = _LENGTH.size + _LENGTH.unpack_from(handle)[0] if len(handle) >= _LENGTH.size else _LENGTH.size
+        if end > len(handle):
+            raise InvalidArgumentError(
+                f"connect: rank {self.rank} expected a handle for each of two engines of rank {peer}, got "
+                f"{len(handle)} "
+                "bytes; install one version of ringcomm everywhere"
+            )
+        return end
 
     def part(self, members: Sequence[int], device: Device) -> Endpoint | None:
         """A new endpoint among some of the ranks, not connected; None where this rank is none of them. Every rank of
@@ -69,13 +94,39 @@ class Endpoint:
         hosts = self.hosts.among(members)
         return Endpoint(self.kind, members.index(self.rank), len(members), self.timeout_ms, device, hosts, network)
 
+    def shrink(self, limit_ms: int) -> Endpoint:
+        """A new endpoint, connected, among the ranks that are left and call this too; see `Communicator.shrink`."""
+        regroup = self._beside.regroup
+        if self.network is not None and self.hosts.several:
+            regroup = self.network.regroup(self.rank, self.world_size)
+        came = regroup(b"here", [], limit_ms)
+        members = [rank for rank, said in enumerate(came) if said]
+        end = self.part(members, self.device)
+        assert end is not None  # this rank came
+
+        def swapped(mine: bytes) -> list[bytes]:
+            theirs = regroup(mine, members, limit_ms)
+            return [theirs[rank] for rank in members]
+
+        usual = end.timeout_ms
+        end.timeout_ms = end._main.limit_ms = end._span_beside.limit_ms = limit_ms
+        try:
+            # Handles of devices may be long; they go over the new engine on the cpu.
+            end._span_beside.connect(swapped(end._span_beside.handle()))
+            if end._main is not end._span_beside:
+                end._main.connect(end.exchange(end._main.handle()))
+        except (AbortedError, EngineError) as error:
+            raise RankLostError(
+                f"shrink: rank {self.rank} lost another one meanwhile: {error}; call it again"
+            ) from error
+        end.timeout_ms = usual
+        return end
+
     def run(self, *numbers: Any) -> int:
         """Runs a call, or enqueues it on its stream; the source of a recv, else -1."""
-        if self._beside is self.engine:
-            return int(self.engine.run(*numbers))
         try:
             return int(self.engine.run(*numbers))
-        except AbortedError as error:
+        except RingcommError as error:
             raise self.explained(error) from None
 
     def submit(self, *numbers: Any) -> Any:
@@ -87,19 +138,27 @@ class Endpoint:
         """Waits for what is enqueued on a stream."""
         try:
             self.engine.synchronize(stream)
-        except AbortedError as error:
+        except RingcommError as error:
             raise self.explained(error) from None
 
-    def explained(self, error: AbortedError) -> AbortedError:
-        """The error with the reason of the rank that gave up: a device carries none from process to process."""
-        if self._beside is self.engine or not self._beside.aborted:
+    def explained(self, error: RingcommError) -> RingcommError:
+        """The error with its cause: between processes a device carries no words, so the engine on the cpu beside it
+        does, from the rank that found out what is wrong to those that only hear of an abort."""
+        if self._beside is self.engine or not isinstance(error, _ENDINGS):
             return error
-        try:
-            self._beside.run(_C.OPS["barrier"], 0, 0, 0, 0, 0, 0, 0, 0)
-        except AbortedError as reason:
-            if str(reason) not in str(error):
-                return AbortedError(f"{error}; {reason}")
-        return error
+        if type(error) is not AbortedError:
+            self._beside.abort(str(error), type(error).__name__)
+            return error
+        deadline = time.monotonic() + _CAUSE_S
+        while not self._beside.aborted and time.monotonic() < deadline:
+            time.sleep(_CAUSE_S / 100)
+        why, kind = self._beside.why_aborted, getattr(errors, self._beside.aborted_as)
+        if not why or why in str(error):
+            return error
+        cause: RingcommError
+        cause = AbortedError(f"{error}; {why}") if kind is AbortedError else kind(f"{why}{_ADVICE}")
+        carry_notes(error, cause)
+        return cause
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, by rank; a collective."""
@@ -114,10 +173,12 @@ class Endpoint:
     def timeout_ms(self, limit_ms: int) -> None:
         self.engine.timeout_ms = self._beside.timeout_ms = limit_ms
 
-    def abort(self, reason: str) -> None:
-        """Ends every wait on every rank."""
-        self._beside.abort(reason)  # first: who finds the device's engine aborted finds the reason here
-        self.engine.abort(reason)
+    def abort(self, reason: str, cause: BaseException | None = None) -> None:
+        """Ends every wait on every rank. ``cause``: what brought this rank here; that another communicator has ended of
+        it ends this one in the same way."""
+        kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
+        self._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
+        self.engine.abort(reason, kind)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""
@@ -148,12 +209,12 @@ class DeviceRequest:
         """Blocks the host until the call has ended."""
         try:
             self._request.wait(timeout_ms)
-        except AbortedError as error:
+        except RingcommError as error:
             raise self._end.explained(error) from None
 
     def join(self, stream: int) -> None:
         """Lets a stream wait for the call."""
         try:
             self._request.join(stream)
-        except AbortedError as error:
+        except RingcommError as error:
             raise self._end.explained(error) from None

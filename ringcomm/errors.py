@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 
 class RingcommError(RuntimeError):
     """Root of all errors of this package."""
@@ -39,6 +41,11 @@ class AbortedError(RingcommError):
     """A rank gave up. The communicator is aborted; create a new one."""
 
 
+class RankLostError(AbortedError):
+    """A rank's process ended, or it closed its communicator, while others need it. The communicator is aborted; go on
+    with those that are left by `Communicator.shrink`, or create a new one."""
+
+
 class MismatchError(RingcommError):
     """The ranks called different things. The communicator is aborted; create a new one."""
 
@@ -49,3 +56,24 @@ class EngineError(RingcommError):
 
 class RankFailedError(RingcommError):
     """A rank of `run_ranks` ended without a result."""
+
+
+_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A wrong argument as a message has it: short, and without the argument's own code, which may fail or never end."""
+    if type(value) is int and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(shown, value[:8])) + (", ..." if len(value) > 8 else "")  # type: ignore[index, arg-type]
+        return f"[{inside}]"
+    if value is not None and type(value) not in (bool, int, float, str, bytes, timedelta):
+        return f"a value of type {type(value).__name__}"
+    text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of other code says, short enough for a message."""
+    return " ".join(str(error).split())[:200]

@@ -22,9 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from ringcomm import libraries
+from ringcomm.arguments import COMMUNICATOR, expects
 from ringcomm.communicator import Communicator
 from ringcomm.devices import Device
 from ringcomm.errors import DeviceError, InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.arguments import MODULE
 from ringcomm.process_group import ProcessGroupCommunicator
 from ringcomm.rendezvous import beside
 
@@ -100,6 +102,7 @@ class _Work(dist.Work):  # FSDP2 waits for nothing else
 
 
 class _Hook:
+    @expects("hooks", comm=COMMUNICATOR)
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._buffers = _Buffers(comm)
@@ -242,6 +245,7 @@ def _enqueued(comm: Communicator, buffer: torch.Tensor) -> torch.futures.Future[
 # ---- attaching ---------------------------------------------------------------------------------------------------
 
 
+@expects("attach", model=MODULE, comm=COMMUNICATOR)
 def attach(model: nn.Module, comm: Communicator | None = None) -> nn.Module:
     """Lets a model of stock torch communicate through us; a collective of its ranks where ``comm`` is None.
 

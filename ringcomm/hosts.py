@@ -6,8 +6,9 @@ import atexit
 import os
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +17,14 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.devices import Device
-from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+from ringcomm.errors import (
+    CollectiveTimeoutError,
+    EngineError,
+    InvalidArgumentError,
+    RankLostError,
+    UnsupportedError,
+    shown,
+)
 
 VARIABLE = "RINGCOMM_HOST"
 """In the environment: the name of this rank's host, in place of what the machine says. Ranks of one share memory."""
@@ -27,6 +35,7 @@ _FIRST_TAG = 1 << 20
 _USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _ABORTED = "aborted"
 _LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
+_MEET_EVERY_S = 0.01  # looks for the ranks that are left
 _LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
 
 
@@ -38,6 +47,10 @@ def identity() -> str:
     """
     given = os.environ.get(VARIABLE)
     if given:
+        if not given.isprintable():
+            raise InvalidArgumentError(
+                f"init: expected a name of printable characters in {VARIABLE}, got {shown(given)}; set another one"
+            )
         return f"{given}\n{given}"
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -119,17 +132,59 @@ class Network:
     kind: Any = None
     wire_dtype: str | None = None
     children: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=lambda: [0])
 
     def child(self, members: Sequence[int]) -> Network:
         """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not."""
         self.children[0] += 1
         kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
         name = f"{self.prefix}/{self.children[0]}.{members[0] if members else ''}"
-        return replace(self, prefix=name, kind=kind, children=[0])
+        return replace(self, prefix=name, kind=kind, children=[0], rounds=[0])
 
     def beside(self) -> Network:
         """For the engine on the cpu beside a device's."""
-        return replace(self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0])
+        return replace(self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0])
+
+    def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
+        """What `_C.Engine.regroup` is on one host, through the store: whoever has seen all come, or the limit pass, is
+        the first to say who goes on. Ranks that are dead are waited for like those that are late."""
+        call = f"shrink: rank {rank} of {world_size}"
+
+        def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
+            self.rounds[0] += 1
+            prefix = f"{self.prefix}/regroup/{self.rounds[0]}"
+            limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
+            try:
+                self.store.set(f"{prefix}/{rank}", message)
+                end, keys = time.monotonic() + limit, {each: f"{prefix}/{each}" for each in awaited}
+                came: list[int] = []
+                while len(came) < len(awaited) and time.monotonic() < end:
+                    came = [each for each in awaited if self.store.check([keys[each]])]
+                    time.sleep(_MEET_EVERY_S)
+                if not members:
+                    mine = ",".join(map(str, came))
+                    decided = self.store.compare_set(f"{prefix}/decision", "", mine).decode()
+                    came = [int(each) for each in decided.split(",")]
+                elif len(came) < len(awaited):
+                    missing = sorted(set(awaited) - set(came))
+                    raise RankLostError(
+                        f"{call} expected ranks {missing} within {limit:g} s, got none; call shrink again"
+                    )
+                if rank not in came:
+                    raise RankLostError(
+                        f"{call} expected to be among the ranks that go on, but came after they had decided without "
+                        "it; start it anew"
+                    )
+                return [bytes(self.store.get(keys[each])) if each in came else b"" for each in range(world_size)]
+            except RuntimeError as error:
+                if isinstance(error, RankLostError):
+                    raise
+                raise EngineError(
+                    f"{call} expected the store through which the hosts meet, got: {str(error).splitlines()[0]}; make "
+                    "a new communicator with a store that is alive"
+                ) from error
+
+        return meet
 
     def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
         """This rank's end of the wire, for `_C.hosts_engine`; a collective."""
@@ -143,7 +198,8 @@ class Network:
 
             return wire(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
-            f"init: rank {rank} asked for network {kind!r} between hosts with arrays on {device}, expected 'gloo' for "
+            f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected "
+            "'gloo' for "
             "the cpu or 'nccl' for cuda; pass one of them, or leave it out"
         )
 
@@ -155,7 +211,7 @@ class Network:
 
     def wire_dtype_number(self) -> int:
         """`wire_dtype` as the engine takes it; -1 for none."""
-        name = self.wire_dtype or os.environ.get(WIRE_VARIABLE) or None
+        name = check_network(None, self.wire_dtype, "init")
         return -1 if name is None else _C.DTYPES[name]
 
 
@@ -164,9 +220,9 @@ def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
 
     Refuses what names no network or no type, also where there is one host and neither is used.
     """
-    if isinstance(kind, str) and kind not in ("gloo", "nccl"):
+    if kind not in (None, "gloo", "nccl") if isinstance(kind, str | None) else not hasattr(kind, "allreduce"):
         raise InvalidArgumentError(
-            f"{call}: got network={kind!r}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "
+            f"{call}: got network={shown(kind)}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "
             "torch.distributed; pass one of them, or leave it out"
         )
     name = str(wire_dtype or os.environ.get(WIRE_VARIABLE) or "").removeprefix("torch.") or None
@@ -319,15 +375,17 @@ def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: fl
             return
         if span.engine.aborted:
             reason = span.engine.why_aborted or "another rank of this host gave up"
-            span.engine.abort(reason)  # shared memory ends no wait for another host
+            kind = span.engine.aborted_as
+            span.engine.abort(reason, kind)  # shared memory ends no wait for another host
             with suppress(RuntimeError):
                 if reached:
-                    store.compare_set(_ABORTED, "", reason)
+                    store.compare_set(_ABORTED, "", f"{kind}\n{reason}")
             return
         if reached and not last:
             try:
                 if store.check([_ABORTED]):
-                    span.engine.abort(store.get(_ABORTED).decode())
+                    kind, _, reason = store.get(_ABORTED).decode(errors="replace").partition("\n")
+                    span.engine.abort(reason, kind)
                     return
             except RuntimeError:
                 reached = False  # gone with its owner; this host's ranks must hear of each other all the same

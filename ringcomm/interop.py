@@ -9,7 +9,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.devices import CPU, EMULATED, Device
-from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, RingcommError, ShapeError, one_line
 from ringcomm.libraries import Cupy, Dtype, Library, Numpy, Torch, dtype_in, library_of, torch_device, torch_with_cuda
 
 __all__ = ["Array", "Dtype", "as_array", "dtype_in", "library_of", "wire_type"]
@@ -102,6 +102,18 @@ def as_array(x: Any, call: str, rank: int, served: Device | None = CPU) -> Array
     Args:
         served: where it must lie; None: anywhere.
     """
+    try:
+        return _as_array(x, call, rank, served)
+    except (RingcommError, MemoryError):
+        raise
+    except Exception as error:  # of the object's own code, or of a library that looked at it
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(x).__name__}, which cannot be read as an array "
+            f"({type(error).__name__}: {one_line(error)}); pass a plain tensor or array"
+        ) from error
+
+
+def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _from_torch(torch, x, call, rank, served)
@@ -128,6 +140,10 @@ def as_array(x: Any, call: str, rank: int, served: Device | None = CPU) -> Array
 
 
 def _from_torch(torch: Any, x: Any, call: str, rank: int, served: Device | None) -> Array:
+    if x.is_nested:
+        raise ShapeError(
+            f"{call}: rank {rank} got a nested tensor, expected one of one shape; pass x.to_padded_tensor(0)"
+        )
     if x.layout != torch.strided:
         raise ShapeError(f"{call}: rank {rank} got a tensor of layout {x.layout}, expected strided; pass x.to_dense()")
     if x.is_quantized:

@@ -22,7 +22,7 @@ from ringcomm.collectives import Timeout
 from ringcomm.communicator import Communicator
 from ringcomm.devices import Device, choose
 from ringcomm.endpoint import Endpoint
-from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError
+from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
 from ringcomm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 
 _UNGUARDED = (
@@ -31,6 +31,7 @@ _UNGUARDED = (
 )
 Place = tuple[str, Device]
 """What a rank's bytes are moved by, and where."""
+_MOST_RANKS = 1 << 16  # of one machine
 _GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
 
 
@@ -80,10 +81,14 @@ def run_ranks(
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
              RankFailedError: a process died without an exception.
     """
-    if ranks not in ("threads", "processes"):
-        raise InvalidArgumentError(f"run_ranks: got ranks={ranks!r}; pass 'threads' or 'processes'")
-    if not isinstance(world_size, int) or world_size < 1:
-        raise InvalidArgumentError(f"run_ranks: got world_size={world_size!r}; pass a whole number above 0")
+    if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
+        raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"run_ranks: got world_size={shown(world_size)}, expected 1 to {_MOST_RANKS}; pass a whole number above 0"
+        )
+    if not callable(fn):
+        raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
     wire_dtype = check_network(None, wire_dtype, "run_ranks")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
@@ -125,6 +130,7 @@ def _run_threads(job: _Job) -> list[Any]:
             comm = Communicator(end)
             comms.append(comm)
             outcome.results[rank] = job.fn(comm, *job.args)
+            comm.close()  # others that still need this rank hear of it at once
         except BaseException as error:
             outcome.failures.append((rank, error))
             end.abort(f"rank {rank} raised {type(error).__name__}: {error}")
@@ -174,9 +180,9 @@ def _tell(pipe: Connection, kind: str, value: Any) -> None:
 def _obey(pipe: Connection, end: Endpoint, leaving: threading.Lock) -> None:
     """Aborts when the parent says so, and ends this process soon after the parent has gone."""
     try:
-        reason = pipe.recv()
+        reason, died = pipe.recv()
         with leaving:
-            end.abort(reason)
+            end.abort(reason, RankLostError(reason) if died else None)
     except (EOFError, OSError):
         if leaving.acquire(timeout=_GRACE_S):
             end.abort("the process that called run_ranks ended")
@@ -236,16 +242,24 @@ class _Processes:
         """Takes one message of a rank, or the news that it has died."""
         rank = self.open[pipe]
         try:
-            kind, value = pipe.recv()
+            message = pipe.recv_bytes()
         except (EOFError, OSError):
-            process = self.processes[rank]
-            process.join(_GRACE_S)
-            ended = f"its process ended with exit code {process.exitcode}"
-            text = f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output"
-            if rank not in self.handles and process.exitcode == 1:
-                text = f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}"
-            error = RankFailedError(text)
-            self.fail(pipe, rank, error)
+            self.fail(pipe, rank, self.death(rank), died=True)
+            return
+        except Exception as broken:  # a length that nothing has
+            self.fail(pipe, rank, _no_message(rank, broken))
+            return
+        try:
+            kind, value = pickle.loads(message)
+            if kind not in ("handle", "result", "error"):
+                raise ValueError("no such kind of message")
+            if kind == "error":
+                error, text = value
+                error.__cause__ = RankFailedError(f"on rank {rank}:\n{text}")
+        except (
+            Exception
+        ) as broken:  # of something else that writes to its process's files, or a result that does not load
+            self.fail(pipe, rank, _no_message(rank, broken))
             return
         if kind == "handle":
             self.handles[rank] = value
@@ -256,19 +270,27 @@ class _Processes:
             self.outcome.results[rank] = value
             del self.open[pipe]
         else:
-            error, text = value
-            error.__cause__ = RankFailedError(f"on rank {rank}:\n{text}")
             self.fail(pipe, rank, error)
 
-    def fail(self, pipe: Connection, rank: int, error: BaseException) -> None:
+    def death(self, rank: int) -> RankFailedError:
+        """What to say of a rank whose process has gone."""
+        process = self.processes[rank]
+        process.join(_GRACE_S)
+        ended = f"its process ended with exit code {process.exitcode}"
+        if rank not in self.handles and process.exitcode == 1:
+            return RankFailedError(f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}")
+        return RankFailedError(f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output")
+
+    def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
         """Notes a failure and tells the other ranks to give up."""
         del self.open[pipe]
         self.outcome.failures.append((rank, error))
         if self.deadline is None:
             self.deadline = time.monotonic() + _GRACE_S
+            who = f"rank {rank} (process {self.processes[rank].pid})"
             for each in self.open:
                 with contextlib.suppress(OSError):
-                    each.send(f"rank {rank} failed with {type(error).__name__}: {error}")
+                    each.send((f"{who} failed with {type(error).__name__}: {error}", died))
 
     def end(self) -> None:
         """Leaves no process behind."""
@@ -281,6 +303,13 @@ class _Processes:
                 process.join()
             pipe.close()
             process.close()
+
+
+def _no_message(rank: int, error: Exception) -> RankFailedError:
+    return RankFailedError(
+        f"run_ranks: rank {rank} expected to send a result, got a message that does not load ({type(error).__name__}: "
+        f"{one_line(error)}); see what else writes to that rank's open files"
+    )
 
 
 @contextlib.contextmanager

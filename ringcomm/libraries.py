@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringcomm import _C
 from ringcomm.devices import CPU, Device
-from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, shown
 
 if TYPE_CHECKING:
     from ringcomm.interop import Array
@@ -220,7 +220,8 @@ def stream_number(stream: Any, call: str, rank: int) -> int:
         stream = getattr(stream, attribute, stream)
     if not isinstance(stream, int) or stream < 0:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got stream={stream!r}, expected a stream of torch or CuPy, one with __cuda_stream__, "
+            f"{call}: rank {rank} got stream={shown(stream)}, expected a stream of torch or CuPy, one with "
+            "__cuda_stream__, "
             "or its address; pass one of these, or none"
         )
     return stream
@@ -247,35 +248,42 @@ def library_of(dtype: Any) -> str:
     return "numpy" if kind.__module__.partition(".")[0] == "numpy" else "torch"
 
 
-def dtype_in(library: str, dtype: Any) -> Any:
+def dtype_in(library: str, dtype: Any, rank: int = 0) -> Any:
     """``dtype`` (a torch or NumPy dtype, a name, or None for float32) as a dtype of ``library``."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.") if _is_torch(dtype) else dtype
+    found: Any = None
     if library != "torch":
-        import numpy as np
+        found = _numpy_dtype(name)
+    elif _is_torch(dtype):
+        found = dtype
+    else:
+        import torch
 
-        if dtype is None:
-            return np.dtype("float32")
-        return np.dtype(str(dtype).removeprefix("torch.") if _is_torch(dtype) else dtype)
-    import torch
-
-    if dtype is None:
-        return torch.float32
-    if _is_torch(dtype):
-        return dtype
-    name = dtype if isinstance(dtype, str) else _numpy_name(dtype)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise DtypeError(f"empty: expected a dtype of torch, got {dtype!r}; pass a name such as 'float32'")
+        named = name if isinstance(name, str) else getattr(_numpy_dtype(name), "name", "")
+        found = getattr(torch, named, None)
+        found = found if isinstance(found, torch.dtype) else None
+    if found is None or getattr(found, "hasobject", False):
+        raise DtypeError(
+            f"empty: rank {rank} expected a dtype of {library}, got {shown(dtype)}; pass a name such as 'float32'"
+        )
     return found
 
 
 def _is_torch(dtype: Any) -> bool:
-    return type(dtype).__module__ == "torch"
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dtype, torch.dtype)
 
 
-def _numpy_name(dtype: Any) -> str:
+def _numpy_dtype(dtype: Any) -> Any:
+    """The dtype of NumPy that a name, a type or a dtype means; None for anything else."""
     import numpy as np
 
-    return str(np.dtype(dtype).name)
+    if not isinstance(dtype, (str, type, np.dtype)):
+        return None
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        return None
 
 
 def wrap_memory(memory: Any, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.arguments import COMMUNICATOR, expects, is_communicator
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, MismatchError
+from ringcomm.errors import InvalidArgumentError, MismatchError, shown
 from ringcomm.parallel.part import part_of
 from ringcomm.rendezvous import init
 
@@ -65,12 +67,12 @@ class Mesh:
 
         Raises: InvalidArgumentError: no such axis.
         """
-        asked = (names,) if isinstance(names, str) else tuple(names)
-        unknown = [name for name in asked if name not in self.names]
+        asked = tuple(names) if isinstance(names, (tuple, list)) else (names,)
+        unknown = [name for name in asked if not isinstance(name, str) or name not in self.names]
         if unknown:
             raise InvalidArgumentError(
-                f"mesh: rank {self.comm.rank} got the axis {unknown[0]!r}, expected one of {', '.join(self.names)}; "
-                "name it in init_mesh, with 1 if nothing is cut along it"
+                f"mesh: rank {self.comm.rank} got the axis {shown(unknown[0])}, expected one of "
+                f"{', '.join(self.names)}; name it in init_mesh, with 1 if nothing is cut along it"
             )
         key = tuple(name for name in self.names if name in asked)
         if key not in self._made:
@@ -123,14 +125,23 @@ class Mesh:
 
 
 def refuse_mesh(comm: Any, call: str, axis: str) -> None:
-    """Raises where a whole mesh was passed as the communicator of one of its axes."""
+    """Raises where something else was passed as the communicator of an axis, such as the whole mesh."""
     if isinstance(comm, Mesh):
         raise InvalidArgumentError(
             f"{call}: rank {comm.comm.rank} got a mesh, expected a communicator; pass one of its axes, such as "
             f"mesh[{axis!r}]"
         )
+    if not is_communicator(comm):
+        raise InvalidArgumentError(
+            f"{call}: got comm={shown(comm)}, expected a communicator; pass one, such as mesh[{axis!r}]"
+        )
 
 
+def _is_axis(name: Any, extent: Any) -> bool:
+    return isinstance(name, str) and name.isprintable() and type(extent) is int
+
+
+@expects("init_mesh", comm=COMMUNICATOR)
 def init_mesh(
     axes: Mapping[str, int] | DeviceMesh | None = None,
     comm: Communicator | None = None,
@@ -150,17 +161,20 @@ def init_mesh(
     Raises:  InvalidArgumentError: extents whose product is not the number of ranks. MismatchError: the ranks ask for
              different axes.
     """
-    from ringcomm.parallel.ranks import communicator_of, exchange
+    from ringcomm.parallel.ranks import communicator_of, exchange, refuse_no_mesh
 
     if axes is not None and not isinstance(axes, Mapping):
+        refuse_no_mesh(axes, "init_mesh")
         return _from_device_mesh(axes, device)
-    named = {**(axes or {}), **sizes}
+    given = [*({} if axes is None else axes).items(), *sizes.items()]
+    named = {name: int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n for name, n in given}
     comm = communicator_of(None, "init_mesh", device) if comm is None else comm
-    asked = ", ".join(f"{name}={extent!r}" for name, extent in named.items()) or "no axes"
+    wrong = not named or not all(_is_axis(*each) for each in named.items())
+    words = [f"{name if _is_axis(name, 1) else shown(name)}={shown(extent)}" for name, extent in named.items()]
+    asked = ", ".join(words).encode(errors="backslashreplace").decode() or "no axes"
     everybody = [each.decode() for each in exchange(comm, asked.encode())]  # also from a rank that is refused below
-    wrong = not named or any(type(extent) is not int for extent in named.values())
     known = 0 if wrong else math.prod(extent for extent in named.values() if extent != -1)
-    free = [name for name, extent in named.items() if extent == -1]
+    free = [] if wrong else [name for name, extent in named.items() if extent == -1]
     if len(free) == 1 and known > 0 and comm.world_size % known == 0:
         named[free[0]] = comm.world_size // known
     if wrong or any(extent < 1 for extent in named.values()) or math.prod(named.values()) != comm.world_size:

@@ -294,21 +294,32 @@ class ProcessGroupCommunicator(Communicator):
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
         """Cuts this communicator into one for each color, each over a new process group of the same backend.
 
-        Raises: UnsupportedError: keys that reorder the ranks, where this torch cannot.
+        Raises: UnsupportedError: keys that reorder the ranks, where this torch cannot; ranks that have made different
+                numbers of process groups before, which torch would let wait for each other.
         """
         import torch.distributed as dist
 
         self._begin("split")
         places: list[Any] = [None] * self.world_size
-        dist.all_gather_object(places, (color, key), group=self.pg)
-        members = [r for r, (its, _) in enumerate(places) if its == color and color is not None]
+        made = len(dist.distributed_c10d._world.pg_names)  # torch makes it a part of the new group's name
+        dist.all_gather_object(places, (color, key, made), group=self.pg)
+        members = [r for r, (its, _, _) in enumerate(places) if its == color and color is not None]
         members.sort(key=lambda r: places[r][1])
         if not members:
             return None
+        if len({places[r][2] for r in members}) > 1:
+            counts = ", ".join(f"rank {r} {places[r][2]}" for r in members)
+            raise UnsupportedError(
+                f"split: rank {self.rank} expected ranks {members} to have made equal numbers of process groups, "
+                f"got {counts}, which torch cannot bring together; split so that every rank gets a group each time"
+            )
         ranks = [dist.get_global_rank(self.pg, r) for r in members]
+        limit = timedelta(seconds=self.timeout)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         try:
-            group = dist.new_group(ranks, backend=dist.get_backend(self.pg), use_local_synchronization=True, **options)
+            group = dist.new_group(
+                ranks, backend=dist.get_backend(self.pg), timeout=limit, use_local_synchronization=True, **options
+            )
         except TypeError as error:
             raise UnsupportedError(
                 f"split: rank {self.rank} got keys that order the ranks {ranks}, this torch makes groups in ascending "

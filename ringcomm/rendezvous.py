@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import struct
@@ -16,10 +17,11 @@ from ringcomm.collectives import Timeout
 from ringcomm.communicator import Communicator
 from ringcomm.devices import choose, local_rank
 from ringcomm.endpoint import Endpoint
-from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError
+from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 from ringcomm.hosts import Hosts, Network, check_network, identity
+from ringcomm.sealed import generation, seal, unseal
 
-_WORLD = struct.Struct("<I")  # goes in front of a handle: the world size that its rank was started with
+_MOST_RANKS = 1 << 20  # of a world: every rank reads a key of every other
 
 
 def init(
@@ -60,6 +62,13 @@ def init(
              EngineError: the store cannot be opened or was lost. UnsupportedError: no such engine in this build, or no
              driver. DeviceError: no such device.
     """
+    usable = init_method is None or (isinstance(init_method, str) and init_method.isprintable())
+    if not usable or (store is not None and not hasattr(store, "compare_set")):
+        raise InvalidArgumentError(
+            f"init: got store={shown(store)}, init_method={shown(init_method)}, expected a store of "
+            "torch.distributed or a "
+            "text such as 'tcp://localhost:29500'; pass one, or start with torchrun"
+        )
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
     wire_dtype = check_network(network, wire_dtype, "init")
@@ -106,19 +115,27 @@ def _default_group() -> Any:
 def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, int]:
     if joined is not None and rank is None and world_size is None:
         return joined.get_rank(), joined.get_world_size()
+    for name, given in (("rank", rank), ("world_size", world_size)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+            raise InvalidArgumentError(f"init: got {name}={shown(given)}, expected a whole number; pass one")
     if world_size is None:
         world_size = _number("WORLD_SIZE")
     if world_size is None and rank is None and _number("RANK") is None:
         return 0, 1
     if rank is None:
         rank = 0 if world_size == 1 else _number("RANK")
+    if world_size is not None and world_size > _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"init: got world_size={shown(world_size)}, expected at most {_MOST_RANKS}; pass the number of ranks"
+        )
     if rank is not None and world_size is not None and world_size >= 1 and not 0 <= rank < world_size:
         raise InvalidArgumentError(
-            f"init: got rank={rank} with world_size={world_size}; rank must be 0 to {world_size - 1}"
+            f"init: got rank={shown(rank)} with world_size={shown(world_size)}; rank must be 0 to {world_size - 1}"
         )
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise InvalidArgumentError(
-            f"init: expected a rank and a world size above it, got rank={rank}, world_size={world_size}; start with "
+            f"init: expected a rank and a world size above it, got rank={shown(rank)}, "
+            f"world_size={shown(world_size)}; start with "
             "torchrun, set RANK and WORLD_SIZE, or pass both"
         )
     return rank, world_size
@@ -128,8 +145,8 @@ def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None or text == "":
         return None
-    if not text.isdecimal():
-        raise InvalidArgumentError(f"init: expected a number in {variable}, got {text!r}; start with torchrun")
+    if not text.isdecimal() or len(text) > 20:
+        raise InvalidArgumentError(f"init: expected a number in {variable}, got {shown(text)}; start with torchrun")
     return int(text)
 
 
@@ -146,6 +163,8 @@ def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: time
         raise InvalidArgumentError(
             f"init: rank {rank} of {world_size} expected the folder of {init_method}, got none; create {folder} first"
         )
+    if scheme == "file" and os.path.isfile(path):
+        _check_file(path, rank, world_size)
     from torch.distributed import rendezvous
 
     where = init_method
@@ -155,6 +174,21 @@ def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: time
         return next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))[0]
     except (RuntimeError, ValueError) as error:
         raise _not_met(error, str(where), rank, world_size, limit) from error
+
+
+def _check_file(path: str, rank: int, world_size: int) -> None:
+    """Refuses a file that is no store: torch would read on in it without an end."""
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        content = file.read()
+    at, length = 0, struct.Struct("=I")  # of each key and each value, in front of it
+    while at + length.size <= len(content):
+        at += length.size + length.unpack_from(content, at)[0]
+    if at != len(content):
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} expected a store or no file in {path}, got another file; name another "
+            "one, or remove it"
+        )
 
 
 def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: timedelta) -> Exception:
@@ -188,23 +222,22 @@ def _exchange(
     # Counted in the store, for each rank apart: the n-th init of every rank over one store belong together.
     handles: list[bytes] = []
     try:
-        generation = store.add(f"ringcomm/{what}/{rank}", 1)
-        keys = [f"ringcomm/{what}/{generation}/{peer}" for peer in range(world_size)]
-        store.set(keys[rank], _WORLD.pack(world_size) + handle)
+        prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
+        keys = [f"{prefix}/{peer}" for peer in range(world_size)]
+        store.set(keys[rank], seal(handle, world_size))
         deadline = time.monotonic() + limit.total_seconds()
         for peer, key in enumerate(
             keys
         ):  # in order: with different world sizes, some wait for ranks that nobody starts
             _await(store, keys, key, rank, limit, deadline)
-            value = bytes(store.get(key))
-            (its,) = _WORLD.unpack_from(value)
+            its, value = unseal(bytes(store.get(key)), "init", rank, peer)
             if its != world_size:
                 _both_know(store, key, keys[rank])
                 raise InvalidArgumentError(
                     f"init: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; start "
                     "every rank with the same world size"
                 )
-            handles.append(value[_WORLD.size :])
+            handles.append(value)
     except (InvalidArgumentError, CollectiveTimeoutError):
         raise
     except RuntimeError as error:
@@ -212,7 +245,7 @@ def _exchange(
             f"init: rank {rank} of {world_size} lost the store through which the ranks meet: "
             f"{str(error).splitlines()[0]}; look at the other ranks' output, rank 0 may have ended"
         ) from error
-    return f"ringcomm/{what}/{generation}", handles
+    return prefix, handles
 
 
 def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float) -> None:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringcomm import _C
+from ringcomm.arguments import POSITIVE, expects, number, several, whole
+
+INT = whole(-(1 << 31), (1 << 31) - 1)
+RANKS = whole(1, (1 << 31) - 1)
 
 
 class Step(NamedTuple):
@@ -16,6 +20,7 @@ class Step(NamedTuple):
     reduce: bool
 
 
+@expects("ring_step", rank=INT, world_size=INT, step=INT)
 def ring_step(rank: int, world_size: int, step: int) -> Step:
     """What ``rank`` does at ``step``: sends a chunk to the next rank, receives one from the previous.
 
@@ -28,16 +33,19 @@ def ring_step(rank: int, world_size: int, step: int) -> Step:
     return Step(*_C.ring_step(rank, world_size, step))
 
 
+@expects("num_steps", world_size=RANKS)
 def num_steps(world_size: int) -> int:
     """Steps of a ring all-reduce: 2 (W-1)."""
     return 2 * (world_size - 1)
 
 
+@expects("table", world_size=RANKS)
 def table(world_size: int) -> list[list[Step]]:
     """All steps of all ranks: ``table(w)[rank][step]``."""
     return [[ring_step(rank, world_size, step) for step in range(num_steps(world_size))] for rank in range(world_size)]
 
 
+@expects("draw", world_size=RANKS)
 def draw(world_size: int) -> str:
     """The table as text: the chunk that each rank sends, by step, with a bar where gathering begins."""
     lines = ["step    " + " ".join(f"{step:2d}" for step in range(num_steps(world_size)))]
@@ -47,6 +55,7 @@ def draw(world_size: int) -> str:
     return "\n".join(lines)
 
 
+@expects("simulate", chunks=several("a list of numbers for each rank", several("", number())))
 def simulate(chunks: Sequence[Sequence[float]]) -> list[list[float]]:
     """Runs the ring all-reduce (sum) on numbers: ``chunks[rank][chunk]``, one number for a chunk.
 
@@ -68,6 +77,7 @@ def simulate(chunks: Sequence[Sequence[float]]) -> list[list[float]]:
     return state
 
 
+@expects("ring_cost_us", nbytes=whole(), world_size=RANKS, latency_us=number(0), bandwidth_gbps=POSITIVE)
 def ring_cost_us(nbytes: int, world_size: int, latency_us: float, bandwidth_gbps: float) -> float:
     """Time of a ring all-reduce under the latency-bandwidth model, in microseconds.
 

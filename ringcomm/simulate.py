@@ -15,7 +15,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.bench_cases import COLLECTIVE
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 
 ELEMENT_BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -112,7 +112,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.wire is not None and self.wire not in WIRES:
             raise InvalidArgumentError(
-                f"simulate: got wire={self.wire!r}, expected None or one of {', '.join(WIRES)}; pass one of these"
+                f"simulate: got wire={shown(self.wire)}, expected None or one of {', '.join(WIRES)}; pass one of these"
             )
         if any(not 0 < share <= 1 for share in self.slow_hosts.values()):
             raise InvalidArgumentError(
@@ -188,7 +188,7 @@ def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
     """
     if collective not in COLLECTIVES:
         raise InvalidArgumentError(
-            f"simulate: got collective {collective!r}, expected one of {', '.join(COLLECTIVES)}; pass one of these"
+            f"simulate: got collective {shown(collective)}, expected one of {', '.join(COLLECTIVES)}; pass one of these"
         )
     if cluster.hosts == 1:
         found = {"all_reduce": ("direct", "ring", "oneshot"), "all_to_all": ("direct",)}
@@ -253,14 +253,14 @@ def _chosen(collective: str, nbytes: int, cluster: Cluster, algorithm: str, dtyp
     names = algorithms(collective, cluster)
     if dtype not in ELEMENT_BYTES:
         raise InvalidArgumentError(
-            f"simulate: got dtype {dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}; pass one of these"
+            f"simulate: got dtype {shown(dtype)}, expected one of {', '.join(ELEMENT_BYTES)}; pass one of these"
         )
     if nbytes < 0:
         raise InvalidArgumentError(f"simulate: got nbytes={nbytes}, expected 0 or more; pass the message's bytes")
     chosen = in_order(collective, cluster) if algorithm == "auto" else algorithm
     if chosen not in names:
         raise InvalidArgumentError(
-            f"simulate: got algorithm {algorithm!r} for {collective} on {cluster.hosts} hosts, expected one of "
+            f"simulate: got algorithm {shown(algorithm)} for {collective} on {cluster.hosts} hosts, expected one of "
             f"{', '.join(names)}, auto, best; pass one of these"
         )
     return chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.simulate import ENGINE, Cluster, LinkClass
 
 
@@ -82,6 +82,6 @@ def preset(name: str, hosts: int, ranks_per_host: int) -> Cluster:
     """
     if name not in PRESETS:
         raise InvalidArgumentError(
-            f"simulate: got preset {name!r}, expected one of {', '.join(PRESETS)}; pass one of these"
+            f"simulate: got preset {shown(name)}, expected one of {', '.join(PRESETS)}; pass one of these"
         )
     return PRESETS[name](hosts, ranks_per_host)

@@ -1,4 +1,4 @@
-"""What a reduction must give, bit for bit: the balanced tree over ranks, written once more in torch."""
+"""What a reduction must give, bit for bit: the balanced tree over ranks, and the ring's order, once more in torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ DTYPES = (*FLOATS, *INTEGERS, "bool")
 ARITHMETIC = ("sum", "avg", "prod", "min", "max", "premul_sum")
 BITWISE = ("band", "bor", "bxor")
 
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The smaller; NaN wins. Of two zeros the second, where torch's own choice depends on an element's place."""
+    return torch.where((a < b) | (a != a), a, b)
+
+
+def maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The larger, as `minimum`."""
+    return torch.where((a > b) | (a != a), a, b)
+
+
+COMBINE: dict[str, Combine] = {
     "sum": torch.add,
     "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+    "min": minimum,
+    "max": maximum,
     "band": torch.bitwise_and,
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
@@ -57,7 +70,7 @@ def accumulator(dtype: str) -> torch.dtype:
     return torch.float32 if narrow else getattr(torch, dtype)
 
 
-def tree(leaves: Sequence[torch.Tensor], combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def tree(leaves: Sequence[torch.Tensor], combine: Combine) -> torch.Tensor:
     """Combines in canonical order: split at the largest power of two below the number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
@@ -67,22 +80,53 @@ def tree(leaves: Sequence[torch.Tensor], combine: Callable[[torch.Tensor, torch.
     return combine(tree(leaves[:left], combine), tree(leaves[left:], combine))
 
 
+def combine_of(dtype: str, op: str) -> Combine:
+    """What an operator does to two values: avg and premul_sum are sums with something done to the ends."""
+    return (BOOL_COMBINE if dtype == "bool" else COMBINE)["sum" if op in ("avg", "premul_sum") else op]
+
+
+def divided(total: torch.Tensor, divisor: int) -> torch.Tensor:
+    """The end of an average: integers truncate."""
+    return total / divisor if total.is_floating_point() else torch.div(total, divisor, rounding_mode="trunc")
+
+
+def stored(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was added up, rounded once."""
+    if dtype == torch.float8_e4m3fn:  # it has no infinity: what is too large becomes its largest value
+        total = total.clamp(-448, 448)
+    return total.to(dtype)
+
+
+def leaves_of(ranks: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+    """The ranks' values in the type they are added up in, for premul_sum times the ranks' factors."""
+    acc = accumulator(str(ranks[0].dtype).removeprefix("torch."))
+    leaves = [values.to(acc) for values in ranks]
+    if op != "premul_sum":
+        return leaves
+    return [leaf * torch.tensor(factor_of(r), dtype=acc) for r, leaf in enumerate(leaves)]
+
+
 def reduced(ranks: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The result of a reduction in canonical order, rounded once."""
     name = str(ranks[0].dtype).removeprefix("torch.")
-    acc = accumulator(name)
-    leaves = [values.to(acc) for values in ranks]
-    if op == "premul_sum":
-        leaves = [leaf * torch.tensor(factor_of(r), dtype=acc) for r, leaf in enumerate(leaves)]
-    combine = (BOOL_COMBINE if name == "bool" else COMBINE)["sum" if op in ("avg", "premul_sum") else op]
-    total = tree(leaves, combine)
-    if op == "avg" and acc.is_floating_point:
-        total = total / len(ranks)
-    elif op == "avg":
-        total = torch.div(total, len(ranks), rounding_mode="trunc")
-    if name == "float8_e4m3fn":  # it has no infinity: what is too large becomes its largest value
-        total = total.clamp(-448, 448)
-    return total.to(ranks[0].dtype)
+    total = tree(leaves_of(ranks, op), combine_of(name, op))
+    return stored(divided(total, len(ranks)) if op == "avg" else total, ranks[0].dtype)
+
+
+def reduced_in_ring_order(ranks: Sequence[torch.Tensor], op: str, chunk: int) -> torch.Tensor:
+    """The result for elements of one chunk by the ring: rank order chunk + 1, chunk + 2, ..., chunk, rounded at each
+    hop."""
+    dtype = ranks[0].dtype
+    name = str(dtype).removeprefix("torch.")
+    acc, combine, world_size = accumulator(name), combine_of(name, op), len(ranks)
+    leaves = leaves_of(ranks, op)
+    if op == "premul_sum" and world_size > 1:
+        leaves = [stored(leaf, dtype).to(acc) for leaf in leaves]
+    total = leaves[(chunk + 1) % world_size]
+    for hop in range(2, world_size + 1):
+        total = combine(total, leaves[(chunk + hop) % world_size])
+        total = stored(total, dtype).to(acc) if hop < world_size else total
+    return stored(divided(total, world_size) if op == "avg" else total, dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from torch_checks import combined, expect, laid_out, values
+from torch_checks import all_reduce_works, backend_of, combined, expect, laid_out, raised, values
+
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(180)
 run = torch_ranks.run
@@ -273,3 +276,91 @@ def _every_operation() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_operation(world_size: int) -> None:
     run(_every_operation, world_size=world_size)
+
+
+def _callback_of_a_wrong_length() -> None:
+    rank, told = dist.get_rank(), []
+    if rank == 1:
+        time.sleep(0.3)  # another thread tells of it
+        dist.send(torch.ones(3), 0)
+        x = torch.zeros(5)
+        dist.recv(x, 0)
+        assert x.tolist() == [7.0] * 5
+    elif rank == 0:
+        work = dist.irecv(torch.empty(4), 1)
+
+        def hears(future: torch.futures.Future[Any]) -> None:
+            told.append(raised(MismatchError, future.value))
+            dist.send(torch.full((5,), 7.0), 1)
+
+        work.get_future().then(hears).wait()
+        assert "sent 12" in told[0]
+    all_reduce_works()
+
+
+def test_who_hears_of_a_wrong_length_may_call() -> None:
+    run(_callback_of_a_wrong_length)
+
+
+# -- sparse tensors --------------------------------------------------------------------------------------------------
+
+
+def _of_rank(rank: int, entries: int, dtype: torch.dtype, dense: tuple[int, ...]) -> torch.Tensor:
+    """Some of its indices are there twice, some are on other ranks too."""
+    rows = (torch.arange(entries) * 5 + rank * 3) % 11
+    shape = (entries, *dense)
+    numbers = values(rank, torch.Size(shape).numel(), dtype).reshape(shape)
+    return torch.sparse_coo_tensor(torch.stack([rows, rows % 4]), numbers, (11, 4, *dense))
+
+
+def _sparse() -> None:
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for entries in ([0, 0, 0], [0, 30, 7], [5, 5, 5]):
+            for dense in ((), (3,)):
+                for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+                    x = _of_rank(rank, entries[rank], dtype, dense)
+                    wanted = x.to_dense()
+                    dist.all_reduce(wanted, op)
+                    work = dist.all_reduce(x, op, async_op=entries[0] > 0)
+                    assert work is None or work.wait()
+                    assert x.is_sparse
+                    expect(x.to_dense(), wanted, dtype, entries, dense, op)
+
+
+def test_all_reduce_of_sparse_tensors_equals_that_of_dense_ones() -> None:
+    run(_sparse)
+
+
+def _sparse_embedding() -> None:
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
+    model(torch.tensor([rank, 5])).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient.is_sparse
+    wanted = torch.zeros(10, 4)
+    wanted[:3], wanted[5] = 1 / 3, 1
+    torch.testing.assert_close(gradient.to_dense(), wanted)
+
+
+def test_data_parallel_with_sparse_gradients() -> None:
+    run(_sparse_embedding)
+
+
+def _sparse_refused() -> None:
+    backend, x = backend_of(), torch.eye(3).to_sparse()
+    backend._start_coalescing()
+    assert "among coalesced calls" in raised(InvalidArgumentError, backend.allreduce, [x])
+    backend._end_coalescing()
+    assert "to_dense" in raised(InvalidArgumentError, backend.allreduce_coalesced, [x])
+    last = dist.get_rank() == 2
+    for other in (torch.eye(4).to_sparse(), torch.eye(3).double().to_sparse(), torch.eye(3).to_sparse(1)):
+        text = raised(MismatchError, dist.all_reduce, other if last else x)  # on every rank
+        assert "rank 0 passed Float of shape [3, 3] with 2 sparse dimensions, rank 2 passed " in text
+    deep = torch.sparse_coo_tensor(torch.zeros(65, 1, dtype=torch.int64), torch.ones(1), (1,) * 65)
+    assert "rank 2 passed 65; " in raised(UnsupportedError, dist.all_reduce, deep if last else x)
+    all_reduce_works()
+
+
+def test_sparse_tensors_that_fit_no_call_are_refused() -> None:
+    run(_sparse_refused)

@@ -215,7 +215,7 @@ def _bad_arguments() -> None:
         assert "expected" in text, text
         return text
 
-    assert "to_dense" in message(errors.InvalidArgumentError, dist.all_reduce, x.to_sparse())
+    assert "to_dense" in message(errors.InvalidArgumentError, backend.allreduce_coalesced, [x.to_sparse()])
     assert "meta" in message(errors.DeviceError, backend.allreduce, [torch.ones(3, device="meta")])
     with FakeTensorMode():
         fake = torch.empty(3, device="cuda")

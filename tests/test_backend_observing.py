@@ -33,6 +33,31 @@ def test_profiler_names() -> None:
         ]
 
 
+def _profiled_as_by_torch() -> list[tuple[str, bool, list[list[int]]]]:
+    rank, x, parts = dist.get_rank(), torch.ones(2, 3), [torch.ones(4) for _ in range(3)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.all_gather_into_tensor(torch.empty(6, 3), x)
+        dist.scatter(torch.empty(4), parts if rank == 0 else None, src=0)
+        dist.isend(x, (rank + 1) % 3)
+        dist.recv(x)
+    spans = [event for event in profiler.events() if event.name.startswith("ringcomm:")]
+    return sorted((span.name, span.is_async, span.input_shapes) for span in spans)
+
+
+def test_spans_are_asynchronous_and_show_the_shapes_of_inputs() -> None:
+    for rank, spans in enumerate(run(_profiled_as_by_torch)):
+        assert spans == [
+            ("ringcomm:all_gather_into_tensor", True, [[2, 3]]),
+            ("ringcomm:all_reduce", True, [[2, 3]]),
+            ("ringcomm:all_reduce", True, [[2, 3]]),
+            ("ringcomm:recvAnySource", True, [[2, 3]]),
+            ("ringcomm:scatter", True, [[4]] * 3 if rank == 0 else []),
+            ("ringcomm:send", True, [[2, 3]]),
+        ]
+
+
 def _sequence() -> None:
     backend = backend_of()
     backend._set_sequence_number_for_group()

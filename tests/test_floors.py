@@ -34,9 +34,9 @@ FORBIDDEN_INCLUDES = {
     "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
 }
 FLOOR_3 = {
-    *("__init__", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator", "devices"),
-    *("driver", "endpoint", "errors", "hosts", "interop", "launch", "libraries", "nccl", "process_group", "rendezvous"),
-    *("schedule", "work"),
+    *("__init__", "arguments", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator"),
+    *("devices", "driver", "endpoint", "errors", "hosts", "interop", "launch", "libraries", "nccl", "process_group"),
+    *("profiling", "record", "record_view", "rendezvous", "schedule", "sealed", "timeline", "work"),
 }
 # The only primitives that import torch or NumPy at all, and then inside functions unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {

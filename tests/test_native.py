@@ -67,8 +67,23 @@ def test_core_and_engine(kind: str) -> None:
     at = build(kind)
     run(str(at / "core_test"), limit_s=120)
     run(str(at / "faults_test"), limit_s=130)
+    run(str(at / "trace_test"), limit_s=120)
     run(str(at / "hosts_test"), "quick", limit_s=130)
     run(str(at / "engine_test"), "quick", *KINDS[kind], limit_s=290)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["", "address,undefined"], ids=lambda kind: kind or "plain")
+def test_protocol_models(kind: str) -> None:
+    """Every order of the steps in small worlds; the largest of them in the plain build alone."""
+    for model in ("link_model_test", "sleep_model_test"):
+        run(str(build(kind) / model), *(["quick"] if kind else []), limit_s=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
+def test_engines_leave_nothing_behind(kind: str) -> None:
+    run(str(build(kind) / "churn_test"), limit_s=260)
 
 
 # ---- the CUDA engine on an emulated GPU ------------------------------------------------------------------------------

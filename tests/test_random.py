@@ -74,7 +74,7 @@ def test_keys_are_stable_and_all_different() -> None:
     assert random.key(0, "layers.0.weight") == 0x3ABBB71682A74A19, "every model would start anew"
     keys = {random.key(s, n, i) for s in (0, 1, -1, 2**70) for n in ("", "a", "1/a", "é") for i in (0, 1, 11)}
     assert len(keys) == 4 * 4 * 3
-    with pytest.raises(InvalidArgumentError, match=r"key: expected seed of int, got 0\.5; pass that"):
+    with pytest.raises(InvalidArgumentError, match=r"key: got seed=0\.5, expected a whole number; pass that"):
         random.key(0.5, "a")  # type: ignore[arg-type]
 
 
@@ -149,7 +149,7 @@ def test_refusals() -> None:
 
     with pytest.raises(InvalidArgumentError, match="uniform_: got a Sharded, expected an ordinary tensor"):
         uniform_(torch.zeros(3).as_subclass(Sharded), 0, "a")
-    with pytest.raises(InvalidArgumentError, match="uniform_: got position -1, expected 0 or more"):
+    with pytest.raises(InvalidArgumentError, match="uniform_: got start=-1, expected a whole number from 0 to"):
         uniform_(torch.zeros(3), 0, "a", -1)
     with pytest.raises(InvalidArgumentError, match=r"dropout: got p=1\.5, expected 0 to 1"):
         dropout(torch.zeros(3), 1.5, 0, "a")

@@ -1,7 +1,5 @@
 #include "bind/c10d_backend.h"
 
-#include <ATen/record_function.h>
-
 namespace ringcomm {
 namespace {
 
@@ -58,21 +56,23 @@ void Backend::run(Task& task) {
   if (C10_UNLIKELY(!task.pairs.empty())) write_back(task.pairs);
 }
 
-intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site) {
+intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::TensorList inputs) {
   const bool profiling = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value();
   const auto work = [&](OpType of, const char* title) {
-    return c10::make_intrusive<AsyncWork>(rank_, of, profiling ? title : nullptr, sequence_.load());
+    if (C10_LIKELY(!profiling)) return c10::make_intrusive<AsyncWork>(rank_, of, sequence_.load());
+    return c10::make_intrusive<AsyncWork>(rank_, of, sequence_.load(), title, inputs.vec());
   };
   if (!coalescing_) return work(type, site.title);
   if (!coalesced_) coalesced_ = work(OpType::COALESCED, "ringcomm:coalesced");
   return coalesced_;
 }
 
-WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList outputs) {
+WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
   if (!c10d::isP2POp(type)) sequence_.fetch_add(1, std::memory_order_relaxed);
-  if (C10_UNLIKELY(task.on_device())) return devices_.launch(type, {&task, 1}, async, outputs, sequence_.load());
+  if (C10_UNLIKELY(task.on_device()))
+    return devices_.launch(type, {&task, 1}, async, inputs, outputs, sequence_.load());
   if (deferred(async)) {
-    auto work = begin(type, task.site());
+    auto work = begin(type, task.site(), inputs);
     work->add(*engine_, std::move(task), outputs);
     if (coalescing_) return nullptr;
     work->seal();
@@ -84,12 +84,13 @@ WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList out
     return nullptr;
   }
   at::RecordFunction span(std::move(*callbacks));
-  span.before(task.site().title);
+  open_span(span, task.site().title, inputs);
   run(task);
   return nullptr;
 }
 
-WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList outputs) {
+WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                        at::TensorList outputs) {
   sequence_.fetch_add(1, std::memory_order_relaxed);
   const bool on_device = tasks.front().on_device();
   for (const Task& task : tasks) {
@@ -97,9 +98,9 @@ WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::
     task.site().refuse("DeviceError", "got tensors on the cpu and on a device, expected one device for all of them; ",
                        "make two calls");
   }
-  if (on_device) return devices_.launch(type, tasks, async, outputs, sequence_.load());
+  if (on_device) return devices_.launch(type, tasks, async, inputs, outputs, sequence_.load());
   if (deferred(async)) {
-    auto work = begin(type, tasks.front().site());
+    auto work = begin(type, tasks.front().site(), inputs);
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       work->add(*engine_, std::move(tasks[i]), i == 0 ? outputs : at::TensorList());
     }
@@ -108,7 +109,7 @@ WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::
     return work;
   }
   at::RecordFunction span(at::RecordScope::USER_SCOPE);
-  if (span.isActive()) span.before(tasks.front().site().title);
+  open_span(span, tasks.front().site().title, inputs);
   for (Task& task : tasks) run(task);
   return nullptr;
 }
@@ -133,15 +134,17 @@ WorkPtr Backend::endCoalescing() {
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const Site at = site("ringcomm:all_reduce");
   const Tensor& tensor = only(at, tensors);
+  if (C10_UNLIKELY(tensor.defined() && tensor.layout() == c10::kSparse && tensor.is_cpu()))
+    return all_reduce_sparse(tensors, opts);
   Task task(at, Op::kAllReduce, deferred(opts.asyncOp), opts.timeout);
   task.reduces(tensor, opts.reduceOp);
   task.call.input = task.call.output = task.updates(tensor);
   task.call.count = task.count(tensor);
-  return launch(OpType::ALLREDUCE, std::move(task), opts.asyncOp, tensors);
+  return launch(OpType::ALLREDUCE, std::move(task), opts.asyncOp, tensors, tensors);
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return allreduce(tensors, opts);  // refuses the sparse layout
+  return allreduce(tensors, opts);
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -155,7 +158,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
     task.call.input = task.call.output = task.updates(tensor);
     task.call.count = task.count(tensor);
   }
-  return launch(OpType::ALLREDUCE_COALESCED, std::move(tasks), opts.asyncOp, tensors);
+  return launch(OpType::ALLREDUCE_COALESCED, std::move(tasks), opts.asyncOp, tensors, tensors);
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
@@ -171,7 +174,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
     task.call.output = task.writes(tensor);
   }
   task.call.count = task.count(tensor);
-  return launch(OpType::BROADCAST, std::move(task), opts.asyncOp, tensors);
+  return launch(OpType::BROADCAST, std::move(task), opts.asyncOp, tensors, tensors);
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -186,7 +189,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     task.call.input = task.reads(tensor);
   }
   task.call.count = task.count(tensor);
-  return launch(OpType::REDUCE, std::move(task), opts.asyncOp, tensors);
+  return launch(OpType::REDUCE, std::move(task), opts.asyncOp, tensors, tensors);
 }
 
 Task Backend::allgather_task(const Site& at, Tensor& output, const Tensor& input, bool async,
@@ -219,13 +222,13 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   const Tensor& input = only(at, inputs);
   const Tensors& parts = parts_of(at, outputs, "output");
   return launch(OpType::ALLGATHER, allgather_task(at, parts, input, deferred(opts.asyncOp), opts.timeout), opts.asyncOp,
-                parts);
+                inputs, parts);
 }
 
 WorkPtr Backend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) {
   const Site at = site("ringcomm:all_gather_into_tensor");
   return launch(OpType::_ALLGATHER_BASE, allgather_task(at, output, input, deferred(opts.asyncOp), opts.timeout),
-                opts.asyncOp, output);
+                opts.asyncOp, input, output);
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -243,7 +246,7 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     tasks.push_back(allgather_task(at, parts_of(at, parts, "output"), inputs[i], deferred(opts.asyncOp), opts.timeout));
     all.insert(all.end(), parts[0].begin(), parts[0].end());
   }
-  return launch(OpType::ALLGATHER_COALESCED, std::move(tasks), opts.asyncOp, all);
+  return launch(OpType::ALLGATHER_COALESCED, std::move(tasks), opts.asyncOp, inputs, all);
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -254,7 +257,7 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     tasks.push_back(allgather_task(at, outputs[i], inputs[i], deferred(opts.asyncOp), opts.timeout));
   }
-  return launch(OpType::COALESCED, std::move(tasks), opts.asyncOp, outputs);
+  return launch(OpType::COALESCED, std::move(tasks), opts.asyncOp, inputs, outputs);
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -267,13 +270,13 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   task.call.count = task.count(input);
   if (rank_ != opts.rootRank) {
     no_parts_elsewhere(at, outputs, "output", opts.rootRank);
-    return launch(OpType::GATHER, std::move(task), opts.asyncOp, {});
+    return launch(OpType::GATHER, std::move(task), opts.asyncOp, inputs, {});
   }
   const Tensors& parts = parts_of(at, outputs, "output");
   same_count(at, "the output of this rank, as in its input", input.numel(), parts[rank_].numel());
   task.writes(parts);
   task.separate_parts();
-  return launch(OpType::GATHER, std::move(task), opts.asyncOp, parts);
+  return launch(OpType::GATHER, std::move(task), opts.asyncOp, inputs, parts);
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
@@ -284,15 +287,15 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
   task.moves(output);
   task.call.output = task.writes(output);
   task.call.count = task.count(output);
-  if (rank_ == opts.rootRank) {
-    const Tensors& parts = parts_of(at, inputs, "input");
-    same_count(at, "the output, as in the input of this rank", parts[rank_].numel(), output.numel());
-    task.reads(parts);
-    task.separate_parts();
-  } else {
+  if (rank_ != opts.rootRank) {
     no_parts_elsewhere(at, inputs, "input", opts.rootRank);
+    return launch(OpType::SCATTER, std::move(task), opts.asyncOp, {}, outputs);
   }
-  return launch(OpType::SCATTER, std::move(task), opts.asyncOp, outputs);
+  const Tensors& parts = parts_of(at, inputs, "input");
+  same_count(at, "the output, as in the input of this rank", parts[rank_].numel(), output.numel());
+  task.reads(parts);
+  task.separate_parts();
+  return launch(OpType::SCATTER, std::move(task), opts.asyncOp, parts, outputs);
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -307,7 +310,7 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   task.call.output = task.writes(output);
   task.call.count = task.count(output);
   task.separate_parts();
-  return launch(OpType::REDUCE_SCATTER, std::move(task), opts.asyncOp, outputs);
+  return launch(OpType::REDUCE_SCATTER, std::move(task), opts.asyncOp, parts, outputs);
 }
 
 Task Backend::reduce_scatter_task(const Site& at, Tensor& output, const Tensor& input,
@@ -326,7 +329,7 @@ Task Backend::reduce_scatter_task(const Site& at, Tensor& output, const Tensor& 
 WorkPtr Backend::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) {
   const Site at = site("ringcomm:reduce_scatter_tensor");
   return launch(OpType::_REDUCE_SCATTER_BASE, reduce_scatter_task(at, output, input, opts, deferred(opts.asyncOp)),
-                opts.asyncOp, output);
+                opts.asyncOp, input, output);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -337,7 +340,7 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     tasks.push_back(reduce_scatter_task(at, outputs[i], inputs[i], opts, deferred(opts.asyncOp)));
   }
-  return launch(OpType::COALESCED, std::move(tasks), opts.asyncOp, outputs);
+  return launch(OpType::COALESCED, std::move(tasks), opts.asyncOp, inputs, outputs);
 }
 
 WorkPtr Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_rows,
@@ -353,7 +356,7 @@ WorkPtr Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::i
     task.call.output = target;
     task.call.count = task.count(input) / size_;
     task.separate(task.count(input), task.count(input), false);
-    return launch(OpType::ALLTOALL_BASE, std::move(task), opts.asyncOp, output);
+    return launch(OpType::ALLTOALL_BASE, std::move(task), opts.asyncOp, input, output);
   }
   task.split(task.call.input_parts, input, const_cast<void*>(source), input_rows, "input");
   task.split(task.call.output_parts, output, target, output_rows, "output");
@@ -362,7 +365,7 @@ WorkPtr Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::i
              static_cast<std::int64_t>(task.call.input_parts[own].count),
              static_cast<std::int64_t>(task.call.output_parts[own].count));
   task.separate_parts();
-  return launch(OpType::ALLTOALL_BASE, std::move(task), opts.asyncOp, output);
+  return launch(OpType::ALLTOALL_BASE, std::move(task), opts.asyncOp, input, output);
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -375,7 +378,7 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
   task.reads(sources);
   task.writes(targets);
   task.separate_parts();
-  return launch(OpType::ALLTOALL, std::move(task), opts.asyncOp, outputs);
+  return launch(OpType::ALLTOALL, std::move(task), opts.asyncOp, inputs, outputs);
 }
 
 // -- between two ranks -----------------------------------------------------------------------------------------------
@@ -389,7 +392,7 @@ WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
   task.call.tag = tag;
   task.call.input = task.reads(tensor);
   task.call.count = task.count(tensor);
-  return launch(OpType::SEND, std::move(task), true, tensors);
+  return launch(OpType::SEND, std::move(task), true, tensors, tensors);
 }
 
 WorkPtr Backend::receive(Tensors& tensors, const Site& at, OpType type, int peer, int tag) {
@@ -403,7 +406,7 @@ WorkPtr Backend::receive(Tensors& tensors, const Site& at, OpType type, int peer
   task.call.tag = tag;
   task.call.output = task.writes(tensor);
   task.call.count = task.count(tensor);
-  return launch(type, std::move(task), true, tensors);
+  return launch(type, std::move(task), true, tensors, tensors);
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
@@ -411,13 +414,13 @@ WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
 }
 
 WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  return receive(tensors, site("ringcomm:recv_anysource"), OpType::RECVANYSOURCE, kAnySource, tag);
+  return receive(tensors, site("ringcomm:recvAnySource"), OpType::RECVANYSOURCE, kAnySource, tag);
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   Task task(site("ringcomm:barrier"), Op::kBarrier, deferred(opts.asyncOp), opts.timeout);
   task.meets();
-  return launch(OpType::BARRIER, std::move(task), opts.asyncOp, {});
+  return launch(OpType::BARRIER, std::move(task), opts.asyncOp, {}, {});
 }
 
 }  // namespace ringcomm

@@ -84,10 +84,11 @@ class Backend final : public c10d::Backend {
  private:
   Site site(const char* title) { return {title, rank_, size_, &devices_}; }
   bool deferred(bool async) const { return async || coalescing_; }
-  // Runs or submits prepared calls; `outputs` is what the Work's result and future hold.
-  WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList outputs);
-  WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList outputs);
-  intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site);
+  // Runs or submits prepared calls; a profiler sees `inputs`, and `outputs` is what the Work's result and future hold.
+  WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                 at::TensorList outputs);
+  intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
   void run(Task& task);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
                       std::chrono::milliseconds timeout);
@@ -95,6 +96,9 @@ class Backend final : public c10d::Backend {
                       std::chrono::milliseconds timeout);
   Task reduce_scatter_task(const Site& site, Tensor& output, const Tensor& input,
                            const c10d::ReduceScatterOptions& opts, bool async);
+  // Waits for the other ranks, also where it is asynchronous.
+  WorkPtr all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts);
+  Tensor gather_indices(const Site& at, const Tensor& mine, std::chrono::milliseconds timeout);
   WorkPtr receive(Tensors& tensors, const Site& site, c10d::OpType type, int peer, int tag);
   std::uint64_t global_rank(int rank) const;
   std::vector<int> missing_at_barrier(std::chrono::milliseconds limit, bool all);

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/python_headers.h>
 
-#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -124,9 +123,10 @@ void DeviceGroup::connect(const char* call) {
 
 // -- running ---------------------------------------------------------------------------------------------------------
 
-WorkPtr DeviceGroup::launch(OpType type, Tasks tasks, bool async, at::TensorList outputs, std::uint64_t sequence) {
+WorkPtr DeviceGroup::launch(OpType type, Tasks tasks, bool async, at::TensorList inputs, at::TensorList outputs,
+                            std::uint64_t sequence) {
   connect(tasks.front().site().call());
-  if (!coalesced_.active) return start(tasks.front().site().title, type, tasks, async, outputs, sequence);
+  if (!coalesced_.active) return start(tasks.front().site().title, type, tasks, async, inputs, outputs, sequence);
   for (Task& task : tasks) coalesced_.tasks.push_back(std::move(task));
   coalesced_.outputs.insert(coalesced_.outputs.end(), outputs.begin(), outputs.end());
   coalesced_.async |= async;
@@ -137,13 +137,13 @@ WorkPtr DeviceGroup::launch(OpType type, Tasks tasks, bool async, at::TensorList
 WorkPtr DeviceGroup::end_coalescing() {
   Coalesced all = std::exchange(coalesced_, Coalesced(false));
   if (all.tasks.empty()) return nullptr;
-  return start("ringcomm:coalesced", OpType::COALESCED, all.tasks, all.async, all.outputs, all.sequence);
+  return start("ringcomm:coalesced", OpType::COALESCED, all.tasks, all.async, {}, all.outputs, all.sequence);
 }
 
-WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool async, at::TensorList outputs,
-                           std::uint64_t sequence) {
+WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool async, at::TensorList inputs,
+                           at::TensorList outputs, std::uint64_t sequence) {
   at::RecordFunction span(at::RecordScope::USER_SCOPE);
-  if (span.isActive()) span.before(title);
+  open_span(span, title, inputs);
   const c10::Stream current = link_->streams->current();
   if (async) return start_beside(current, title, type, tasks, outputs, sequence);
   const bool barrier = any_barrier(tasks);
@@ -201,7 +201,7 @@ void DeviceGroup::set_timeout(std::int64_t timeout_ms) {
 }
 
 void DeviceGroup::abort(const std::string& reason) {
-  if (made_) link_->engine->abort(reason);
+  if (made_) link_->engine->abort(reason, ErrorCode::kAborted);
 }
 
 void DeviceGroup::close() {

@@ -39,8 +39,10 @@ class DeviceGroup {
   // Together with every other rank, if that was not done before.
   void connect(const char* call);
 
-  // Runs prepared calls; `outputs` is what the Work's result and future hold. Null if synchronous or coalescing.
-  WorkPtr launch(c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList outputs, std::uint64_t sequence);
+  // Runs prepared calls; a profiler sees `inputs`, and `outputs` is what the Work's result and future hold. Null if
+  // synchronous or coalescing.
+  WorkPtr launch(c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList inputs, at::TensorList outputs,
+                 std::uint64_t sequence);
   void start_coalescing() { coalesced_ = Coalesced(true); }
   WorkPtr end_coalescing();  // null if nothing asynchronous was called
 
@@ -59,8 +61,8 @@ class DeviceGroup {
   };
 
   void make(const Site& site, c10::Device device);
-  WorkPtr start(const char* title, c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList outputs,
-                std::uint64_t sequence);
+  WorkPtr start(const char* title, c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList inputs,
+                at::TensorList outputs, std::uint64_t sequence);
   WorkPtr start_beside(const c10::Stream& current, const char* title, c10d::OpType type, std::span<Task> tasks,
                        at::TensorList outputs, std::uint64_t sequence);
   void hold(std::shared_ptr<InFlight> in_flight);

@@ -60,7 +60,7 @@ c10d::ErrorType Backend::getError() {
 void Backend::abort() {
   const std::string reason = concat("rank ", rank_, " called abort on its process group");
   devices_.abort(reason);
-  engine_->abort(reason);
+  engine_->abort(reason, ErrorCode::kAborted);
 }
 
 void Backend::shutdown() {
@@ -110,7 +110,7 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 
 // Rank 0 hears from every rank within the limit, or says who is missing; then it lets all of them go.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  const auto limit = std::chrono::milliseconds(opts.timeout.count() > 0 ? opts.timeout.count() : engine_->timeout());
+  const auto limit = std::chrono::milliseconds(opts.timeout.count() >= 0 ? opts.timeout.count() : engine_->timeout());
   std::uint8_t byte = 0;
   if (rank_ != 0) {
     // Later than rank 0's own limit, so that its report, which names the absentees, comes first.
@@ -125,7 +125,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
         concat("monitored_barrier: rank 0 expected ", size_ - 1, " other ranks within ", limit.count(),
                " ms, but rank ", join(missing), wait_all_ranks ? "" : " (and perhaps others)",
                " did not come; look at what those ranks are doing, then make a new process group");
-    engine_->abort(report);
+    engine_->abort(report, ErrorCode::kTimeout);
     fail(ErrorCode::kTimeout, report);
   }
   for (int peer = 1; peer < size_; ++peer) engine_->run(message(Op::kSend, peer, &byte, limit.count()));

@@ -10,16 +10,19 @@ namespace ringcomm {
 
 namespace {
 
+constexpr auto kLookEvery = std::chrono::milliseconds(50);  // for signals
+
 struct Header {
   std::uint64_t nbytes;
   std::int64_t tag;
 };
 
+const char* title(const Call& call) { return call.op == Op::kSend ? "send" : "recv"; }
+
 std::exception_ptr error_of(const Call& call, const WireFailure& failure) {
-  const bool sends = call.op == Op::kSend;
   return std::make_exception_ptr(
-      Error(failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted,
-            concat(sends ? "send" : "recv", ": a message with tag ", call.tag, sends ? " to rank " : " from rank ",
+      Error(failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost,
+            concat(title(call), ": a message with tag ", call.tag, call.op == Op::kSend ? " to rank " : " from rank ",
                    call.root, failure.late ? " did not get through in time (" : " was lost (", failure.what,
                    "); look at what that rank does, and create a new communicator")));
 }
@@ -28,8 +31,9 @@ std::exception_ptr error_of(const Call& call, const WireFailure& failure) {
 
 class GroupMessages::Item final : public Request {
  public:
-  Item(const Call& call, std::int64_t limit_ms)
+  Item(const Call& call, std::int64_t limit_ms, std::function<bool(const char*)> interrupted)
       : call_(call),
+        interrupted_(std::move(interrupted)),
         limit_(WireClock::now() + std::chrono::milliseconds(limit_ms)),
         nbytes_(call.count * element_bytes(call.dtype)) {}
 
@@ -42,14 +46,22 @@ class GroupMessages::Item final : public Request {
     return done_;
   }
   void wait(std::int64_t timeout_ms) override {
+    const auto end = timeout_ms > 0 ? WireClock::now() + std::chrono::milliseconds(timeout_ms)
+                                    : WireClock::time_point::max();  // the message has a limit of its own
     std::unique_lock<std::mutex> lock(mutex_);
-    const auto is_done = [&] { return done_; };
-    if (timeout_ms <= 0)
-      changed_.wait(lock, is_done);  // the message has a limit of its own
-    else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), is_done))
-      ringcomm::fail(ErrorCode::kTimeout, call_.op == Op::kSend ? "send" : "recv", ": waited ", timeout_ms / 1000.0,
-                     " s for a message with rank ", call_.root,
-                     ", which is still in flight; wait longer, or abort the communicator");
+    while (!changed_.wait_until(lock, std::min(WireClock::now() + kLookEvery, end), [&] { return done_; })) {
+      if (WireClock::now() >= end)
+        ringcomm::fail(ErrorCode::kTimeout, title(call_), ": waited ", timeout_ms / 1000.0,
+                       " s for a message with rank ", call_.root,
+                       ", which is still in flight; wait longer, or abort the communicator");
+      lock.unlock();
+      const bool stop = interrupted_(title(call_));
+      lock.lock();
+      if (!stop) continue;
+      changed_.wait(lock, [&] { return done_; });  // its memory is the caller's again only then
+      if (error_) break;
+      ringcomm::fail(ErrorCode::kAborted, title(call_), ": was interrupted by a signal");
+    }
     if (error_) std::rethrow_exception(error_);
   }
   void on_done(std::function<void(std::exception_ptr)> callback) override {
@@ -78,6 +90,7 @@ class GroupMessages::Item final : public Request {
 
  private:
   const Call call_;
+  const std::function<bool(const char*)> interrupted_;
   const WireClock::time_point limit_;
   const std::size_t nbytes_;
   mutable std::mutex mutex_;
@@ -88,7 +101,7 @@ class GroupMessages::Item final : public Request {
 };
 
 std::shared_ptr<Request> GroupMessages::submit(const Call& call, std::int64_t limit_ms) {
-  const auto item = std::make_shared<Item>(call, limit_ms);
+  const auto item = std::make_shared<Item>(call, limit_ms, interrupted_);
   const bool sends = call.op == Op::kSend;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -164,6 +177,7 @@ void GroupMessages::send_all(int peer, Way& way) {
         batch[i]->end();
       }
     } catch (const WireFailure& failure) {
+      works.clear();  // before anybody hears that the memory is free
       fail(way, failure);
     }
     lock.lock();

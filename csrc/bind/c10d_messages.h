@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,8 @@ namespace ringcomm {
 class GroupMessages {
  public:
   explicit GroupMessages(std::shared_ptr<GroupLink> link) : link_(std::move(link)) {}
+  // See Wire::on_wait; before any message.
+  void on_wait(std::function<bool(const char*)> interrupted) { interrupted_ = std::move(interrupted); }
   ~GroupMessages() { close(); }
 
   std::shared_ptr<Request> submit(const Call& call, std::int64_t limit_ms);
@@ -48,6 +51,7 @@ class GroupMessages {
   void fail(Way& way, const WireFailure& failure);
 
   const std::shared_ptr<GroupLink> link_;
+  std::function<bool(const char*)> interrupted_ = [](const char*) { return false; };
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::map<std::pair<bool, int>, Way> ways_;  // by whether it sends, and peer

@@ -7,6 +7,7 @@
 #include "bind/c10d_backend.h"
 #include "bind/c10d_wire.h"
 #include "bind/error_class.h"
+#include "bind/raise.h"
 
 namespace ringcomm {
 namespace {
@@ -21,8 +22,7 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const py::object type = py::module_::import("ringcomm.backend").attr(python_class(error));
-    PyErr_SetString(type.ptr(), error.what());
+    raise_in_python("ringcomm.backend", python_class(error), error);
   }
 }
 

@@ -84,6 +84,13 @@ void write_back(const WriteBack& pairs) {
   for (const auto& [tensor, stand_in] : pairs) tensor.copy_(stand_in);
 }
 
+void open_span(at::RecordFunction& span, const char* title, at::TensorList inputs) {
+  if (!span.isActive()) return;
+  span._setAsync();
+  const std::vector<c10::IValue> shown(inputs.begin(), inputs.end());
+  span.before(title, &shown);
+}
+
 // Where the call runs. The device's engine serves cpu tensors too where its memory is the host's.
 void Task::place(const Tensor& tensor) {
   if (C10_UNLIKELY(tensor.defined() && site_.devices->serves(tensor.device()))) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <chrono>
 #include <cstring>
@@ -53,6 +54,9 @@ inline std::int64_t engine_timeout(std::chrono::milliseconds limit) { return lim
 // Copies every stand-in to the tensor that it stands for.
 using WriteBack = std::vector<std::pair<Tensor, Tensor>>;
 void write_back(const WriteBack& pairs);
+
+// Begins a profiler's span as torch's own backends do: of an asynchronous event, with the shapes of its inputs.
+void open_span(at::RecordFunction& span, const char* title, at::TensorList inputs);
 
 // One call in preparation, on the cpu or on the device of its first tensor, which is opened then. Tensors that are not
 // plain memory get a contiguous stand-in. On a device all this is enqueued on the current stream; only the factor of

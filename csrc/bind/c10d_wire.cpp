@@ -93,7 +93,10 @@ void GroupLink::wait(const GroupWork& work, int peer, WireClock::time_point limi
 void GroupLink::abort() {
   aborted_.store(true);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const GroupWork& work : waited_for_) work->abort();
+  for (const GroupWork& work : waited_for_) try {
+      work->abort();
+    } catch (const std::exception&) {  // a backend that cannot: its wait ends at the call's limit
+    }
 }
 
 namespace {
@@ -195,6 +198,7 @@ class GroupWire final : public Wire {
   }
   void release(void* data) override { std::free(data); }
 
+  void on_wait(std::function<bool(const char*)> interrupted) override { messages_.on_wait(std::move(interrupted)); }
   void abort() override { link_->abort(); }
   void close() override { messages_.close(); }
   bool runs_this_thread() const override { return messages_.runs_this_thread(); }

@@ -1,10 +1,15 @@
 #include "bind/c10d_work.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/python_headers.h>
+
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <deque>
 #include <thread>
+
+#include "bind/error_class.h"
 
 namespace ringcomm {
 namespace {
@@ -48,6 +53,26 @@ class CallbackThreads {
   std::deque<std::function<void()>> tasks_;
   std::size_t idle_ = 0;
 };
+
+// What torch itself rethrows from a future (DDP's reducer, autograd) keeps its Python class only as an error of
+// torch's.
+struct PythonError final : torch::PyTorchError {
+  explicit PythonError(const Error& error) : PyTorchError(error.what()), name(error_class(error.code())) {}
+  PyObject* python_type() override {  // with the GIL; the module keeps it
+    return pybind11::module_::import("ringcomm.backend").attr(name).ptr();
+  }
+  const char* const name;
+};
+
+std::exception_ptr as_torchs(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& each) {
+    return std::make_exception_ptr(PythonError(each));
+  } catch (...) {
+    return error;
+  }
+}
 
 }  // namespace
 
@@ -97,7 +122,7 @@ bool AsyncWork::claim_future() {
 
 void AsyncWork::complete_future() {
   if (error_) {
-    future_->setError(error_);
+    future_->setError(as_torchs(error_));
   } else {
     future_->markCompleted(c10::IValue(outputs_));
   }

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -19,9 +20,10 @@ namespace ringcomm {
 //   settle          the engine ends a call; the last one copies stand-ins back, finishes the Work and its future
 class AsyncWork final : public c10d::Work {
  public:
-  // `title` names the span for the profiler; null while nothing is profiling.
-  AsyncWork(int rank, c10d::OpType type, const char* title, std::uint64_t sequence)
-      : c10d::Work(rank, type, title), sequence_(sequence) {}
+  // With a title there is a span for the profiler, which shows the shapes of the inputs.
+  AsyncWork(int rank, c10d::OpType type, std::uint64_t sequence, const char* title = nullptr,
+            std::optional<Tensors> inputs = std::nullopt)
+      : c10d::Work(rank, type, title, inputs), sequence_(sequence) {}
 
   void add(Engine& engine, Task&& task, at::TensorList outputs);
   void seal() { settle(nullptr); }

@@ -1,6 +1,8 @@
 // The class of ringcomm.errors for each error code; both Python modules raise these.
 #pragma once
 
+#include <string_view>
+
 #include "core/error.h"
 
 namespace ringcomm {
@@ -15,12 +17,21 @@ inline const char* error_class(ErrorCode code) {
       return "CollectiveTimeoutError";
     case ErrorCode::kAborted:
       return "AbortedError";
+    case ErrorCode::kRankLost:
+      return "RankLostError";
     case ErrorCode::kMismatch:
       return "MismatchError";
     case ErrorCode::kSystem:
       return "EngineError";
   }
   return "RingcommError";
+}
+
+// The code of a class that ends a communicator.
+inline ErrorCode error_code(std::string_view name) {
+  for (const ErrorCode code : {ErrorCode::kTimeout, ErrorCode::kRankLost, ErrorCode::kMismatch, ErrorCode::kSystem})
+    if (name == error_class(code)) return code;
+  return ErrorCode::kAborted;
 }
 
 }  // namespace ringcomm

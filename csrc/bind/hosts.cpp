@@ -3,6 +3,7 @@
 
 #include "bind/define.h"
 #include "core/error.h"
+#include "core/recorded.h"
 #include "hosts/hosts_engine.h"
 #include "hosts/topology.h"
 
@@ -24,7 +25,7 @@ std::shared_ptr<Engine> hosts_engine(const std::shared_ptr<Engine>& local, const
   if (options.compressed) options.wire = static_cast<DType>(wire_dtype);
   options.names = names;
   options.slice_bytes = slice_bytes;
-  return share_beside_python(make_hosts_engine(rank, hosts, local, wire_of(wire), options));
+  return share_beside_python(record(make_hosts_engine(rank, hosts, unrecorded(local), wire_of(wire), options)));
 }
 
 // (order, schedule, tree): how the ranks' values are added where nothing else is asked for.

@@ -14,9 +14,12 @@
 #include "bind/define.h"
 #include "bind/error_class.h"
 #include "bind/plain_array.h"
+#include "bind/raise.h"
+#include "bind/site.h"
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/norm.h"
+#include "core/recorded.h"
 #include "core/schedule.h"
 
 namespace py = pybind11;
@@ -29,10 +32,7 @@ constexpr const char* kCapsule = "ringcomm.Engine";
 
 // ---- errors --------------------------------------------------------------------------------------------------------
 
-void set_python_error(const Error& error) {
-  const py::object type = py::module_::import("ringcomm.errors").attr(error_class(error.code()));
-  PyErr_SetString(type.ptr(), error.what());
-}
+void set_python_error(const Error& error) { raise_in_python("ringcomm.errors", error_class(error.code()), error); }
 
 void translate(std::exception_ptr pending) {
   try {
@@ -105,6 +105,7 @@ Call make_call(const Fields& fields) {
   call.input_parts = to_parts(input_parts);
   call.output_parts = to_parts(output_parts);
   call.stream = stream;
+  call.site = python_site();
   return call;
 }
 
@@ -194,6 +195,25 @@ std::vector<py::bytes> exchange(Engine& engine, const std::string& payload) {
   return result;
 }
 
+void close(Engine& engine) {
+  {
+    const py::gil_scoped_release release;
+    engine.close();
+  }
+  if (PyErr_Occurred()) throw py::error_already_set();  // a handler of a signal has raised
+}
+
+// What the ranks that are left after an abort bring, by rank; see Engine::regroup.
+std::vector<py::bytes> regroup(Engine& engine, const std::string& message, const std::vector<int>& members,
+                               std::int64_t limit_ms) {
+  std::vector<std::string> messages;
+  {
+    const py::gil_scoped_release release;
+    messages = engine.regroup(message, members, limit_ms);
+  }
+  return {messages.begin(), messages.end()};
+}
+
 // ---- the short way -------------------------------------------------------------------------------------------------
 
 template <typename Enum>
@@ -206,7 +226,7 @@ std::optional<Enum> named(PyObject* text, Enum last) {
 
 std::optional<int> whole_number(PyObject* number) {
   int overflow = 0;
-  const long value = PyLong_Check(number) ? PyLong_AsLongAndOverflow(number, &overflow) : LONG_MAX;
+  const long value = PyLong_CheckExact(number) ? PyLong_AsLongAndOverflow(number, &overflow) : LONG_MAX;
   return overflow == 0 && value == static_cast<int>(value) ? std::optional<int>(value) : std::nullopt;
 }
 
@@ -258,8 +278,8 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   }
   const bool in_place = args[4] == args[5];
   if (!sends && !output.read(args[5], true)) return false;
-  if (!receives && !in_place && !input.read(args[4], false)) return false;
-  const PlainArray &from = in_place || receives ? output : input, &to = sends ? input : output;
+  if (!receives && (sends || !in_place) && !input.read(args[4], false)) return false;
+  const PlainArray &from = receives || (in_place && !sends) ? output : input, &to = sends ? input : output;
   const bool reduces = *op == Op::kAllReduce || *op == Op::kReduceScatter;
   if (reduces && (*reduce_op == ReduceOp::kPremulSum || !supports(to.dtype(), *reduce_op))) return false;
   if (!sends && !receives && !fit(engine, *op, from, to)) return false;
@@ -281,6 +301,7 @@ PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
     int source = -1;
+    call.site = python_site();
     {
       const py::gil_scoped_release release;
       source = engine.run(call);
@@ -337,7 +358,8 @@ void define_engine(py::module_& m) {
   engine
       .def(py::init([](const std::string& kind, int rank, int world_size, std::int64_t timeout_ms,
                        std::size_t slot_bytes, int device, int channels) {
-             return share_beside_python(make_engine(kind, rank, world_size, timeout_ms, slot_bytes, device, channels));
+             return share_beside_python(
+                 record(make_engine(kind, rank, world_size, timeout_ms, slot_bytes, device, channels)));
            }),
            py::arg("kind"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_ms") = 0,
            py::arg("slot_bytes") = 0, py::arg("device") = 0, py::arg("channels") = 0)
@@ -346,12 +368,20 @@ void define_engine(py::module_& m) {
       .def_property_readonly("world_size", &Engine::world_size)
       .def_property_readonly("aborted", &Engine::aborted)
       .def_property_readonly("closed", &Engine::closed)
-      .def_property_readonly("why_aborted", &Engine::why_aborted)
+      .def_property_readonly("why_aborted",
+                             py::cpp_function(&Engine::why_aborted, py::call_guard<py::gil_scoped_release>()))
       .def_property("timeout_ms", &Engine::timeout, &Engine::set_timeout)
       .def("handle", [](const Engine& self) { return py::bytes(self.handle()); })
       .def("connect", &Engine::connect, py::arg("handles"), py::call_guard<py::gil_scoped_release>())
-      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
-      .def("abort", &Engine::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &close)
+      .def_property_readonly("aborted_as", [](const Engine& self) { return error_class(self.aborted_as()); })
+      .def(
+          "abort",
+          [](Engine& self, const std::string& reason, const std::string& error) {
+            self.abort(reason, error_code(error));
+          },
+          py::arg("reason"), py::arg("error") = "AbortedError", py::call_guard<py::gil_scoped_release>())
+      .def("regroup", &regroup, py::arg("message"), py::arg("members"), py::arg("limit_ms"))
       .def("describe",
            [](const Engine& self) {
              py::dict facts;
@@ -448,8 +478,10 @@ PYBIND11_MODULE(_C, m) {
   define_engine(m);
   define_norm(m);
   define_simulate(m);
+  define_trace(m);
   define_hosts(m);
   define_nccl(m);
+  define_record(m);
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "core/types.h"
 
 namespace ringcomm {
@@ -77,6 +78,7 @@ struct Call {
   std::vector<Part> output_parts;
   std::int64_t timeout_ms = 0;  // 0: the communicator's
   std::uintptr_t stream = 0;    // device engines: the stream to run on
+  const char* site = nullptr;   // where in the user's code, such as "train.py:88"; lives as long as the process
 };
 
 // An asynchronous call in flight.
@@ -169,11 +171,22 @@ class Engine {
   virtual void* allocate(std::size_t nbytes) = 0;
   virtual void release(void* data) = 0;
 
-  // Ends every wait on every rank with `reason`; idempotent, callable from any thread.
-  virtual void abort(const std::string& reason) = 0;
+  // Ends every wait on every rank; idempotent, callable from any thread. The first reason stays: from then on every
+  // call on every rank that hears of it throws it, with `code`.
+  virtual void abort(const std::string& reason, ErrorCode code = ErrorCode::kAborted) = 0;
   virtual bool aborted() const = 0;
-  // The reason given to abort, where this rank knows it.
+  // The reason given to abort, where this rank knows it, and its code.
   virtual std::string why_aborted() const { return {}; }
+  virtual ErrorCode aborted_as() const { return ErrorCode::kAborted; }
+
+  // (message, members, limit_ms) After an abort: the ranks that are still there meet and swap a message each.
+  // `members`: those that must come; empty: whoever comes within `limit_ms`, and all agree on who has. Returns their
+  // messages by rank, empty for the others. Every rank calls it as often. Throws kRankLost where this rank, or one of
+  // the members, is not among them.
+  virtual std::vector<std::string> regroup(const std::string&, const std::vector<int>&, std::int64_t /*limit_ms*/) {
+    fail(ErrorCode::kUnsupported, "shrink: rank ", rank(), " expected an engine of one host's memory, got ", kind(),
+         "; make a new communicator over the ranks that are left");
+  }
   virtual void set_timeout(std::int64_t timeout_ms) = 0;
   virtual std::int64_t timeout() const = 0;
   // Finishes what is queued, collectives and sends; receives still open end with an error. Local: peers may close

@@ -25,6 +25,11 @@ RINGCOMM_HD constexpr std::uint64_t ring_tickets(Walk walk, int world_size, std:
   return windows * static_cast<std::uint64_t>(last_step(walk, world_size) - first_step(walk, world_size));
 }
 
+// The step of the walk that ticket t belongs to.
+RINGCOMM_HD constexpr int ring_step_of(Walk walk, int world_size, std::uint64_t ticket) {
+  return first_step(walk, world_size) + static_cast<int>(ticket % ring_tickets(walk, world_size, 1));
+}
+
 template <typename Executor>
 RINGCOMM_HD bool ring_start(std::uint64_t ticket, int chunk, std::size_t window, Executor& ex) {
   if (!ex.wait_credit(ticket)) return false;

@@ -79,6 +79,10 @@ class Wire {
   // tag. Throws kUnsupported for what the library cannot do.
   virtual std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) = 0;
 
+  // What waits of the host for a message ask now and then, with the name of the call: true: a signal ends the call, and
+  // abort() was called for it.
+  virtual void on_wait([[maybe_unused]] std::function<bool(const char*)> interrupted) {}
+
   // Memory that messages may lie in.
   virtual void* allocate(std::size_t nbytes) = 0;
   virtual void release(void* data) = 0;

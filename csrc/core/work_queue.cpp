@@ -1,10 +1,18 @@
 #include "core/work_queue.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "core/error.h"
+#include "core/interrupt.h"
+#include "core/site.h"
+#include "core/trace.h"
 
 namespace ringcomm {
+
+namespace {
+constexpr auto kLookEvery = std::chrono::milliseconds(50);  // for signals
+}
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
   {
@@ -49,6 +57,7 @@ class WorkQueue::Item : public RequestBase {
     return nullptr;
   }
   using RequestBase::finish;
+  using RequestBase::rethrow;
   const Call& call() const { return call_; }
 
  private:
@@ -56,7 +65,14 @@ class WorkQueue::Item : public RequestBase {
   WorkQueue& queue_;
 };
 
+bool WorkQueue::take() {
+  if (busy_.exchange(true)) return false;
+  runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  return true;
+}
+
 void WorkQueue::let_go() {
+  runner_.store({}, std::memory_order_relaxed);
   busy_.store(false);
   if (waiting_.load() == 0) return;
   {
@@ -65,18 +81,32 @@ void WorkQueue::let_go() {
   changed_.notify_all();
 }
 
+// A handler of a signal runs inside the call that waits: that one might never end, or the order of calls would depend
+// on when the signal came.
+void WorkQueue::refuse_from_inside(const Call& call) const {
+  const bool executes = runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  if (!executes && !(handling_.load(std::memory_order_relaxed) && interruptible())) return;
+  fail(ErrorCode::kInvalid, name(call.op),
+       ": was called inside another call of this communicator, by a signal's handler, expected after it; set a flag in "
+       "the handler, and call when that one has returned");
+}
+
+bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
+
 void WorkQueue::run(const Call& call) {
-  if (waiting_.load() == 0 && !busy_.exchange(true)) {
+  if (busy_.load(std::memory_order_relaxed) || waiting_.load() != 0) refuse_from_inside(call);
+  if (waiting_.load() == 0 && may_execute() && take()) {
     struct Release {
       WorkQueue& queue;
       ~Release() { queue.let_go(); }
     } release{*this};
     if (waiting_.load() == 0) return execute_(call);
   }
-  submit(call)->wait();
+  enqueue(call)->wait(0);
 }
 
-std::shared_ptr<Request> WorkQueue::submit(Call call) {
+std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
+  if (!call.site) call.site = site_here();  // another thread may run it
   auto item = std::make_shared<Item>(*this, std::move(call));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -88,6 +118,8 @@ std::shared_ptr<Request> WorkQueue::submit(Call call) {
   changed_.notify_all();
   return item;
 }
+
+std::shared_ptr<Request> WorkQueue::submit(Call call) { return enqueue(std::move(call)); }
 
 // Executes the oldest item; the lock is held before and after, not during. Callbacks run when others may go on.
 void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
@@ -102,30 +134,54 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
   changed_.notify_all();
 }
 
-void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.fetch_add(1);
-  bool late = false;
-  while (!item.done() && !late) {
-    // With a limit of its own the waiter must not be caught in an execution that may take longer.
-    if (timeout_ms <= 0 && !items_.empty() && !busy_.exchange(true))
+  Waited waited = Waited::kDone;
+  while (!item.done() && waited == Waited::kDone) {
+    if (helps && !items_.empty() && take()) {
       run_queued(lock);
-    else if (timeout_ms > 0)
-      late = changed_.wait_until(lock, end) == std::cv_status::timeout && !item.done();
-    else
-      changed_.wait(lock, [&] { return item.done() || (!items_.empty() && !busy_.load()); });
+      continue;
+    }
+    changed_.wait_until(lock, std::min(Clock::now() + kLookEvery, end),
+                        [&] { return item.done() || (helps && !items_.empty() && !busy_.load()); });
+    if (item.done()) break;
+    if (Clock::now() >= end) waited = Waited::kLate;
+    if (!interruptible()) continue;
+    lock.unlock();
+    handling_.store(true, std::memory_order_relaxed);
+    if (interrupted()) waited = Waited::kInterrupted;
+    handling_.store(false, std::memory_order_relaxed);
+    lock.lock();
   }
   waiting_.fetch_sub(1);
-  if (late)
+  return waited;
+}
+
+// With a limit of its own the waiter must not be caught in an execution that may take longer. One that a signal ends
+// gives up the call for all ranks, and waits until that is over: what the call works in is its caller's again then.
+void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
+  refuse_from_inside(item.call());
+  const bool limited = timeout_ms > 0;
+  const auto end = limited ? Clock::now() + std::chrono::milliseconds(timeout_ms) : Clock::time_point::max();
+  Waited waited = await(item, end, !limited && may_execute());
+  if (waited == Waited::kLate)
     fail(ErrorCode::kTimeout, name(item.call().op), ": waited ", timeout_ms / 1000.0,
          " s for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
+  if (waited == Waited::kDone) return;
+  while (waited == Waited::kInterrupted) {
+    stop_(name(item.call().op));
+    waited = await(item, Clock::time_point::max(), false);
+  }
+  item.rethrow();
+  fail(ErrorCode::kAborted, name(item.call().op), ": was interrupted by a signal");
 }
 
 void WorkQueue::progress() {
+  trace::set_role("collectives");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_ || !items_.empty()) {
-    if (!items_.empty() && !busy_.exchange(true))
+    if (!items_.empty() && take())
       run_queued(lock);
     else
       changed_.wait(lock, [&] { return (stopping_ && items_.empty()) || (!items_.empty() && !busy_.load()); });

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -37,7 +39,10 @@ class RequestBase : public Request {
 
 class WorkQueue {
  public:
-  explicit WorkQueue(std::function<void(const Call&)> execute) : execute_(std::move(execute)) {}
+  // `stop` soon ends what executes: a signal's handler wants a waiting caller to go on. `looks`: executions look for
+  // signals by themselves; where they do not, a thread that handles signals leaves them to another one.
+  WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks)
+      : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks) {}
   ~WorkQueue() { stop(); }
 
   void run(const Call& call);
@@ -51,13 +56,27 @@ class WorkQueue {
   class Item;
 
   void run_queued(std::unique_lock<std::mutex>& lock);
+  using Clock = std::chrono::steady_clock;
+  enum class Waited : std::uint8_t { kDone, kLate, kInterrupted };
+
+  std::shared_ptr<Item> enqueue(Call call);
+  // Whether this thread may execute.
+  bool may_execute() const;
+  // With `helps` this thread may execute what is queued meanwhile, however long that takes.
+  Waited await(const Item& item, Clock::time_point end, bool helps);
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
+  bool take();
   void let_go();
+  void refuse_from_inside(const Call& call) const;
 
   const std::function<void(const Call&)> execute_;
-  std::atomic<bool> busy_{false};  // some thread is executing
-  std::atomic<int> waiting_{0};    // queued items, and threads blocked on the condition
+  const std::function<void(const char*)> stop_;
+  const bool looks_;
+  std::atomic<bool> busy_{false};          // some thread is executing
+  std::atomic<std::thread::id> runner_{};  // which
+  std::atomic<bool> handling_{false};      // the thread that handles signals waits here, and does so now
+  std::atomic<int> waiting_{0};            // queued items, and threads blocked on the condition
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Item>> items_;

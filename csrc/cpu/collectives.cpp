@@ -37,21 +37,45 @@ bool may_be_direct(const Call& call, std::size_t nbytes) {
 }  // namespace
 
 void Collectives::run(const Call& call) {
+  const trace::CallSpan span(group_.origin(), static_cast<std::int64_t>(progress_.sequence), call);
   group_.check_abort(call);
-  if (group_.world_size() == 1) return run_alone(call);
+  if (group_.world_size() == 1) {
+    ++progress_.sequence;
+    return run_alone(call);
+  }
   Stage stage(group_, progress_, call, agreed_count(call, group_.world_size()));
   try {
     stage.finish(run_connected(stage));
   } catch (const std::exception& error) {  // a call cannot be left half done: the tickets of the ranks would differ
-    if (!group_.aborted()) group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", error.what()));
+    end_badly(call, error.what());
     throw;
   }
+}
+
+// Tells the others; gives the buffers back to their user when no peer can touch them any more. What failed here may
+// follow from the loss of a rank, whose memory cannot be opened any more: that is the cause then.
+void Collectives::end_badly(const Call& call, const char* what) {
+  const auto hands_off = [this] {
+    if (!group_.await_hands_off()) heap_.detach();
+  };
+  try {
+    if (!group_.aborted()) group_.check_lost(call);
+  } catch (const Error&) {
+    hands_off();
+    throw;
+  }
+  if (!group_.aborted())
+    group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", what), ErrorCode::kAborted);
+  hands_off();
 }
 
 // Returns the tickets it took.
 std::uint64_t Collectives::run_connected(Stage& stage) {
   const Call& call = stage.call();
-  if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) return ring_collective(stage);
+  if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
+    trace::chose("ring");
+    return ring_collective(stage);
+  }
   const std::uint64_t count = agreed_count(call, group_.world_size());
   const bool uneven = count & kUneven;
   if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(stage, 0);
@@ -61,11 +85,13 @@ std::uint64_t Collectives::run_connected(Stage& stage) {
 
 std::uint64_t Collectives::run_staged(Stage& stage, std::uint64_t first) {
   const Call& call = stage.call();
+  trace::chose("staged");
   switch (call.op) {
     case Op::kAllReduce: {
       const bool small = call.count * element_bytes(call.dtype) <= tuning::kOneshotBytes;
       const bool oneshot = call.algorithm == Algorithm::kOneshot ||
                            (call.algorithm == Algorithm::kAuto && (small || group_.world_size() == 2));
+      if (oneshot) trace::chose("oneshot");
       return oneshot ? staged_oneshot_all_reduce(stage, first) : staged_two_phase_reduce(stage, first);
     }
     case Op::kReduce:

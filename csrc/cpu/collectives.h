@@ -8,16 +8,17 @@ namespace ringcomm::cpu {
 
 class Collectives {
  public:
-  Collectives(Group& group, const Heap& heap) : group_(group), heap_(heap), progress_(group.world_size()) {}
+  Collectives(Group& group, Heap& heap) : group_(group), heap_(heap), progress_(group.world_size()) {}
 
   void run(const Call& call);
 
  private:
+  void end_badly(const Call& call, const char* what);
   std::uint64_t run_connected(Stage& stage);
   std::uint64_t run_staged(Stage& stage, std::uint64_t first);
 
   Group& group_;
-  const Heap& heap_;
+  Heap& heap_;
   Progress progress_;
 };
 

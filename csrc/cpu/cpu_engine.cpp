@@ -1,43 +1,34 @@
 // The cpu engine: ranks are processes or threads of one host, and the bytes go through shared memory.
-#include <pthread.h>
-
 #include <atomic>
 
 #include "core/check.h"
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/forks.h"
 #include "core/parts.h"
+#include "core/work_queue.h"
 #include "cpu/collectives.h"
 #include "cpu/group.h"
 #include "cpu/heap.h"
 #include "cpu/kernels.h"
 #include "cpu/p2p.h"
 #include "cpu/pack.h"
-#include "core/work_queue.h"
 
 namespace ringcomm {
 
 namespace cpu {
 namespace {
 
-// Counts the forks between the first engine's process and this one.
-std::atomic<int> generation{0};
-
-int current_generation() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
-  (void)registered;
-  return generation.load(std::memory_order_relaxed);
-}
-
 class CpuEngine final : public Engine {
  public:
   CpuEngine(int rank, int world_size, const EngineOptions& options)
-      : generation_(current_generation()),
+      : forks_(forks_so_far()),
         group_(rank, world_size, options),
         heap_(group_),
         collectives_(group_, heap_),
         p2p_(std::make_unique<PointToPoint>(group_)),
-        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); })) {}
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
+                                           [this](const char* call) { group_.interrupt(call); }, true)) {}
 
   // Without close() nobody waits for what is still in flight: the peers are told instead of left waiting.
   ~CpuEngine() override {
@@ -48,7 +39,7 @@ class CpuEngine final : public Engine {
       return;
     }
     if (!closed_.load() && !(queue_->idle() && p2p_->idle()))
-      group_.abort(concat("rank ", rank(), " went away with calls in flight"));
+      group_.abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
   }
 
@@ -78,8 +69,8 @@ class CpuEngine final : public Engine {
     check_combining(combining, rank());
     const void* sources[] = {combining.first, combining.second};
     void* outputs[] = {combining.output};
-    kernels().reduce({combining.dtype, combining.op, sources, 2, nullptr, combining.divisor, outputs, 1,
-                      combining.count, false});
+    kernels().reduce(
+        {combining.dtype, combining.op, sources, 2, nullptr, combining.divisor, outputs, 1, combining.count, false});
   }
 
   void* allocate(std::size_t nbytes) override {
@@ -92,11 +83,18 @@ class CpuEngine final : public Engine {
   void release(void* data) override {
     if (!forked()) heap_.release(data);
   }
-  void abort(const std::string& reason) override {
-    if (!forked()) group_.abort(reason);
+  void abort(const std::string& reason, ErrorCode code) override {
+    if (!forked()) group_.abort(reason, code);
   }
   bool aborted() const override { return group_.aborted(); }
   std::string why_aborted() const override { return group_.why_aborted(); }
+  ErrorCode aborted_as() const override { return group_.aborted_as(); }
+  std::vector<std::string> regroup(const std::string& message, const std::vector<int>& members,
+                                   std::int64_t limit_ms) override {
+    if (!group_.connected() || forked())
+      fail(ErrorCode::kInvalid, "shrink: rank ", rank(), " expected a connected communicator of this process");
+    return group_.regroup(message, members, limit_ms);
+  }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)
       fail(ErrorCode::kInvalid, "timeout: rank ", rank(), " expected more than 0 ms, got ", timeout_ms);
@@ -108,6 +106,7 @@ class CpuEngine final : public Engine {
     if (forked() || closed_.exchange(true)) return;
     queue_->stop();
     p2p_->stop();
+    group_.leave();
   }
 
   bool closed() const override { return closed_.load(); }
@@ -123,7 +122,7 @@ class CpuEngine final : public Engine {
   }
 
  private:
-  bool forked() const { return generation_ != generation.load(std::memory_order_relaxed); }
+  bool forked() const { return forks_ != forks_so_far(); }
 
   void check(const Call& call) const {
     if (closed_.load(std::memory_order_relaxed))
@@ -139,7 +138,7 @@ class CpuEngine final : public Engine {
     check_call(call, rank(), world_size());
   }
 
-  const int generation_;
+  const int forks_;
   Group group_;
   Heap heap_;
   Collectives collectives_;

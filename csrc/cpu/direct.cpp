@@ -61,6 +61,7 @@ class Direct {
     return stage_.group().resolve(p, stage_.announced(p).output);
   }
   void take(int p, std::size_t to, std::size_t from, std::size_t nbytes) {
+    const auto probe = stage_.probe(trace::What::kRead, p, 0, nbytes);
     kernels().copy(static_cast<char*>(call_.output) + to, input(p) + from, nbytes, streaming_);
   }
 
@@ -70,7 +71,11 @@ class Direct {
     const std::size_t begin = own.offset * element_, end = begin + own.count * element_;
     const char* source = input(call_.root);
     if (rank_ == call_.root) {
-      for (int p = 0; p < world_size_; ++p) kernels().copy(output(p) + begin, source + begin, end - begin, streaming_);
+      for (int p = 0; p < world_size_; ++p) {
+        const auto probe = stage_.probe(trace::What::kWrite, p, 0, end - begin);
+        kernels().copy(output(p) + begin, source + begin, end - begin, streaming_);
+      }
+      const auto probe = stage_.probe(trace::What::kCopy, rank_, 0, part_bytes());
       return kernels().copy(call_.output, source, part_bytes(), streaming_);
     }
     take(call_.root, 0, 0, begin);
@@ -93,6 +98,7 @@ class Direct {
     reduce(sources, outputs, 1, call_.count);
   }
   void reduce(const void* const* sources, void* const* outputs, int num_outputs, std::size_t count) {
+    const auto probe = stage_.probe(trace::What::kReduce, -1, 0, count * element_);
     kernels().reduce({call_.dtype, call_.reduce_op, sources, world_size_, stage_.factors(), world_size_, outputs,
                       num_outputs, count, streaming_});
   }
@@ -104,6 +110,23 @@ class Direct {
   const bool streaming_;
 };
 
+// Between its begin and its end this rank may touch the peers' buffers: none is given back to its user until then. A
+// rank that was told of an abort does not begin.
+class HandsOn {
+ public:
+  HandsOn(const Group& group, const Call& call) : flag_(&group.control().in_place.value) {
+    store_then_look(flag_, 1);
+    if (load_after_store(&group.control().abort.value) == 0) return;
+    store_release(flag_, 0);
+    group.check_abort(call);
+  }
+  ~HandsOn() { store_release(flag_, 0); }
+  HandsOn(const HandsOn&) = delete;
+
+ private:
+  Flag* const flag_;
+};
+
 bool usable(const Call& call, int rank, const Location& input, const Location& output) {
   return (input.visible || !needs_input(call, rank)) && (output.visible || !needs_output(call));
 }
@@ -112,6 +135,7 @@ bool usable(const Call& call, int rank, const Location& input, const Location& o
 
 void announce_buffers(Stage& stage, const Heap& heap) {
   const Call& call = stage.call();
+  const auto probe = stage.probe(trace::What::kAnnounce, -1, 0);
   const int rank = stage.group().rank();
   const std::size_t nbytes = input_bytes(call, stage.group().world_size());
   // Parts are read from a base address; and all_to_all in place overwrites what the peers still read.
@@ -136,7 +160,13 @@ bool direct_collective(Stage& stage) {
     const SlotHeader& said = stage.announced(peer);
     if (!usable(call, peer, said.input, said.output)) return false;
   }
-  Direct(stage).run();
+  trace::chose("direct");
+  {
+    const auto probe = stage.probe(trace::What::kInPlace, -1, 0);
+    const HandsOn hands(group, call);
+    Direct(stage).run();
+  }
+  const auto probe = stage.probe(trace::What::kLeave, -1, 1);  // when nobody reads this rank's buffers any more
   stage.wait_credit(1);
   stage.publish(1);
   stage.await_all(1);

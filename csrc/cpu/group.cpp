@@ -1,19 +1,20 @@
 #include "cpu/group.h"
 
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <map>
 #include <random>
 #include <sstream>
 
 #include "core/error.h"
+#include "core/interrupt.h"
+#include "core/journal.h"
+#include "core/seal.h"
 
 namespace ringcomm::cpu {
 
@@ -75,6 +76,8 @@ std::string machine_identity() {
   return first_line("/proc/sys/kernel/random/boot_id") + "/" + space;
 }
 
+constexpr const char* kVersion = "ringcomm-cpu-3";
+
 struct Handle {
   std::string machine;
   int rank = -1, world_size = 0, pid = 0, fd = -1;
@@ -82,23 +85,17 @@ struct Handle {
   std::size_t slot_bytes = 0, p2p_slot_bytes = 0;
 
   std::string pack() const {
-    return concat("ringcomm-cpu-2 ", machine, ' ', rank, ' ', world_size, ' ', pid, ' ', fd, ' ', nonce, ' ', process,
-                  ' ', slot_bytes, ' ', p2p_slot_bytes);
+    return seal(kVersion, concat(machine, ' ', rank, ' ', world_size, ' ', pid, ' ', fd, ' ', nonce, ' ', process, ' ',
+                                 slot_bytes, ' ', p2p_slot_bytes));
   }
   static Handle unpack(const std::string& bytes, int rank) {
     Handle h;
-    std::string version;
-    std::istringstream in(bytes);
-    in >> version >> h.machine >> h.rank >> h.world_size >> h.pid >> h.fd >> h.nonce >> h.process >> h.slot_bytes >>
+    std::istringstream in(unseal(kVersion, bytes, "cpu", rank));
+    in >> h.machine >> h.rank >> h.world_size >> h.pid >> h.fd >> h.nonce >> h.process >> h.slot_bytes >>
         h.p2p_slot_bytes;
-    if (!in || version != "ringcomm-cpu-2")
-      fail(ErrorCode::kInvalid, "connect: rank ", rank, " expected handles of this version of the cpu engine, got \"",
-           bytes.substr(0, 40), "\"; install one version of ringcomm everywhere");
     return h;
   }
 };
-
-constexpr const char* kAdvice = "; the communicator is aborted, create a new one";
 
 constexpr std::size_t kDefaultSlotBytes = 256 * 1024;
 
@@ -146,44 +143,86 @@ std::string Group::handle() const {
 void Group::attach(int peer, const std::string& bytes) {
   const Handle h = Handle::unpack(bytes, rank_);
   const Handle own = Handle::unpack(handle(), rank_);
+  if (peer == rank_ && bytes != handle())
+    fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected its own handle at place ", rank_,
+         ", got another one; pass every rank's handle, in rank order");
   if (h.machine != own.machine)
     fail(ErrorCode::kUnsupported, "connect: rank ", rank_, " is on machine ", own.machine, ", rank ", peer, " on ",
          h.machine, "; the cpu engine serves ranks of one host, in one PID namespace");
   if (h.rank != peer || h.world_size != world_size_)
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected the handle of rank ", peer, " of ", world_size_,
          ", got rank ", h.rank, " of ", h.world_size, "; pass every rank's handle, in rank order");
-  if (h.slot_bytes != layout_.slot_bytes)
-    fail(ErrorCode::kInvalid, "connect: rank ", rank_, " has slots of ", layout_.slot_bytes, " bytes, rank ", peer,
-         " of ", h.slot_bytes, "; pass the same options on every rank");
+  if (h.slot_bytes != layout_.slot_bytes || h.p2p_slot_bytes != layout_.p2p_slot_bytes)
+    fail(ErrorCode::kInvalid, "connect: rank ", rank_, " has slots of ", layout_.slot_bytes, " and ",
+         layout_.p2p_slot_bytes, " bytes, rank ", peer, " of ", h.slot_bytes, " and ", h.p2p_slot_bytes,
+         "; pass the same options on every rank");
   Peer& p = peers_[peer];
   p.pid = h.pid;
   p.arenas.resize(kMaxArenas);
   p.segment = h.process == own.process ? LocalSegments::get().find(h.nonce) : nullptr;
-  if (!p.segment) p.segment = std::make_shared<SharedMemory>(SharedMemory::open(h.pid, h.fd, layout_.nbytes()));
+  try {
+    if (!p.segment) p.segment = std::make_shared<SharedMemory>(SharedMemory::open(h.pid, h.fd, layout_.nbytes()));
+  } catch (const Error& error) {
+    const bool died = h.process != own.process && Process::of(h.pid)->exited();
+    fail(died ? ErrorCode::kRankLost : error.code(), "connect: rank ", rank_, " expected the memory of ", named(peer),
+         ", got this: ", error.what());
+  }
   p.board = layout_.board(p.segment->data());
   if (control(peer).magic != kMagic || control(peer).nonce != h.nonce)
     fail(ErrorCode::kSystem, "connect: rank ", rank_, " found foreign memory where rank ", peer,
          " announced its segment; its process may have been replaced");
+  if (h.process != own.process) p.process = Process::of(h.pid);
   shares_address_space_ = shares_address_space_ && h.process == own.process;
 }
 
 void Group::connect(const std::vector<std::string>& handles, std::int64_t connect_timeout_ms) {
   if (connected_) fail(ErrorCode::kInvalid, "connect: rank ", rank_, " is connected already; make a new engine");
   if (static_cast<int>(handles.size()) != world_size_)
-    fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size_, " handles, got ", handles.size());
+    fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size_, " handles, got ", handles.size(),
+         "; pass every rank's handle, in rank order");
   shares_address_space_ = true;
   patience_ = Patience::for_ranks(world_size_);
-  for (int peer = 0; peer < world_size_; ++peer) attach(peer, handles[peer]);
+  attach_all(handles);
   for (int peer = 0; peer < world_size_; ++peer) fetch_add(&control(peer).attached.value, 1);
+  store_release(&control().has_attached.value, 1);
   await_attached(connect_timeout_ms);
   mine_->close_fd();  // everyone has it; from here on no process can open it
+  origin_ = {group_number(handles), rank_, world_size_, -1};
   connected_ = true;
+}
+
+// Whoever can be reached hears of a handle that cannot be used, instead of waiting for this rank.
+void Group::attach_all(const std::vector<std::string>& handles) {
+  std::exception_ptr failure;
+  for (int peer = 0; peer < world_size_; ++peer) try {
+      attach(peer, handles[peer]);
+    } catch (const Error&) {
+      peers_[peer].segment = nullptr;
+      if (!failure) failure = std::current_exception();
+    }
+  try {
+    if (failure) std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    abort(error.what(), error.code() == ErrorCode::kRankLost ? error.code() : ErrorCode::kAborted);
+    throw;
+  }
 }
 
 void Group::await_attached(std::int64_t limit_ms) {
   const auto end = Clock::now() + std::chrono::milliseconds(limit_ms);
   const Flag* attached = &control().attached.value;
   while (load_acquire(attached) < static_cast<std::uint64_t>(world_size_)) {
+    if (aborted())
+      fail(aborted_as(), "connect: rank ", rank_, " expected ", world_size_,
+           " ranks to attach, got an abort: ", why_aborted(), "; create a new communicator");
+    for (int peer = 0; peer < world_size_; ++peer)
+      if (is_gone(peer) && !load_acquire(&control(peer).has_attached.value))
+        fail(ErrorCode::kRankLost, "connect: rank ", rank_, " expected ", named(peer), " to attach, but ",
+             fate_of(peer), "; see its own output, and connect the ranks that are left");
+    if (interrupted()) {
+      interrupt("connect");
+      fail(ErrorCode::kAborted, "connect: rank ", rank_, " was interrupted by a signal");
+    }
     if (Clock::now() > end)
       fail(ErrorCode::kTimeout, "connect: rank ", rank_, " waited ", limit_ms, " ms for ", world_size_,
            " ranks to attach, got ", load_acquire(attached), "; see whether the others have failed");
@@ -212,94 +251,6 @@ char* Group::resolve(int peer, const Location& location) {
     arena = SharedMemory::open(peers_[peer].pid, record.fd, record.nbytes);
   }
   return arena.data() + location.where;
-}
-
-void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
-  if (load_acquire(flag) >= target) return;
-  wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
-    check_abort(*deadline.call);
-    compare_calls(*deadline.call);
-    if (deadline.passed())
-      give_up(ErrorCode::kTimeout,
-              missing(peer, *deadline.call) + concat(" within ", deadline.timeout_ms / 1000.0,
-                                                     " s; see whether it has stalled or calls something else"));
-    if (has_exited(peer) && load_acquire(flag) < target)
-      give_up(ErrorCode::kAborted, missing(peer, *deadline.call) + ", and its process has exited; see its own error");
-  });
-}
-
-// "all_reduce #7: rank 0 expected rank 1 (process 42) in this call, got it in call #5"; calls count from 0.
-std::string Group::missing(int peer, const Call& call) const {
-  const std::uint64_t mine = load_relaxed(&control().calls.value), theirs = load_relaxed(&control(peer).calls.value);
-  const std::string got = theirs >= mine ? "got no answer from it"
-                          : theirs == 0  ? "got no call from it"
-                                         : concat("got it in call #", theirs - 1);
-  return concat(name(call.op), " #", mine - 1, ": rank ", rank_, " expected rank ", peer, " (process ",
-                peers_[peer].pid, ") in this call, ", got);
-}
-
-void Group::begin_call(std::uint64_t sequence, std::uint64_t hash) {
-  sequence_ = sequence;
-  logged_ = (hash & ~0xffffull) | ((sequence + 1) & 0xffff);
-  store_release(&control().log[sequence % kLoggedCalls], logged_);
-  store_relaxed(&control().calls.value, sequence + 1);
-}
-
-void Group::compare_calls(const Call& call) const {
-  for (int peer = 0; peer < world_size_; ++peer) {
-    const std::uint64_t theirs = load_acquire(&control(peer).log[sequence_ % kLoggedCalls]);
-    if (theirs == logged_ || (theirs & 0xffff) != (logged_ & 0xffff)) continue;  // the same, or not there, or gone on
-    give_up(ErrorCode::kMismatch,
-            concat(name(call.op), " #", sequence_, ": rank ", rank_, " expected rank ", peer,
-                   " to make the same call, got another one (op, count, dtype, root, or an earlier call differ); every "
-                   "rank must make the same calls in the same order"));
-  }
-}
-
-void Group::ring_bell(int peer) const {
-  Control& c = control(peer);
-  if (load_after_store(&c.bell_sleepers.value) == 0) return;
-  fetch_add(&c.doorbell.value, 1);
-  futex_wake(&c.doorbell.value);
-}
-
-Deadline Group::deadline(const Call& call) const {
-  return {&call, call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(std::memory_order_relaxed)};
-}
-
-void Group::abort(const std::string& reason) const {
-  for (int peer = 0; peer < world_size_; ++peer) {
-    if (!peers_[peer].segment && peer != rank_) continue;
-    Control& c = peer == rank_ ? control() : control(peer);
-    if (!claim(&c.abort.value, 0, 1)) continue;  // the first reason stays
-    std::strncpy(c.reason, reason.c_str(), sizeof c.reason - 1);
-    store_release(&c.abort.value, 2);
-    fetch_add(&c.doorbell.value, 1);
-    futex_wake(&c.doorbell.value);
-  }
-}
-
-std::string Group::why_aborted() const {
-  if (!aborted()) return {};
-  Control& c = control();
-  // Whoever claimed the abort writes the reason next, unless it was killed in between.
-  for (int i = 0; i < 1000 && load_acquire(&c.abort.value) == 1; ++i) usleep(100);
-  return load_acquire(&c.abort.value) == 2 ? c.reason : "the reason was lost with its rank";
-}
-
-void Group::check_abort(const Call& call) const {
-  if (!aborted()) return;
-  fail(ErrorCode::kAborted, name(call.op), ": rank ", rank_,
-       " expected an open communicator, got an abort: ", why_aborted(), kAdvice);
-}
-
-void Group::give_up(ErrorCode code, const std::string& message) const {
-  abort(message);
-  throw Error(code, message + kAdvice);
-}
-
-bool Group::has_exited(int peer) const {
-  return !shares_address_space_ && kill(peers_[peer].pid, 0) != 0 && errno == ESRCH;
 }
 
 }  // namespace ringcomm::cpu

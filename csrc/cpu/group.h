@@ -10,8 +10,11 @@
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/link.h"
+#include "core/shm.h"
+#include "core/signature.h"
+#include "core/trace.h"
+#include "cpu/process.h"
 #include "cpu/segment.h"
-#include "cpu/shm.h"
 #include "cpu/wait.h"
 
 namespace ringcomm::cpu {
@@ -42,6 +45,7 @@ class Group {
   std::size_t p2p_slot_bytes() const { return layout_.p2p_slot_bytes; }
   bool shares_address_space() const { return shares_address_space_; }
   bool connected() const { return connected_; }
+  const trace::Origin& origin() const { return origin_; }
 
   std::string handle() const;
   void connect(const std::vector<std::string>& handles, std::int64_t timeout_ms);
@@ -51,7 +55,6 @@ class Group {
   Board p2p_board(int source, int destination) const;
   Control& control(int peer) const { return *reinterpret_cast<Control*>(peers_[peer].segment->data()); }
   Control& control() const { return *reinterpret_cast<Control*>(mine_->data()); }
-  int pid(int peer) const { return peers_[peer].pid; }
   // An address of `peer`'s visible memory, in this process.
   char* resolve(int peer, const Location& location);
 
@@ -69,20 +72,50 @@ class Group {
 
   // Tells the peers which collective this rank is in, and looks, without waiting, whether theirs of that number is the
   // same: a mismatch is found also between ranks that do not wait for each other.
-  void begin_call(std::uint64_t sequence, std::uint64_t hash);
-  void compare_calls(const Call& call) const;
+  void begin_call(const Call& call, const Signature& signature);
+  void compare_calls() const;
+  void end_call() const { store_release(&control().ended.value, sequence_ + 1); }
+  // Ends the communicator because a peer called something else, and throws what each rank called.
+  [[noreturn]] void differ() const;
 
   Deadline deadline(const Call& call) const;
-  // Whether the peer's process is gone. A zombie counts as alive; the deadline ends that wait.
-  bool has_exited(int peer) const;
-  void abort(const std::string& reason) const;
+  // Whether the peer takes part in nothing any more: its process has ended, or it has closed the communicator.
+  bool is_gone(int peer) const;
+  // "its process has exited", or what else became of it.
+  std::string fate_of(int peer) const;
+  // "rank 1 (process 42 on node7)".
+  std::string named(int peer) const;
+  // Of several ranks that are gone the one that had no choice: others may have closed because of it.
+  int cause_of(int gone) const;
+  // For whom this rank waits, for the others to see; below 0: for nobody.
+  void wait_for(int peer) const { store_release(&control().waiting.value, static_cast<std::uint64_t>(peer + 1)); }
+  // ", which waits for rank 2 (process 43 on node7), which is stopped by a signal": what holds up a peer; may be empty.
+  std::string held_up_by(int peer) const;
+  // "all_gather #4 (1000 x float32, train.py:77)", the last collective that the peer has begun; "no call".
+  std::string last_call_of(int peer) const;
+
+  // Ends every wait of every rank. The first reason is everyone's.
+  void abort(const std::string& reason, ErrorCode code) const;
   bool aborted() const { return load_acquire(&control().abort.value) != 0; }
-  // The reason given to the abort, once a rank has written it; empty without one.
+  // Once a rank has written the reason; empty and kAborted without one.
   std::string why_aborted() const;
-  // Throws if the group was aborted.
+  ErrorCode aborted_as() const;
+  // Throws the reason if the group was aborted.
   void check_abort(const Call& call) const;
-  // Aborts the group with `message` and throws it, with the advice that goes with every abort.
-  [[noreturn]] void give_up(ErrorCode code, const std::string& message) const;
+  // Aborts the group: a signal ends the call that this rank is in.
+  void interrupt(const char* call) const;
+  // Aborts the group with `message`, and throws the reason, which another rank may have been the first to give.
+  [[noreturn]] void give_up(const Call& call, ErrorCode code, const std::string& message) const;
+  // Looks for signals, from `next` on, which it sets; throws if one ends this rank's call.
+  void check_interrupt(const Call& call, Clock::time_point& next) const;
+  void check_lost(const Call& call) const;
+  // After an abort: waits until no peer works in place; see Heap::detach.
+  bool await_hands_off() const;
+  // This rank takes part in nothing any more.
+  void leave() const;
+
+  // See Engine::regroup.
+  std::vector<std::string> regroup(const std::string& message, const std::vector<int>& members, std::int64_t limit_ms);
 
   std::atomic<std::int64_t> timeout_ms;
 
@@ -92,14 +125,39 @@ class Group {
  private:
   struct Peer {
     std::shared_ptr<SharedMemory> segment;
+    std::shared_ptr<const Process> process;  // null: this one
     Board board;
     int pid = 0;
     std::vector<SharedMemory> arenas;
   };
 
   void attach(int peer, const std::string& handle);
+  void attach_all(const std::vector<std::string>& handles);
   void await_attached(std::int64_t timeout_ms);
-  std::string missing(int peer, const Call& call) const;
+  // Throws where a rank that this call needs is gone, or the call's limit has passed.
+  void look_around(int peer, const Deadline& deadline) const;
+  [[noreturn]] void too_late(int peer, const Deadline& deadline) const;
+  bool is_exited(int peer) const { return peers_[peer].process && peers_[peer].process->exited(); }
+  bool is_stopped(int peer) const { return peers_[peer].process && peers_[peer].process->stopped(); }
+  bool holds_up(int peer) const;
+  // Throws why the group was aborted.
+  [[noreturn]] void raise_end(Op op) const;
+  std::string call_here() const;
+  const LoggedCall& logged(int peer, std::uint64_t sequence) const;
+  bool has_begun(int peer, std::uint64_t sequence) const;
+  void state_call() const;
+  void await_statements(std::uint64_t sequence) const;
+  std::vector<Caller> callers(std::uint64_t sequence) const;
+  Verdict& verdict() const { return (peers_[0].segment ? control(0) : control()).verdict; }
+  bool claim_verdict(std::uint64_t from) const {
+    return claim(&verdict().state, from, kWriters + static_cast<std::uint64_t>(rank_));
+  }
+  const Verdict* passed() const;
+  void announce_end() const;
+  void pass(const std::string& reason, ErrorCode code) const;
+  void check_signals() const;
+  bool has_come(int peer, std::uint64_t round) const;
+  std::vector<bool> agree(std::uint64_t round, std::int64_t limit_ms);
 
   const int rank_, world_size_;
   const SegmentLayout layout_;
@@ -108,10 +166,13 @@ class Group {
   Patience patience_{};
   bool shares_address_space_ = false;
   bool connected_ = false;
+  trace::Origin origin_;
   std::uint64_t sequence_ = 0, logged_ = 0;  // of the collective that this rank is in
   bool disowned_ = false;
   int num_arenas_ = 0;
   std::mutex arenas_mutex_;
+  std::uint64_t round_ = 0;  // of regroup
+  std::mutex regroup_mutex_;
 };
 
 template <typename Look>

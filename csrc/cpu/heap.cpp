@@ -1,5 +1,8 @@
 #include "cpu/heap.h"
 
+#include <cstring>
+#include <utility>
+
 #include "core/error.h"
 #include "core/schedule.h"
 
@@ -8,7 +11,8 @@ namespace ringcomm::cpu {
 namespace {
 
 constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are taken as they are touched
-constexpr std::size_t kAlign = 4096;             // pages are given back whole
+constexpr std::size_t kMostBytes = std::size_t{1} << 62;
+constexpr std::size_t kAlign = 4096;  // pages are given back whole
 constexpr std::size_t kHugePage = 2u << 20;
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -29,6 +33,9 @@ void* Heap::take(Arena& arena, std::size_t nbytes) {
 
 void* Heap::allocate(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (nbytes > kMostBytes)
+    fail(ErrorCode::kInvalid, "empty: rank ", group_.rank(), " expected at most ", kMostBytes, " bytes, got ", nbytes,
+         "; ask for less");
   const std::size_t rounded = round_up(larger(nbytes, 1), kAlign);
   for (auto& arena : arenas_)
     if (void* data = take(*arena, rounded)) return data;
@@ -67,6 +74,16 @@ void Heap::release(void* data) {
   }
   fail(ErrorCode::kInvalid, "release: rank ", group_.rank(), " expected memory from allocate, got ", data,
        "; release it once, on the communicator it came from");
+}
+
+void Heap::detach() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& arena : arenas_) {
+    SharedMemory fresh = SharedMemory::create("ringcomm-arena", arena->memory.nbytes());
+    for (const auto& [offset, nbytes] : arena->used)
+      std::memcpy(fresh.data() + offset, arena->memory.data() + offset, nbytes);
+    arena->memory.become(std::move(fresh));
+  }
 }
 
 Location Heap::locate(const void* data, std::size_t nbytes) const {

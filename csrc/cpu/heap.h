@@ -16,6 +16,9 @@ class Heap {
 
   void* allocate(std::size_t nbytes);
   void release(void* data);
+  // The same bytes at the same addresses, in memory that no peer has: one that is stopped in the middle of a call may
+  // write to the old one when it goes on. After an abort alone.
+  void detach();
   // Where [data, data + nbytes) lies for peers; private memory is not visible.
   Location locate(const void* data, std::size_t nbytes) const;
   bool empty() const { return arenas_.empty(); }

@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/schedule.h"
+#include "core/site.h"
 #include "cpu/kernels.h"
 #include "cpu/tuning.h"
 
@@ -29,6 +30,7 @@ class PointToPoint::Message : public RequestBase {
   const std::size_t nbytes;
   const Deadline deadline;
   std::size_t moved = 0;
+  std::exception_ptr wrong;  // told once the lock is free: whoever hears of it may call
 
  private:
   PointToPoint& owner_;
@@ -49,6 +51,7 @@ PointToPoint::PointToPoint(Group& group)
 
 PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
   group_.check_abort(call);
+  if (!call.site) call.site = site_here();  // another thread may find out what goes wrong
   auto message = std::make_shared<Message>(*this, std::move(call));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (message->call.op == Op::kSend)
@@ -63,6 +66,8 @@ PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
 void PointToPoint::put(int destination, int tag, std::size_t total, const char* data, std::size_t nbytes) {
   const Board board = group_.p2p_board(group_.rank(), destination);
   Outgoing& out = outgoing_[destination];
+  const trace::Probe probe(group_.origin(), trace::What::kSendSlice, destination, static_cast<std::int64_t>(out.ticket),
+                           nbytes);
   SlotHeader* header = board.header(out.ticket);
   header->signature.count = total;
   header->signature.root = tag;
@@ -78,6 +83,15 @@ void PointToPoint::put(int destination, int tag, std::size_t total, const char* 
   }
   if (streaming) drain_streaming_stores();
   store_then_look(&header->flag, ++out.ticket);
+}
+
+// One slice of `source`, which has arrived, is taken off its board; to null: dropped.
+void PointToPoint::take(int source, void* to, std::size_t nbytes, bool streaming) {
+  Incoming& in = incoming_[source];
+  const trace::Probe probe(group_.origin(), trace::What::kReceiveSlice, source, static_cast<std::int64_t>(in.ticket),
+                           nbytes);
+  if (to) kernels().copy(to, group_.p2p_board(source, group_.rank()).payload(in.ticket), nbytes, streaming);
+  store_then_look(&group_.control().p2p_consumed[source].value, ++in.ticket);
 }
 
 // The short way of a send that finds room for the whole message, with nothing before it.
@@ -108,14 +122,14 @@ bool PointToPoint::receive_now(const Call& call) {
     const SlotHeader* header = board.header(in.ticket);
     if (load_acquire(&header->flag) != in.ticket + 1) continue;
     if (header->signature.root != call.tag || header->signature.count != nbytes) return false;
-    kernels().copy(call.output, board.payload(in.ticket), nbytes, false);
-    store_then_look(&group_.control().p2p_consumed[call.root].value, ++in.ticket);
+    take(call.root, call.output, nbytes, false);
     return true;
   }
   return false;
 }
 
 int PointToPoint::run(const Call& call) {
+  const trace::CallSpan span(group_.origin(), -1, call);
   group_.check_abort(call);
   if (call.op == Op::kSend ? send_now(call) : receive_now(call)) {
     group_.ring_bell(call.root);
@@ -140,16 +154,24 @@ std::shared_ptr<Request> PointToPoint::submit(Call call) {
 
 // Moves what can be moved now, for every message of this rank.
 bool PointToPoint::step() {
-  bool moved;
+  bool moved = false;
   std::vector<MessagePtr> finished;
+  std::exception_ptr error;  // no memory to put a message aside
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    moved = advance(finished);
+    try {
+      moved = advance(finished);
+    } catch (...) {
+      error = std::current_exception();
+    }
     pending_ -= finished.size();
   }
-  for (const MessagePtr& message : finished)
-    if (!message->done()) message->complete(nullptr);
+  for (const MessagePtr& message : finished) message->complete(message->wrong);
   if (!finished.empty()) group_.ring_bell(group_.rank());  // other threads of this rank may wait for them
+  if (error) {
+    group_.abort(concat("rank ", group_.rank(), " found no memory for a message"), ErrorCode::kAborted);
+    fail_all(error);
+  }
   return moved;
 }
 
@@ -221,7 +243,7 @@ bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
       if (receive->nbytes == (*it)->nbytes)
         kernels().copy(receive->call.output, (*it)->data.get(), receive->nbytes, false);
       else
-        receive->complete(wrong_size(receive->call, group_.rank(), source, receive->nbytes, (*it)->nbytes));
+        receive->wrong = wrong_size(receive->call, group_.rank(), source, receive->nbytes, (*it)->nbytes);
       finished.push_back(receive);
       it = arrived.erase(it);
       moved = true;
@@ -239,36 +261,35 @@ void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
     in.current = std::move(receive);
     return;
   }
-  in.aside = std::make_unique<Aside>();
+  auto aside = std::make_unique<Aside>();
+  aside->tag = s.root;
+  aside->nbytes = s.count;
   if (receive) {  // the message is dropped once it is whole; later ones are not disturbed
-    receive->complete(wrong_size(receive->call, group_.rank(), source, receive->nbytes, s.count));
+    receive->wrong = wrong_size(receive->call, group_.rank(), source, receive->nbytes, s.count);
     finished.push_back(std::move(receive));
-    in.aside->dropped = true;
+  } else {
+    aside->data.reset(new char[larger(s.count, 1)]);
   }
-  in.aside->tag = s.root;
-  in.aside->nbytes = s.count;
-  in.aside->data.reset(new char[larger(s.count, 1)]);
+  in.aside = std::move(aside);
 }
 
 bool PointToPoint::pull(int source, std::vector<MessagePtr>& finished) {
   const Board board = group_.p2p_board(source, group_.rank());
-  Flag* consumed = &group_.control().p2p_consumed[source].value;
   Incoming& in = incoming_[source];
   bool moved = false;
   while ((in.current || in.aside || wanted(source)) && load_acquire(&board.header(in.ticket)->flag) == in.ticket + 1) {
     if (!in.current && !in.aside) begin(source, finished);
     const std::size_t nbytes = in.current ? in.current->nbytes : in.aside->nbytes;
     std::size_t& at = in.current ? in.current->moved : in.aside->filled;
-    char* to = (in.current ? static_cast<char*>(in.current->call.output) : in.aside->data.get()) + at;
+    char* const to = in.current ? static_cast<char*>(in.current->call.output) : in.aside->data.get();
     const std::size_t now = smaller(nbytes - at, tuning::one_way_slice(nbytes, group_.p2p_slot_bytes()));
-    kernels().copy(to, board.payload(in.ticket), now, nbytes >= tuning::kStreamOutputBytes);
+    take(source, to ? to + at : nullptr, now, nbytes >= tuning::kStreamOutputBytes);
     at += now;
-    store_then_look(consumed, ++in.ticket);
     moved = true;
     if (at < nbytes) continue;
     if (in.current)
       finished.push_back(std::move(in.current));
-    else if (!in.aside->dropped)
+    else if (in.aside->data)
       in.arrived.push_back(std::move(in.aside));
     in.aside = nullptr;
     in.current = nullptr;
@@ -289,8 +310,26 @@ void PointToPoint::fail_all(std::exception_ptr error) {
     receives_.clear();
     pending_ -= ended.size();
   }
-  for (const MessagePtr& message : ended)
-    if (!message->done()) message->complete(error);
+  for (const MessagePtr& message : ended) message->complete(error);
+}
+
+// A rank without which the message cannot end, and that is gone; -1: none.
+int PointToPoint::lost_for(const Call& call) const {
+  if (call.root != kAnySource) return group_.is_gone(call.root) ? call.root : -1;
+  int lost = -1;
+  for (int peer = 0; peer < group_.world_size(); ++peer) {
+    if (peer == group_.rank()) continue;
+    if (!group_.is_gone(peer)) return -1;  // it may still send
+    lost = peer;
+  }
+  return lost;
+}
+
+// What became of a rank that is gone, and of the one because of which it may have gone.
+std::string PointToPoint::end_of(int rank) const {
+  const int cause = group_.cause_of(rank);
+  const std::string own = concat(group_.fate_of(rank), ", after ", group_.last_call_of(rank));
+  return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
 }
 
 // Throws if this message can no longer end well: the group is aborted, the peer is gone, or the call's limit has
@@ -299,21 +338,28 @@ void PointToPoint::check(const Message& message) {
   const Call& call = message.call;
   group_.check_abort(call);
   const auto said = [&] {
-    const std::string peer = call.root == kAnySource ? "any rank" : concat("rank ", call.root);
-    return concat(name(call.op), ": rank ", group_.rank(), " expected ", peer, " to ",
+    const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
+    const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
+    return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
                   call.op == Op::kSend ? "receive" : "send", " ", message.nbytes, " bytes with tag ", call.tag,
                   ", got ", message.moved);
   };
-  if (call.root != kAnySource && group_.has_exited(call.root) && !step() && queued(message))
-    group_.give_up(ErrorCode::kAborted, said() + ", and its process has exited");
+  if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
+    group_.give_up(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
   if (message.deadline.passed() && queued(message))
-    group_.give_up(ErrorCode::kTimeout, said() + concat(" within ", message.deadline.timeout_ms / 1000.0, " s"));
+    group_.give_up(call, ErrorCode::kTimeout,
+                   said() + concat(" from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
+                                   ", within the timeout of ", message.deadline.timeout_ms / 1000.0,
+                                   " s; see whether it has stalled or calls something else"));
 }
 
 // Drives all messages until this one is done, or `timeout_ms`, if any, has passed.
 void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   Deadline patience_of_caller{&message.call, timeout_ms};
   const Patience patience = group_.patience();
+  Clock::time_point next{};
+  const auto over = [this](const Message*) { group_.wait_for(-1); };
+  const std::unique_ptr<Message, decltype(over)> waits(&message, over);
   for (int idle = 0; !message.done(); ++idle) {
     if (step() || message.done()) {
       idle = 0;
@@ -323,10 +369,18 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
       cpu_relax();
       continue;
     }
+    group_.wait_for(message.call.root);
     try {
       check(message);
     } catch (...) {
       fail_all(std::current_exception());
+    }
+    try {
+      group_.check_interrupt(message.call, next);
+    } catch (...) {
+      fail_all(std::current_exception());
+      while (!message.done()) yield();  // another thread is about to say so
+      throw;
     }
     if (timeout_ms > 0 && patience_of_caller.passed())
       fail(ErrorCode::kTimeout, name(message.call.op), ": rank ", group_.rank(), " waited ", timeout_ms / 1000.0,
@@ -378,6 +432,7 @@ bool PointToPoint::idle() {
 }
 
 void PointToPoint::progress() {
+  trace::set_role("messages");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     if (pending_ == 0) {
@@ -391,7 +446,7 @@ void PointToPoint::progress() {
         group_.sleep_by_bell([this] { return step(); });
       }
     } catch (const std::exception& error) {
-      group_.abort(error.what());
+      group_.abort(error.what(), ErrorCode::kAborted);
       fail_all(std::current_exception());
     }
     lock.lock();

@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "core/work_queue.h"
 #include "cpu/group.h"
 #include "cpu/streaming.h"
-#include "core/work_queue.h"
 
 namespace ringcomm::cpu {
 
@@ -36,8 +36,7 @@ class PointToPoint {
   struct Aside {  // a message that came before its receive
     int tag;
     std::size_t nbytes = 0, filled = 0;
-    std::unique_ptr<char[]> data;
-    bool dropped = false;  // its receive had another size
+    std::unique_ptr<char[]> data;  // null: its receive had another size, and it is dropped
   };
   struct Outgoing {  // to one destination
     std::uint64_t ticket = 0;
@@ -55,8 +54,11 @@ class PointToPoint {
   bool send_now(const Call& call);
   bool receive_now(const Call& call);
   void put(int destination, int tag, std::size_t total, const char* data, std::size_t nbytes);
+  void take(int source, void* to, std::size_t nbytes, bool streaming);
   MessagePtr enqueue(Call call);
   void wait(Message& message, std::int64_t timeout_ms);
+  int lost_for(const Call& call) const;
+  std::string end_of(int rank) const;
   void check(const Message& message);
   bool queued(const Message& message);
   MessagePtr most_urgent();

@@ -1,10 +1,12 @@
 #include "cpu/ring.h"
 
+#include <optional>
 #include <vector>
 
 #include "core/parts.h"
 #include "core/reduce.h"
 #include "core/ring_loop.h"
+#include "core/trace.h"
 #include "cpu/kernels.h"
 
 namespace ringcomm::cpu {
@@ -20,7 +22,8 @@ enum class Shape {
 
 class CpuRing {
  public:
-  CpuRing(Stage& stage, const WindowCut& cut, Shape input, Shape output)
+  // `walk`: what the tickets' steps are counted in; null: a chain without steps.
+  CpuRing(Stage& stage, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
       : stage_(stage),
         call_(stage.call()),
         rank_(stage.group().rank()),
@@ -30,31 +33,39 @@ class CpuRing {
         cut_(cut),
         input_shape_(input),
         output_shape_(output),
+        walk_(walk),
         input_(input_parts(call_)),
         output_(output_parts(call_)) {
     if (call_.reduce_op == ReduceOp::kPremulSum) premultiply();
   }
 
   bool wait_credit(std::uint64_t t) {
+    if (!step_) trace_step(t);
     stage_.open(t, cut_.slice_elements * element_);
     return true;
   }
   bool wait_slice(std::uint64_t t) {
+    if (!step_) trace_step(t);
     stage_.await(prev_, t);
     return true;
   }
   void publish(std::uint64_t t) { stage_.publish(t); }
-  void release(std::uint64_t t) { stage_.release(t); }
+  void release(std::uint64_t t) {
+    stage_.release(t);
+    step_.reset();
+  }
 
   void copy_out(std::uint64_t t, int chunk, std::size_t window) {
     to_slot(t, input(chunk, window), nbytes(chunk, window));
   }
   void keep(int chunk, std::size_t window) {
+    const auto probe = stage_.probe(trace::What::kCopy, rank_, window, nbytes(chunk, window));
     kernels().copy(output(chunk, window), input(chunk, window), nbytes(chunk, window), false);
   }
   void copy_in(std::uint64_t t, int chunk, std::size_t window, const Outgoing& out) {
     const char* inbox = stage_.slot_of(prev_, t);
     if (out.any) to_slot(out.ticket, inbox, nbytes(chunk, window));
+    const auto probe = stage_.probe(trace::What::kRead, prev_, t, nbytes(chunk, window));
     kernels().copy(output(chunk, window), inbox, nbytes(chunk, window), false);
   }
   void combine(std::uint64_t t, int chunk, std::size_t window, bool final, const Outgoing& out) {
@@ -65,6 +76,7 @@ class CpuRing {
     if (out.any) outputs[num_outputs++] = stage_.slot(out.ticket);
     const ReduceOp op = final && call_.reduce_op == ReduceOp::kAvg ? ReduceOp::kAvg : combine_of(call_.reduce_op);
     const std::size_t count = nbytes(chunk, window) / element_;
+    const auto probe = stage_.probe(trace::What::kReduce, prev_, t, count * element_);
     kernels().reduce({call_.dtype, op, sources, 2, nullptr, world_size_, outputs, num_outputs, count, false});
   }
 
@@ -93,6 +105,16 @@ class CpuRing {
   }
   void to_slot(std::uint64_t t, const void* data, std::size_t bytes) { stage_.write(t, stage_.slot(t), data, bytes); }
 
+  // A step is open from its first wait until its ticket is released.
+  void trace_step(std::uint64_t t) {
+    if (!trace::on()) return;
+    step_.emplace(trace::What::kStep, prev_, stage_.number(t));
+    if (!walk_) return;
+    const int step = ring_step_of(*walk_, world_size_, t);
+    const RingStep s = ring_step(rank_, world_size_, step);
+    step_->at_step(step, s.send_chunk, s.recv_chunk);
+  }
+
   // The factor is applied to this rank's values once, in the wire type, before they enter the ring.
   void premultiply() {
     const std::size_t count = call_.count * (input_shape_ == Shape::kParts ? world_size_ : 1);
@@ -108,12 +130,14 @@ class CpuRing {
   const std::size_t element_;
   const WindowCut cut_;
   const Shape input_shape_, output_shape_;
+  const Walk* const walk_;
   const Parts input_, output_;
   std::vector<char> scaled_;
+  std::optional<trace::Probe> step_;
 };
 
 std::uint64_t walk_ring(Stage& stage, Walk walk, const WindowCut& cut, Shape input, Shape output) {
-  CpuRing ring(stage, cut, input, output);
+  CpuRing ring(stage, cut, input, output, &walk);
   ring_walk(walk, stage.group().rank(), stage.group().world_size(), cut.windows(), ring);
   return ring_tickets(walk, stage.group().world_size(), cut.windows());
 }

@@ -1,11 +1,13 @@
 // The layout of one rank's shared segment. Every flag in it is written by the rank that owns the segment, except
-// `attached`, `abort`, `doorbell` and `sleepers`, which are counters or claims that anyone changes atomically.
+// `attached`, `abort`, `doorbell`, `sleepers`, `verdict` and `decider`, which are counters or claims that anyone
+// changes atomically.
 //
 //   Control | board | p2p boards, one per destination
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/link.h"
 
@@ -25,22 +27,61 @@ struct ArenaRecord {
   std::int32_t fd;
 };
 
+// A collective that the rank has begun. The peers look at `hash` while they wait, and at the rest once a call of the
+// same number turns out to be another one.
+struct alignas(kLineBytes) LoggedCall {
+  Flag hash;  // of the signature, and in the low 16 bits the number + 1; written last
+  Signature signature;
+  std::int64_t step;  // of the user's training; below 0: unknown
+  Flag stated;        // `site` is there
+  char site[72];
+};
+static_assert(sizeof(LoggedCall) == kLineBytes, "a logged call is one line");
+
+// Why the communicator has ended: one for all ranks, in the segment of rank 0.
+struct alignas(kLineBytes) Verdict {
+  Flag state;  // 0; kPassed; while a rank writes it kWriters + the rank
+  std::uint32_t code;
+  char reason[4096];
+};
+inline constexpr std::uint64_t kPassed = 1, kWriters = 2;
+
+// What a rank brings when those that are left meet, see Group::regroup. Rounds are numbered from 1; a rank comes to
+// round n + 1 when all others of round n have read what it brought there, or n + 2.
+struct alignas(kLineBytes) Meeting {
+  Flag round;  // the last that it came to
+  struct {
+    std::uint64_t round;
+    std::uint64_t members[kMaxWorldSize / 64];  // that it proposes, bit by rank
+    std::uint32_t nbytes;
+    char message[1024];
+  } brought[2];  // by round modulo 2
+};
+
 struct alignas(kLineBytes) Control {
   std::uint64_t magic, nonce;
   std::int32_t rank, world_size;
-  FlagLine attached;  // peers that have mapped this segment
-  FlagLine consumed;  // tickets of the peers' boards that this rank has read
-  FlagLine calls;     // collectives that this rank has begun
-  FlagLine sleepers;  // threads asleep on a flag of this segment
-  FlagLine doorbell;  // rung by whoever changes a p2p flag that this rank watches
+  FlagLine attached;      // peers that have mapped this segment
+  FlagLine has_attached;  // 1: this rank has mapped all of theirs, and told them
+  FlagLine consumed;      // tickets of the peers' boards that this rank has read
+  FlagLine calls;         // collectives that this rank has begun
+  FlagLine ended;         // those of them that it has ended
+  FlagLine left;          // 1: the communicator was closed on this rank
+  FlagLine in_place;      // 1: it reads and writes the peers' buffers
+  FlagLine waiting;       // rank + 1 of the peer for which it waits long; 0: none
+  FlagLine sleepers;      // threads asleep on a flag of this segment
+  FlagLine doorbell;      // rung by whoever changes a p2p flag that this rank watches
   FlagLine bell_sleepers;
-  FlagLine abort;          // 0, 1 while the reason is being written, 2
-  Flag log[kLoggedCalls];  // by number of the call: the low 16 bits of the number + 1, and a hash of the signature
-  char reason[1024];
+  FlagLine abort;                // 1: the communicator has ended
+  LoggedCall log[kLoggedCalls];  // by number of the call
+  Verdict verdict;               // of rank 0: everyone's
+  FlagLine decider;              // of rank 0: round << 16 | rank + 1 of the rank whose `members` hold
+  Meeting meeting;
   FlagLine wants_streaming[kMaxWorldSize / 64];  // bit p: rank p should write its slots past the caches
   FlagLine p2p_consumed[kMaxWorldSize];          // by source
   ArenaRecord arenas[kMaxArenas];
 };
+static_assert(std::is_trivially_copyable_v<Control>, "it begins as zeros");
 
 struct SegmentLayout {
   std::size_t slot_bytes, p2p_slot_bytes;

@@ -5,22 +5,6 @@
 
 namespace ringcomm::cpu {
 
-namespace {
-
-std::string describe(const Signature& s) {
-  const auto op = static_cast<Op>(s.op);
-  std::string text = concat(name(op), '(');
-  text += s.count & kUneven ? std::string("uneven parts of ") : concat(s.count, " x ");
-  text += name(static_cast<DType>(s.dtype));
-  if (op == Op::kAllReduce || op == Op::kReduceScatter || op == Op::kReduce)
-    text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
-  if (op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter)
-    text += concat(", root ", s.root);
-  return text + concat(", ", name(static_cast<Algorithm>(s.algorithm)), ')');
-}
-
-}  // namespace
-
 Stage::Stage(Group& group, Progress& progress, const Call& call, std::size_t agreed_count)
     : group_(group),
       progress_(progress),
@@ -36,7 +20,7 @@ Stage::Stage(Group& group, Progress& progress, const Call& call, std::size_t agr
                 static_cast<std::uint8_t>(call.algorithm),
                 call.root};
   factors_[group.rank()] = call.factor;
-  group.begin_call(progress.sequence, signature_.hash());
+  group.begin_call(call, signature_);
   if (call.count * element_bytes(call.dtype) < RateMeter::kLeastBytes) return;
   for (int p = 0; p < group.world_size() && !someone_wants_streaming_; ++p)
     someone_wants_streaming_ =
@@ -58,6 +42,7 @@ void Stage::wait_credit_from(int peer, std::uint64_t i) {
   const std::uint64_t needed = credit_needed(base_ + i, board_.depth);
   std::uint64_t& seen = progress_.seen_consumed[peer];
   if (seen >= needed) return;
+  const auto probe = this->probe(trace::What::kWaitCredit, peer, i);
   const Flag* consumed = &group_.control(peer).consumed.value;
   group_.wait(peer, consumed, needed, deadline_);
   seen = load_acquire(consumed);
@@ -74,6 +59,7 @@ bool Stage::streams(std::uint64_t i, std::size_t nbytes) const {
 }
 
 void Stage::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
+  const auto probe = this->probe(trace::What::kWrite, -1, i, nbytes);
   const bool streaming = streams(i, nbytes);
   if (streaming || !is_measured(base_ + i, nbytes)) {
     board_.header(base_ + i)->streamed |= streaming;
@@ -93,6 +79,7 @@ void Stage::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int6
 }
 
 void Stage::publish(std::uint64_t i) {
+  const auto probe = this->probe(trace::What::kPublish, -1, i);
   SlotHeader* header = board_.header(base_ + i);
   if (!published_) {
     published_ = true;
@@ -106,6 +93,7 @@ void Stage::publish(std::uint64_t i) {
 }
 
 void Stage::await(int peer, std::uint64_t i) {
+  const auto probe = this->probe(trace::What::kWaitTicket, peer, i);
   wait_published(group_.board(peer), base_ + i, [&](const Flag* flag, std::uint64_t target) {
     group_.wait(peer, flag, target, deadline_);
     return true;
@@ -127,22 +115,15 @@ void Stage::await_all(std::uint64_t i) {
 }
 
 void Stage::check_signature(int peer) {
-  const Signature& theirs = announced(peer).signature;
-  if (theirs == signature_) return;
-  Signature alike = theirs;
-  alike.history = signature_.history;
-  const char* earlier = alike == signature_ ? " but something else before (such as another root)" : "";
-  group_.give_up(ErrorCode::kMismatch,
-                 concat(name(call().op), ": rank ", group_.rank(), " called #", signature_.sequence, " ",
-                        describe(signature_), ", rank ", peer, " called #", theirs.sequence, " ", describe(theirs),
-                        earlier, "; every rank must make the same calls in the same order"));
+  if (!(announced(peer).signature == signature_)) group_.differ();
 }
 
 void Stage::finish(std::uint64_t tickets) {
-  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls(call());  // with those that it had not to wait for
+  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();  // with those that it had not to wait for
   progress_.ticket = base_ + tickets;
   ++progress_.sequence;
   progress_.history = signature_.hash();
+  group_.end_call();
   group_.post(&group_.control().consumed.value, progress_.ticket);
 }
 

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "core/trace.h"
 #include "cpu/group.h"
 #include "cpu/streaming.h"
 
@@ -42,9 +43,19 @@ class Stage {
   template <typename Read>
   void metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read);
   // This rank has read ticket i of all peers, and all before it.
-  void release(std::uint64_t i) { group_.post(&group_.control().consumed.value, base_ + i + 1); }
+  void release(std::uint64_t i) {
+    const auto probe = this->probe(trace::What::kRelease, -1, i);
+    group_.post(&group_.control().consumed.value, base_ + i + 1);
+  }
   // The call took `tickets` tickets.
   void finish(std::uint64_t tickets);
+
+  // Traced as long as it lives.
+  trace::Probe probe(trace::What what, int peer, std::uint64_t i, std::int64_t nbytes = -1) const {
+    return trace::Probe(what, peer, number(i), nbytes);
+  }
+  // Of ticket i among all of the communicator.
+  std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
 
   // Locations of this rank's buffers, sent with ticket 0.
   void announce(const Location& input, const Location& output);
@@ -76,6 +87,8 @@ class Stage {
 
 template <typename Read>
 void Stage::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
+  const bool one = first_peer + 1 == last_peer;
+  const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
   if (!is_measured(base_ + i, nbytes)) return read();
   const auto begin = Clock::now();
   read();

@@ -51,6 +51,12 @@ Slice clip(const WindowCut& cut, std::uint64_t w, std::size_t part_count) {
   return {s.offset, s.offset < part_count ? smaller(s.count, part_count - s.offset) : 0};
 }
 
+// This rank's own part of ticket i: no slot is needed.
+void keep(const Stage& stage, void* output, const void* input, std::uint64_t i, std::size_t nbytes, bool streaming) {
+  const auto probe = stage.probe(trace::What::kCopy, stage.group().rank(), i, nbytes);
+  kernels().copy(output, input, nbytes, streaming);
+}
+
 struct Reducer {
   Reducer(Stage& stage, const Frame& frame)
       : args{frame.call.dtype,
@@ -133,14 +139,16 @@ std::uint64_t staged_two_phase_reduce(Stage& stage, std::uint64_t first) {
           p == f.rank ? input + s.offset * f.element : stage.slot_of(p, first + w) + f.rank * slice_bytes;
     reducer.outputs[0] = slot + result_offset;
     if (gathers) reducer.outputs[1] = output + s.offset * f.element;
+    const auto probe = stage.probe(trace::What::kReduce, -1, first + w, s.count * f.element);
     reducer.run(s.count, gathers ? 2 : 1, streaming || stage.streams(first + w + lag, slice_bytes));
   };
   const auto take_home = [&](std::uint64_t w, std::uint64_t ticket) {
     for (int p = 0; p < f.world_size; ++p) {
       const Slice s = cut.slice(p, w);
-      if (p != f.rank && gathers)
-        kernels().copy(output + s.offset * f.element, stage.slot_of(p, ticket) + result_offset, s.count * f.element,
-                       streaming);
+      if (p == f.rank || !gathers) continue;
+      const auto probe = stage.probe(trace::What::kRead, p, ticket, s.count * f.element);
+      kernels().copy(output + s.offset * f.element, stage.slot_of(p, ticket) + result_offset, s.count * f.element,
+                     streaming);
     }
   };
 
@@ -206,7 +214,8 @@ std::uint64_t staged_gather(Stage& stage, std::uint64_t first) {
         const char* from = input + s.offset * f.element;
         stage.write(first + w, stage.open(first + w, s.count * f.element), from, s.count * f.element);
         stage.publish(first + w);
-        if (takes) kernels().copy(output.data(f.rank) + s.offset * f.element, from, s.count * f.element, streaming);
+        if (takes)
+          keep(stage, output.data(f.rank) + s.offset * f.element, from, first + w, s.count * f.element, streaming);
       },
       [&](std::uint64_t w) {
         for (int p = 0; takes && p < f.world_size; ++p) {
@@ -239,7 +248,8 @@ std::uint64_t staged_broadcast(Stage& stage, std::uint64_t first) {
         stage.write(first + w, stage.open(first + w, s.count * f.element), input + s.offset * f.element,
                     s.count * f.element);
         stage.publish(first + w);
-        kernels().copy(output + s.offset * f.element, input + s.offset * f.element, s.count * f.element, streaming);
+        keep(stage, output + s.offset * f.element, input + s.offset * f.element, first + w, s.count * f.element,
+             streaming);
       },
       [&](std::uint64_t w) {
         const Slice s = cut.slice(0, w);
@@ -273,13 +283,14 @@ std::uint64_t staged_scatter(Stage& stage, std::uint64_t first) {
           if (p != f.rank)
             stage.write(first + w, slot + p * slice_bytes, input.data(p) + s.offset * f.element, s.count * f.element);
         stage.publish(first + w);
-        kernels().copy(output + s.offset * f.element, input.data(f.rank) + s.offset * f.element, s.count * f.element,
-                       streaming);
+        keep(stage, output + s.offset * f.element, input.data(f.rank) + s.offset * f.element, first + w,
+             s.count * f.element, streaming);
       },
       [&](std::uint64_t w) {
         const Slice s = cut.slice(0, w);
         if (!is_root) {
           stage.await(f.call.root, first + w);
+          const auto probe = stage.probe(trace::What::kRead, f.call.root, first + w, s.count * f.element);
           kernels().copy(output + s.offset * f.element, stage.slot_of(f.call.root, first + w) + f.rank * slice_bytes,
                          s.count * f.element, streaming);
         }
@@ -306,9 +317,10 @@ std::size_t agree_on_counts(Stage& stage, std::uint64_t ticket, const Frame& f, 
       for (int q = 0; q < f.world_size; ++q) counts[q] = input.count(q);
     for (int q = 0; q < f.world_size; ++q) longest = larger(longest, counts[q]);
     if (counts[f.rank] != output.count(p))
-      stage.group().give_up(ErrorCode::kMismatch, concat("all_to_all: rank ", f.rank, " expected ", output.count(p),
-                                                         " elements from rank ", p, ", which sends ", counts[f.rank],
-                                                         "; recv_counts must mirror the senders' counts"));
+      stage.group().give_up(
+          f.call, ErrorCode::kMismatch,
+          concat("all_to_all: rank ", f.rank, " expected ", output.count(p), " elements from rank ", p,
+                 ", which sends ", counts[f.rank], "; recv_counts must mirror the senders' counts"));
   }
   stage.release(ticket);
   return longest;
@@ -336,14 +348,15 @@ std::uint64_t staged_all_to_all(Stage& stage, std::uint64_t first) {
         }
         stage.publish(begin + w);
         const Slice own = clip(cut, w, input.count(f.rank));
-        kernels().copy(output.data(f.rank) + own.offset * f.element, input.data(f.rank) + own.offset * f.element,
-                       own.count * f.element, streaming);
+        keep(stage, output.data(f.rank) + own.offset * f.element, input.data(f.rank) + own.offset * f.element,
+             begin + w, own.count * f.element, streaming);
       },
       [&](std::uint64_t w) {
         for (int p = 0; p < f.world_size; ++p) {
           if (p == f.rank) continue;
           const Slice s = clip(cut, w, output.count(p));
           stage.await(p, begin + w);
+          const auto probe = stage.probe(trace::What::kRead, p, begin + w, s.count * f.element);
           kernels().copy(output.data(p) + s.offset * f.element, stage.slot_of(p, begin + w) + f.rank * slice_bytes,
                          s.count * f.element, streaming);
         }

@@ -22,7 +22,8 @@ inline constexpr std::size_t kLeastSliceBytes = 16u << 10;
 
 constexpr std::size_t one_way_slice(std::size_t message_bytes, std::size_t slot_bytes) {
   const std::size_t part = message_bytes / kOneWaySlices / 4096 * 4096;
-  return part < kLeastSliceBytes ? kLeastSliceBytes : part < slot_bytes ? part : slot_bytes;
+  const std::size_t slice = part < kLeastSliceBytes ? kLeastSliceBytes : part;
+  return slice < slot_bytes ? slice : slot_bytes;
 }
 
 }  // namespace ringcomm::cpu::tuning

@@ -67,7 +67,7 @@ void Context::connect(const std::vector<std::string>& handles) {
   group_->connect(handles);
   together_ = Local::of(group_->identity());
   local_.store(together_.get(), std::memory_order_release);
-  if (alone_->verdict.passed()) abort(alone_->verdict.reason());
+  if (alone_->verdict.passed()) abort(alone_->verdict.reason(), alone_->verdict.code());
 }
 
 Setting Context::setting() const {
@@ -91,21 +91,21 @@ void Context::check(Op op) {
     const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
     const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
     const Error error = explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
-    abort(error.what());
+    abort(error.what(), error.code());
     throw error;
   }
   local().verdict.check(op, rank_);
 }
 
-void Context::abort(const std::string& reason) noexcept {
-  if (!local().verdict.pass(reason)) return;
+void Context::abort(const std::string& reason, ErrorCode code) noexcept {
+  if (!local().verdict.pass(reason, code)) return;
   if (group_) group_->stop();
   local().end_all();
 }
 
 void Context::give_up(ErrorCode code, const std::string& message) {
   const std::string text = message + kAdvice;
-  abort(text);
+  abort(text, code);
   throw Error(code, text);
 }
 

@@ -67,7 +67,7 @@ class Context {
   void check(Op op);
   bool ended() const;
   // Ends the communicator for everybody.
-  void abort(const std::string& reason) noexcept;
+  void abort(const std::string& reason, ErrorCode code) noexcept;
   [[noreturn]] void give_up(ErrorCode code, const std::string& message);
 
   // Blocks the host until the outcome is no longer open, at most until `end`, then gives up: `what` is the call. Throws

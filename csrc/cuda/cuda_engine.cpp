@@ -1,15 +1,16 @@
 // The cuda engine: ranks are processes or threads of one host, several of them may share a GPU, and the bytes go
 // through device memory that they all see.
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 
 #include "core/check.h"
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/forks.h"
+#include "core/journal.h"
 #include "core/parts.h"
 #include "core/schedule.h"
+#include "core/trace.h"
 #include "cuda/call_checks.h"
 #include "cuda/context.h"
 #include "cuda/local.h"
@@ -25,21 +26,12 @@ namespace {
 constexpr auto kGrace = std::chrono::seconds(10);
 constexpr auto kLastGrace = std::chrono::seconds(60);  // for kernels to notice an abort
 
-// Counts the forks between the first engine's process and this one.
-std::atomic<int> generation{0};
-
-int current_generation() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
-  (void)registered;
-  return generation.load(std::memory_order_relaxed);
-}
-
 cudaStream_t stream_of(const Call& call) { return reinterpret_cast<cudaStream_t>(call.stream); }
 
 class CudaEngine final : public Engine {
  public:
   CudaEngine(int rank, int world_size, const EngineOptions& options)
-      : generation_(current_generation()),
+      : forks_(forks_so_far()),
         context_(std::make_shared<Context>(rank, world_size, options)),
         watcher_(std::make_shared<Watcher>(options.device, rank)),
         links_(std::make_unique<Links>(*context_)) {}
@@ -50,7 +42,7 @@ class CudaEngine final : public Engine {
       return;
     }
     if (!context_->closed.load() && in_flight())
-      context_->abort(concat("rank ", rank(), " went away with calls in flight"));
+      context_->abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
     try {
       const DeviceGuard guard(context_->device(), rank());
@@ -72,6 +64,7 @@ class CudaEngine final : public Engine {
     context_->connect(handles);
     team_ = context_->local().team(context_->group());
     team_->join(*context_);
+    origin_ = {group_number(handles), rank(), world_size(), -1};
   }
 
   int run(const Call& call) override;
@@ -85,9 +78,11 @@ class CudaEngine final : public Engine {
   void release(void* data) override {
     if (!forked() && data) context_->group().release(data);
   }
-  void abort(const std::string& reason) override {
-    if (!forked()) context_->abort(reason);
+  void abort(const std::string& reason, ErrorCode code) override {
+    if (!forked()) context_->abort(reason, code);
   }
+  std::string why_aborted() const override { return context_->local().verdict.reason(); }
+  ErrorCode aborted_as() const override { return context_->local().verdict.code(); }
   bool aborted() const override { return context_->ended(); }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)
@@ -101,7 +96,7 @@ class CudaEngine final : public Engine {
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
  private:
-  bool forked() const { return generation_ != generation.load(std::memory_order_relaxed); }
+  bool forked() const { return forks_ != forks_so_far(); }
   // CUDA cannot be called any more: everything stays as it is.
   void leave_behind() {
     links_.release();
@@ -128,11 +123,12 @@ class CudaEngine final : public Engine {
   std::vector<MarkPtr> last_marks() const;
   bool await_all(Clock::time_point end);
 
-  const int generation_;
+  const int forks_;
   const std::shared_ptr<Context> context_;
   const std::shared_ptr<Watcher> watcher_;
   std::unique_ptr<Links> links_;
   std::shared_ptr<Team> team_;
+  trace::Origin origin_;
   std::mutex mutex_;                 // of what follows
   std::shared_ptr<Outcome> newest_;  // collective
   std::mutex allocation_;            // one collective allocation at a time
@@ -185,12 +181,13 @@ std::shared_ptr<Outcome> CudaEngine::post(Batch batch) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return newest_ = std::move(outcome);
   } catch (const Error& error) {
-    context_->abort(error.what());
+    context_->abort(error.what(), error.code());
     throw;
   }
 }
 
 void CudaEngine::run_batch(const Call* calls, int num_calls) {
+  const trace::CallSpan span(origin_, -1, calls[0]);  // of the host: a GPU runs the call later
   const Batch batch = batch_of(calls, num_calls);
   const cudaStream_t stream = batch.stream;
   const unsigned long long capture = batch.capture;
@@ -218,6 +215,7 @@ int CudaEngine::run(const Call& call) {
 
 std::shared_ptr<Request> CudaEngine::submit(Call call) {
   check_open(name(call.op));
+  const trace::CallSpan span(origin_, -1, call);
   const DeviceGuard guard(context_->device(), rank());
   check(call);
   if (point_to_point(call.op)) return request(post_message(call, true), call);
@@ -423,7 +421,8 @@ void CudaEngine::close() {
       }
     bool idle = await_all(Clock::now() + 2 * limit + kGrace);
     if (!idle) {
-      context_->abort(concat("rank ", rank(), " closed the communicator and its last calls did not end"));
+      context_->abort(concat("rank ", rank(), " closed the communicator and its last calls did not end"),
+                      ErrorCode::kAborted);
       idle = await_all(Clock::now() + kLastGrace);
     }
     idle_ = idle && !context_->captured.load();  // a graph holds the group's addresses for as long as it lives

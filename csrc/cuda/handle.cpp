@@ -9,12 +9,13 @@
 #include <sstream>
 
 #include "core/error.h"
+#include "core/seal.h"
 
 namespace ringcomm::cuda {
 
 namespace {
 
-constexpr const char* kVersion = "ringcomm-cuda-1";
+constexpr const char* kVersion = "ringcomm-cuda-2";
 
 std::string or_dash(const std::string& text) { return text.empty() ? "-" : text; }
 std::string dash_to_empty(const std::string& text) { return text == "-" ? "" : text; }
@@ -130,22 +131,22 @@ bool unpack(const std::string& text, MemoryHandle& handle) {
 
 std::string GroupHandle::pack() const {
   std::ostringstream out;
-  out << kVersion << ' ' << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' '
-      << rank << ' ' << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' '
-      << text_of(mailbox.name) << ' ' << text_of(mailbox.secret) << ' ' << device << ' ' << or_dash(uuid) << ' '
-      << or_dash(bus_id) << ' ' << cuda::pack(segment) << ' ' << paths.size();
+  out << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
+      << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(mailbox.name) << ' '
+      << text_of(mailbox.secret) << ' ' << device << ' ' << or_dash(uuid) << ' ' << or_dash(bus_id) << ' '
+      << cuda::pack(segment) << ' ' << paths.size();
   for (const auto& [to, path] : paths) out << ' ' << to << ' ' << int{path.kind} << ' ' << path.performance_rank;
   out << ' ' << or_dash(why_private);
-  return out.str();
+  return seal(kVersion, out.str());
 }
 
 GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   GroupHandle h;
-  std::string version, instance, layout, identity, name, secret, segment;
+  std::string instance, layout, identity, name, secret, segment;
   std::size_t num_paths = 0;
-  std::istringstream in(text);
-  in >> version >> h.machine >> instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >>
-      layout >> identity >> name >> secret >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
+  std::istringstream in(unseal(kVersion, text, "cuda", rank));
+  in >> h.machine >> instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >> layout >>
+      identity >> name >> secret >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
   for (std::size_t i = 0; in && i < num_paths; ++i) {
     std::string to;
     int kind = 0;
@@ -155,9 +156,7 @@ GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
     h.paths.emplace_back(to, path);
   }
   std::getline(in >> std::ws, h.why_private);
-  if (!in || version != kVersion || !cuda::unpack(segment, h.segment))
-    fail(ErrorCode::kInvalid, "connect: rank ", rank, " expected handles of this version of the cuda engine, got \"",
-         text.substr(0, 40), "\"; install one version of ringcomm everywhere");
+  cuda::unpack(segment, h.segment);
   std::istringstream settings(layout);
   for (std::string setting; std::getline(settings, setting, ',');) set_number(h.layout, setting);
   h.instance = identity_of(instance);

@@ -5,28 +5,6 @@
 
 namespace ringcomm::cuda {
 
-std::string describe(const Signature& s) {
-  const auto op = static_cast<Op>(s.op);
-  std::string text = concat(name(op), '(');
-  text += s.count & kUneven ? std::string("uneven parts of ") : concat(s.count, " x ");
-  text += name(static_cast<DType>(s.dtype));
-  if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
-  if (rooted(op)) text += concat(", root ", s.root);
-  if (point_to_point(op)) return text + concat(", tag ", s.root, ')');
-  return text + concat(", ", name(static_cast<Algorithm>(s.algorithm)), ')');
-}
-
-std::string describe(const Call& call, int world_size) {
-  Signature s{};
-  s.op = static_cast<std::uint8_t>(call.op);
-  s.dtype = static_cast<std::uint8_t>(call.dtype);
-  s.reduce_op = static_cast<std::uint8_t>(call.reduce_op);
-  s.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  s.count = point_to_point(call.op) ? call.count : agreed_count(call, world_size);
-  s.root = point_to_point(call.op) ? call.tag : call.root;
-  return describe(s);
-}
-
 std::string seconds(std::int64_t timeout_ms) { return concat(static_cast<double>(timeout_ms) / 1000.0, " s"); }
 
 namespace {
@@ -100,10 +78,12 @@ Error explain(const Status& status, int rank, const std::string& calls, std::int
   }
 }
 
-bool Verdict::pass(const std::string& reason) {
+bool Verdict::pass(const std::string& reason, ErrorCode code) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (passed_.load(std::memory_order_relaxed)) return false;
-  reason_ = reason;
+  const std::size_t end = reason.rfind(kAdvice);  // goes with what is raised
+  reason_ = reason.substr(0, end);
+  code_ = code;
   passed_.store(true, std::memory_order_release);
   return true;
 }
@@ -113,11 +93,15 @@ std::string Verdict::reason() const {
   return reason_;
 }
 
+ErrorCode Verdict::code() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return code_;
+}
+
 void Verdict::raise(Op op, int rank) const {
-  const std::string why = reason();
-  const std::size_t end = why.rfind(kAdvice);
-  fail(ErrorCode::kAborted, name(op), ": rank ", rank,
-       " expected an open communicator, got an abort: ", end == std::string::npos ? why : why.substr(0, end), kAdvice);
+  if (code() != ErrorCode::kAborted) fail(code(), reason(), kAdvice);
+  fail(ErrorCode::kAborted, name(op), ": rank ", rank, " expected an open communicator, got an abort: ", reason(),
+       kAdvice);
 }
 
 }  // namespace ringcomm::cuda

@@ -8,15 +8,11 @@
 
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/signature.h"
 #include "cuda/args.h"
 
 namespace ringcomm::cuda {
 
-inline constexpr const char* kAdvice = "; the communicator is aborted, create a new one";
-
-// "all_reduce(100 x float32, sum, auto)"
-std::string describe(const Signature& signature);
-std::string describe(const Call& call, int world_size);
 // "2 s", "0.25 s"
 std::string seconds(std::int64_t timeout_ms);
 
@@ -28,8 +24,9 @@ class Verdict {
  public:
   bool passed() const { return passed_.load(std::memory_order_acquire); }
   // False: there was one already.
-  bool pass(const std::string& reason);
+  bool pass(const std::string& reason, ErrorCode code);
   std::string reason() const;
+  ErrorCode code() const;
   // Throws if it has been passed.
   void check(Op op, int rank) const {
     if (passed()) raise(op, rank);
@@ -40,6 +37,7 @@ class Verdict {
   std::atomic<bool> passed_{false};
   mutable std::mutex mutex_;
   std::string reason_;
+  ErrorCode code_ = ErrorCode::kAborted;
 };
 
 }  // namespace ringcomm::cuda

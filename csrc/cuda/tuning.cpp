@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/parts.h"
+#include "core/seal.h"
 #include "cuda/plan.h"
 
 namespace ringcomm::cuda {
@@ -43,7 +44,7 @@ class Line {
   Op op_of(const std::string& text) const {
     for (int i = 0; i < static_cast<int>(Op::kBarrier); ++i)
       if (text == name(static_cast<Op>(i))) return static_cast<Op>(i);
-    refuse("expected an op such as all_reduce, got " + text);
+    refuse("expected an op such as all_reduce, got " + quoted(text));
   }
   Algorithm algorithm_of(const std::string& text, Op op) const {
     for (int i = 1; i <= static_cast<int>(Algorithm::kOneshot); ++i) {
@@ -55,7 +56,7 @@ class Line {
       if (algorithm == Algorithm::kOneshot && op != Op::kAllReduce) refuse("only all_reduce has oneshot");
       return algorithm;
     }
-    refuse("expected direct, oneshot or ring, got " + text);
+    refuse("expected direct, oneshot or ring, got " + quoted(text));
   }
   std::uint64_t number(const std::string& text, const char* what, std::uint64_t least, std::uint64_t most) const {
     std::size_t used = 0;
@@ -66,7 +67,7 @@ class Line {
       used = 0;
     }
     if (used != text.size() || text[0] == '-' || value < least || value > most)
-      refuse(concat("expected ", what, " from ", least, " to ", most, ", got ", text));
+      refuse(concat("expected ", what, " from ", least, " to ", most, ", got ", quoted(text)));
     return value;
   }
   [[noreturn]] void refuse(const std::string& why) const {

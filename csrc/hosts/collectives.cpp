@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/error.h"
+#include "core/trace.h"
 
 namespace ringcomm::hosts {
 
@@ -68,7 +69,7 @@ void Collectives::run(const Call& call, WireClock::time_point limit) {
                     call.algorithm == Algorithm::kRing ? Between::kRing : topology_.in_order(),
                     averages ? ReduceOp::kAvg : combine_of(call.reduce_op),
                     averages ? topology_.world_size() : 1};
-  ++sequence_;
+  ++calls_;
   switch (call.op) {
     case Op::kAllReduce:
       return all_reduce(scope);
@@ -155,7 +156,7 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
   const Call& call = scope.call;
   Contract contract{};
   Signature& s = contract.signature;
-  s.sequence = sequence_;
+  s.sequence = calls_ - 1;
   s.history = history_;
   s.count = agreed_count(call, topology_.world_size());
   s.op = static_cast<std::uint8_t>(call.op);
@@ -177,6 +178,7 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
     }
     terms.push_back({peer, std::string(reinterpret_cast<const char*>(&contract), sizeof contract) + payload});
   }
+  const trace::Probe probe(trace::What::kAgree);
   std::vector<std::string> theirs = wire_->swap(terms, scope.limit, call.stream);
   for (std::size_t i = 0; i < theirs.size(); ++i) {
     if (theirs[i].size() != terms[i].mine.size() ||

@@ -13,6 +13,7 @@ class Collectives {
 
   const Topology& topology() const { return topology_; }
   const HostsOptions& options() const { return options_; }
+  std::uint64_t calls() const { return calls_; }
   // One at a time, in the order of the calls. Throws Error and WireFailure.
   void run(const Call& call, WireClock::time_point limit);
   // What this rank and a peer disagree about, in one sentence.
@@ -58,7 +59,7 @@ class Collectives {
   const HostsOptions options_;
   char* scratch_ = nullptr;
   std::size_t scratch_bytes_ = 0;
-  std::uint64_t sequence_ = 0;
+  std::uint64_t calls_ = 0;
   std::uint64_t history_ = 0;
 };
 

@@ -1,7 +1,5 @@
 #include "hosts/hosts_engine.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -9,8 +7,13 @@
 
 #include "core/check.h"
 #include "core/error.h"
+#include "core/forks.h"
+#include "core/interrupt.h"
+#include "core/journal.h"
+#include "core/trace.h"
 #include "core/work_queue.h"
 #include "hosts/collectives.h"
+#include "hosts/fate.h"
 #include "hosts/verified.h"
 
 namespace ringcomm {
@@ -18,10 +21,8 @@ namespace ringcomm {
 namespace hosts {
 namespace {
 
-// A reason that is another rank's error ends with the advice already.
-std::string with_advice(const std::string& reason) {
-  const char* const advice = "create a new communicator";
-  return reason.find(advice) == std::string::npos ? concat(reason, "; ", advice) : reason;
+ErrorCode code_of(const WireFailure& failure) {
+  return !failure.theirs.empty() ? ErrorCode::kMismatch : failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost;
 }
 
 class HostsEngine final : public Engine {
@@ -30,10 +31,18 @@ class HostsEngine final : public Engine {
       : local_(std::move(local)),
         wire_(std::move(wire)),
         collectives_(std::move(topology), local_, wire_, std::move(options)),
+        fate_(std::make_shared<Fate>(local_, concat("rank ", rank(), " on host ", name_of(rank())))),
         on_host_(local_->kind() == std::string("cpu")),
-        process_(getpid()),
-        queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); })) {
-    wire_->on_failure([this](const WireFailure& failure) { give_up(explain("a call in flight", failure)); });
+        forks_(forks_so_far()),
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); },
+                                           [this](const char* call) { interrupt(call); }, false)) {
+    wire_->on_wait([this](const char* call) {
+      if (!interrupted()) return false;
+      interrupt(call);
+      return true;
+    });
+    wire_->on_failure(
+        [this](const WireFailure& failure) { give_up(explain("a call in flight", failure), code_of(failure)); });
   }
   ~HostsEngine() override {
     if (forked()) {  // the threads are not here, and a lock may have been held when the process was copied
@@ -41,7 +50,8 @@ class HostsEngine final : public Engine {
       new std::shared_ptr<Wire>(wire_);
       return;
     }
-    if (!closed_.load() && !queue_->idle()) abort(concat("rank ", rank(), " went away with calls in flight"));
+    if (!closed_.load() && !queue_->idle())
+      abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
   }
 
@@ -54,14 +64,16 @@ class HostsEngine final : public Engine {
     std::vector<std::string> here;
     for (const int r : topology().ranks(topology().host())) here.push_back(handles.at(r));
     local_->connect(here);
+    origin_ = {group_number(handles), rank(), world_size(), -1};
   }
 
   int run(const Call& call) override {
     check(call);
     if (point_to_point(call.op)) {
+      const trace::CallSpan span(origin_, -1, call);
       const std::shared_ptr<Request> request = message(call);
       if (on_host_)
-        wait_for(call, *request);
+        request->wait(0);
       else
         request->join(call.stream);
       return call.op == Op::kRecv ? call.root : -1;
@@ -78,11 +90,11 @@ class HostsEngine final : public Engine {
     const std::lock_guard<std::mutex> lock(mutex_);
     call.stream = wire_->fork(call.stream);
     run_now(call);
-    const auto verify = [local = local_, op = call.op, who = concat(": rank ", rank(), " on host ", name_of(rank()))] {
-      if (local->aborted())
-        fail(ErrorCode::kAborted, name(op), who, " expected every rank of its host to do its part, got an abort: ",
-             local->why_aborted().empty() ? "another of them gave up" : local->why_aborted(),
-             "; create a new communicator");
+    const auto verify = [local = local_, op = call.op, who = ": " + fate_->who()] {
+      if (!local->aborted()) return;
+      const std::string why = local->why_aborted();  // first: it waits until somebody has said so
+      fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
+           why.empty() ? "another of them gave up" : why, "; create a new communicator");
     };
     return std::make_shared<Verified>(wire_->join(call, call.stream), verify);
   }
@@ -92,25 +104,21 @@ class HostsEngine final : public Engine {
   void* allocate(std::size_t nbytes) override { return local_->allocate(nbytes); }
   void release(void* data) override { local_->release(data); }
 
-  void abort(const std::string& reason) override {
+  void abort(const std::string& reason, ErrorCode code) override {
     if (forked()) return;
-    {
-      const std::lock_guard<std::mutex> lock(reason_mutex_);
-      if (reason_.empty()) reason_ = reason.empty() ? "no reason given" : reason;
-    }
-    local_->abort(reason);
+    fate_->seal(reason, code);
+    local_->abort(reason, code);
     wire_->abort();
   }
-  bool aborted() const override { return local_->aborted() || !why_aborted().empty(); }
-  std::string why_aborted() const override {
-    const std::lock_guard<std::mutex> lock(reason_mutex_);
-    return reason_.empty() ? local_->why_aborted() : reason_;
-  }
+  bool aborted() const override { return fate_->ended(); }
+  std::string why_aborted() const override { return fate_->why(); }
+  ErrorCode aborted_as() const override { return fate_->code(); }
   void set_timeout(std::int64_t timeout_ms) override { local_->set_timeout(timeout_ms); }
   std::int64_t timeout() const override { return local_->timeout(); }
 
   void close() override {
     if (forked() || closed_.exchange(true)) return;
+    fate_->close();
     queue_->stop();
     wire_->close();
     wire_->on_failure(nullptr);
@@ -128,7 +136,7 @@ class HostsEngine final : public Engine {
   const Topology& topology() const { return collectives_.topology(); }
   const std::string& name_of(int rank) const { return collectives_.options().names[topology().host_of(rank)]; }
 
-  bool forked() const { return getpid() != process_; }
+  bool forked() const { return forks_ != forks_so_far(); }
   void check(const Call& call) const {
     if (closed_.load(std::memory_order_relaxed))
       fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
@@ -138,72 +146,47 @@ class HostsEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
-    check_abort(call);
-  }
-  void check_abort(const Call& call) const {
-    if (!aborted()) return;
-    fail(ErrorCode::kAborted, name(call.op), ": rank ", rank(), " on host ", name_of(rank()),
-         " expected a working communicator, got one that was aborted: ", with_advice(why_aborted()));
+    fate_->check(call.op);
   }
 
   std::int64_t limit_of(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout(); }
   std::shared_ptr<Request> message(const Call& call);
-  void wait_for(const Call& call, Request& message);
-  void await_reason() const;
+  void interrupt(const char* call);
   void run_now(const Call& call);
   [[noreturn]] void report(const Call& call, const WireFailure& failure);
   void hear_of(const std::exception_ptr& error);
   std::string explain(const std::string& what, const WireFailure& failure) const;
-  void give_up(const std::string& reason) {
+  void give_up(const std::string& reason, ErrorCode code) {
     if (aborted())
       wire_->abort();  // a neighbour's abort ends no wait for another host
     else
-      abort(reason);
+      abort(reason, code);
   }
 
   const std::shared_ptr<Engine> local_;
   const std::shared_ptr<Wire> wire_;
   Collectives collectives_;
+  const std::shared_ptr<Fate> fate_;
   const bool on_host_;
+  trace::Origin origin_;
   std::atomic<bool> closed_{false};
   std::mutex mutex_;  // devices: one call is enqueued at a time
-  mutable std::mutex reason_mutex_;
-  std::string reason_;
-  const pid_t process_;
+  const int forks_;
   std::unique_ptr<WorkQueue> queue_;
 };
 
 // A message of the user's: within the host through its engine, to another host over the wire.
 std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   if (call.root == kAnySource)
-    fail(ErrorCode::kUnsupported, "recv: rank ", rank(), " on host ", name_of(rank()),
+    fail(ErrorCode::kUnsupported, "recv: ", fate_->who(),
          " asked for a message of any rank, which a communicator of several hosts cannot wait for; name the source");
-  if (topology().host_of(call.root) != topology().host()) {
-    auto message = wire_->message(call, limit_of(call));
-    if (on_host_) message->on_done([this](std::exception_ptr error) { hear_of(error); });  // a device's wire tells
-    return message;
-  }
+  const bool far = topology().host_of(call.root) != topology().host();
   Call inside = call;
-  inside.root = topology().local_of(call.root);
-  return local_->submit(std::move(inside));
-}
-
-void HostsEngine::wait_for(const Call& call, Request& message) {
-  try {
-    message.wait();
-  } catch (const Error& error) {
-    if (error.code() == ErrorCode::kAborted) {
-      await_reason();
-      check_abort(call);
-    }
-    throw;
-  }
-}
-
-// A rank that gives up says why, and then its connections end: its reason may still be on the way.
-void HostsEngine::await_reason() const {
-  constexpr int kLooks = 100;
-  for (int i = 0; i < kLooks && !aborted(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  if (!far) inside.root = topology().local_of(call.root);
+  auto message = far ? wire_->message(call, limit_of(call)) : local_->submit(std::move(inside));
+  if (!on_host_) return message;  // a device's wire tells
+  if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
+  return std::make_shared<Told>(std::move(message), fate_, call.op);
 }
 
 // A message that did not get through ends the communicator, as it does inside a host.
@@ -212,14 +195,20 @@ void HostsEngine::hear_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& each) {
-    if (each.code() == ErrorCode::kAborted) await_reason();
-    if (each.code() == ErrorCode::kTimeout || each.code() == ErrorCode::kAborted) give_up(each.what());
+    const bool lost = each.code() == ErrorCode::kAborted || each.code() == ErrorCode::kRankLost;
+    if (lost) fate_->await();
+    if (lost || each.code() == ErrorCode::kTimeout) give_up(each.what(), each.code());
   } catch (...) {
   }
 }
 
+void HostsEngine::interrupt(const char* call) {
+  abort(concat(fate_->who(), " was interrupted by a signal in ", call), ErrorCode::kAborted);
+}
+
 void HostsEngine::run_now(const Call& call) {
-  check_abort(call);
+  const trace::CallSpan span(origin_, static_cast<std::int64_t>(collectives_.calls()), call);
+  fate_->check(call.op);
   const std::int64_t limit_ms = limit_of(call);
   try {
     wire_->enter(call.stream);  // may refuse the stream, before anything has happened
@@ -232,28 +221,27 @@ void HostsEngine::run_now(const Call& call) {
   } catch (const WireFailure& failure) {
     report(call, failure);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::kAborted) check_abort(call);
-    give_up(error.what());
+    if (error.code() == ErrorCode::kAborted) fate_->check(call.op);
+    give_up(error.what(), error.code());
     throw;
   } catch (const std::exception& error) {  // such as no memory
-    give_up(concat(name(call.op), ": rank ", rank(), " on host ", name_of(rank()), " gave up: ", error.what()));
+    give_up(concat(name(call.op), ": ", fate_->who(), " gave up: ", error.what()), ErrorCode::kAborted);
     throw;
   }
 }
 
 // Ends the communicator for what the wire says, unless that follows from its end.
 void HostsEngine::report(const Call& call, const WireFailure& failure) {
-  if (!failure.late) await_reason();
-  check_abort(call);
+  if (!failure.late) fate_->await();
+  fate_->check(call.op);
   const std::string reason = explain(name(call.op), failure);
-  give_up(reason);
-  const bool differs = !failure.theirs.empty();
-  fail(differs ? ErrorCode::kMismatch : failure.late ? ErrorCode::kTimeout : ErrorCode::kAborted, reason);
+  give_up(reason, code_of(failure));
+  fail(code_of(failure), reason);
 }
 
 std::string HostsEngine::explain(const std::string& what, const WireFailure& failure) const {
   if (!failure.theirs.empty()) return collectives_.difference(failure.peer, failure.mine, failure.theirs);
-  const std::string here = concat(what, ": rank ", rank(), " on host ", name_of(rank()));
+  const std::string here = concat(what, ": ", fate_->who());
   const std::string peer =
       failure.peer < 0 ? "the other hosts" : concat("rank ", failure.peer, " on host ", name_of(failure.peer));
   return concat(here, failure.late ? " waited in vain for " : " lost ", peer, " over ", wire_->kind(), " (",

@@ -44,7 +44,7 @@ void Collectives::all_gather(const Scope& scope) {
 // On the root's host everybody gets all of it, and sends its lanes on; on the others the lanes are put together.
 void Collectives::broadcast(const Scope& scope) {
   const Call& call = scope.call;
-  const int hosts = topology_.num_hosts(), here = topology_.local_world_size();
+  const int here = topology_.local_world_size();
   const int root_host = topology_.host_of(call.root);
   const bool with_root = root_host == topology_.host(), is_root = call.root == topology_.rank();
   const Cut cut(topology_, call.count, scope.element);
@@ -68,7 +68,7 @@ void Collectives::broadcast(const Scope& scope) {
                        return build_chain(topology_, drivers, root_host, part.data, part.count * scope.element);
                      }});
   }
-  if (hosts > 1) run_walks(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
+  run_walks(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
   if (!with_root) gather_inside(scope, cut, data);
 }
 

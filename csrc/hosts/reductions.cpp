@@ -5,12 +5,6 @@
 
 namespace ringcomm::hosts {
 
-namespace {
-
-std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
-
-}  // namespace
-
 // The sums of this host's ranks over what this one drives, in `sums` at their places in the message.
 void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums) {
   Call call = local_call(scope, Op::kReduceScatter);

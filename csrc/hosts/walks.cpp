@@ -3,14 +3,11 @@
 #include <algorithm>
 
 #include "core/parts.h"
+#include "core/trace.h"
 
 namespace ringcomm::hosts {
 
 namespace {
-
-constexpr std::size_t kAlign = 64;
-
-std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, kAlign) * kAlign; }
 
 // `joined`: neighbouring memory goes as one message. Both ends must join the same messages: memory says so alone where
 // it is laid out alike on both.
@@ -267,22 +264,35 @@ void compute(Engine& local, const LocalSteps& steps) {
 // A walk under way, and how far it is.
 class Underway {
  public:
-  Underway(Engine& local, Walk walk, std::unique_ptr<WireWalk> wire)
-      : local_(local), walk_(std::move(walk)), wire_(std::move(wire)) {}
+  Underway(Engine& local, Walk walk, std::unique_ptr<WireWalk> wire, int lane, std::size_t window)
+      : local_(local),
+        walk_(std::move(walk)),
+        wire_(std::move(wire)),
+        lane_(lane),
+        window_(static_cast<std::int64_t>(window)) {}
 
   void start(int round) {
-    compute(local_, walk_[round].before);
-    wire_->start(round);
+    traced(trace::What::kCompute, round, [&] { compute(local_, walk_[round].before); });
+    traced(trace::What::kStartMessages, round, [&] { wire_->start(round); });
   }
   void finish(int round) {
-    wire_->finish(round);
-    compute(local_, walk_[round].after);
+    traced(trace::What::kWaitMessages, round, [&] { wire_->finish(round); });
+    traced(trace::What::kCompute, round, [&] { compute(local_, walk_[round].after); });
   }
 
  private:
+  template <typename Do>
+  void traced(trace::What what, int round, const Do& act) const {
+    trace::Probe probe(what, -1, window_);
+    probe.at_round(round, lane_);
+    act();
+  }
+
   Engine& local_;
   const Walk walk_;
   const std::unique_ptr<WireWalk> wire_;
+  const int lane_;
+  const std::int64_t window_;
 };
 
 }  // namespace
@@ -311,8 +321,8 @@ void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, ch
         std::vector<Round> messages;
         for (const WalkRound& each : built) messages.push_back(each.messages);
         const int place = lists[i].lane * kSlots + static_cast<int>(slot);
-        walk =
-            std::make_unique<Underway>(local, std::move(built), wire.open(place, std::move(messages), limit, stream));
+        walk = std::make_unique<Underway>(local, std::move(built), wire.open(place, std::move(messages), limit, stream),
+                                          lists[i].lane, window);
       } else {
         walk->finish(round - 1);
       }

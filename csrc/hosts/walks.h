@@ -16,6 +16,9 @@ namespace ringcomm::hosts {
 
 inline constexpr int kSlots = kSlicing.slots;  // walks of a lane that are under way at once
 
+// Room for so many bytes, such that what follows begins on a line of the cache.
+inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
+
 // What this rank computes by itself, in order.
 using LocalSteps = std::vector<std::variant<Packing, Combining>>;
 

@@ -17,17 +17,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ringcomm.arguments import COMMUNICATOR, FLAG, expects, number
 from ringcomm.communicator import Communicator
 from ringcomm.context.blocks import FLOATS, Kernel, kernel_for, merge, wide_type, with_dense_rows
 from ringcomm.context.ring import Link, Sums
 from ringcomm.context.sequence import Block, block_of, check_layout
 from ringcomm.errors import DeviceError, DtypeError, ShapeError
+from ringcomm.parallel.arguments import TENSOR
 
 CALL = "ring_attention"
 _Met = tuple[int, torch.Tensor, torch.Tensor, Block | None]
 """A rank, its keys and values, and what of them this rank's queries meet."""
 
 
+@expects(CALL, q=TENSOR, k=TENSOR, v=TENSOR, comm=COMMUNICATOR, causal=FLAG, scale=number(), overlap=FLAG)
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ringcomm.arguments import FLAG, expects
 from ringcomm.communicator import Communicator
 from ringcomm.context.attention import ring_attention
 from ringcomm.context.sequence import check_layout
@@ -22,6 +23,7 @@ _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_t
 """What runs backward, and what it calls the gradient of its outputs."""
 
 
+@expects(CALL, overlap=FLAG)
 @contextmanager
 def context_parallel(comm: Communicator, *, layout: str = "zigzag", overlap: bool = True) -> Iterator[None]:
     """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of this thread is `ring_attention` over ``comm``.

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ringcomm.arguments import COMMUNICATOR, expects, whole
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.errors import InvalidArgumentError, ShapeError, shown
+from ringcomm.parallel.arguments import DEVICE, TENSOR
 
 LAYOUTS = ("zigzag", "contiguous")
+DIM = whole(-(1 << 31), 1 << 31, "a dimension")
 
 
 class Block(NamedTuple):
@@ -52,9 +55,9 @@ def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> 
 
 def check_layout(layout: str, call: str, rank: int) -> None:
     """Raises InvalidArgumentError for a layout that does not exist."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got layout={layout!r}, expected one of {', '.join(LAYOUTS)}; pass one of these"
+            f"{call}: rank {rank} got layout={shown(layout)}, expected one of {', '.join(LAYOUTS)}; pass one of these"
         )
 
 
@@ -67,6 +70,7 @@ def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[i
     return [(rank * chunk, chunk), ((2 * world_size - 1 - rank) * chunk, chunk)]
 
 
+@expects("shard_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)
 def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
     """This rank's part of a sequence that every rank has whole.
 
@@ -88,6 +92,7 @@ def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: st
     return torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
 
 
+@expects("gather_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)
 def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
     """The whole sequence, in order, from every rank's part; a collective.
 
@@ -112,6 +117,7 @@ def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: s
     return _Gather.apply(x, comm, dim, layout)
 
 
+@expects("positions", length=whole(), comm=COMMUNICATOR, device=DEVICE)
 def positions(
     length: int, comm: Communicator, layout: str = "zigzag", device: torch.device | str | None = None
 ) -> torch.Tensor:

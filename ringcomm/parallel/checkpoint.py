@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.arguments import PATH, expects
 from ringcomm.errors import UnsupportedError
+from ringcomm.parallel.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.parallel.checkpoint_files import Source, Written, beside, finish, write
 from ringcomm.parallel.checkpoint_loading import Loading
 from ringcomm.parallel.checkpoint_parts import flat_of
@@ -36,6 +38,7 @@ from ringcomm.parallel.checkpoint_state import Saving
 from ringcomm.parallel.checkpoint_world import World
 
 
+@expects("save", path=PATH, model=MODULE, optimizer=OPTIMIZER)
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any
 ) -> None:
@@ -72,6 +75,7 @@ def save(
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@expects("load", path=PATH, model=MODULE, optimizer=OPTIMIZER)
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def load(
     return loading.extra
 
 
+@expects("export", path=PATH, file=PATH, dtype=DTYPE)
 def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
     """Writes a checkpoint's parameters and buffers as one safetensors file; in one process, without a communicator.
 

@@ -16,7 +16,6 @@ import json
 import math
 import mmap
 import os
-import pickle
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -38,7 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError
+from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
+from ringcomm.parallel.checkpoint_metadata import read_metadata
 from ringcomm.parallel.layout import up
 from ringcomm.parallel.part import PLAIN
 from ringcomm.parallel.part import Part as Cut
@@ -322,23 +322,24 @@ class Source:
             raise self._wrong(f"no checkpoint in {path} ({error.strerror})", "one that was saved there") from error
         self.checksums = self._read_checksums()
         self.has_checksums = bool(self.checksums)
-        if self.checksums.get(METADATA, {"0": zlib.crc32(raw)})["0"] != zlib.crc32(raw):
+        if self.has_checksums and self.checksums.get(METADATA) != {"0": zlib.crc32(raw)}:
             raise self._damaged(METADATA, "another checksum")
         try:
-            self.metadata: Metadata = pickle.loads(raw)
+            self.metadata: Metadata = read_metadata(raw)
             self.paths: dict[str, Names] = {
                 name: (self.metadata.planner_data or {}).get(name, (name,))
                 for name in self.metadata.state_dict_metadata
             }
         except Exception as error:
-            raise self._damaged(METADATA, f"{type(error).__name__}") from error
+            raise self._damaged(METADATA, f"{type(error).__name__}: {one_line(error)}") from error
 
     def _read_checksums(self) -> dict[str, dict[str, int]]:
         file = self.path / CHECKSUMS
         if not file.exists():
             return {}
         try:
-            return dict(json.loads(file.read_text())["crc32"])
+            found = json.loads(file.read_bytes())["crc32"]
+            return {name: {str(at): int(sum_) for at, sum_ in sums.items()} for name, sums in found.items()}
         except Exception as error:
             raise self._damaged(CHECKSUMS, f"{type(error).__name__}") from error
 
@@ -407,6 +408,9 @@ class Source:
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor."""
         facts = self.metadata.state_dict_metadata[name]
+        missing = math.prod(facts.size) - sum(math.prod(chunk.sizes) for chunk in facts.chunks)
+        if missing > 0:
+            raise self._damaged(name, f"{missing} elements are missing")
         whole = torch.empty(facts.size, dtype=facts.properties.dtype)
         self.read(parts_of(name, whole.shape, whole))
         return whole

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.arguments import FLAG, expects
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.parallel.arguments import NORM, PARAMETERS
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.norm import total_norm
 from ringcomm.parallel.part import refuse_parts
 
 
+@expects("clip_grad_norm_", parameters=PARAMETERS, max_norm=NORM, norm_type=NORM, error_if_nonfinite=FLAG, foreach=FLAG)
 def clip_grad_norm_(
     parameters: nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ringcomm.arguments import FLAG, TEXT, Wanted, a, expects, several
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh
+from ringcomm.parallel.arguments import ATOM, MODULE, RANKS
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
@@ -33,7 +35,7 @@ from ringcomm.parallel.module_state import keep_state_of
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
 from ringcomm.parallel.precision import MixedPrecision, precision_of
-from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
+from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh, refuse_no_mesh
 from ringcomm.parallel.unit import Unit
 
 if TYPE_CHECKING:
@@ -199,6 +201,7 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
     return [each._ringcomm_composed.unit for each in modules]
 
 
+@expects("register_forward_method", module=MODULE, name=TEXT)
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Lets another method of a module of `fully_shard` bring the parameters as ``forward`` does, such as "encode".
 
@@ -211,8 +214,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         raise InvalidArgumentError(
-            f"register_forward_method: got {name!r}, which {type(module).__name__} does not have, expected a method's "
-            "name; pass one"
+            f"register_forward_method: got {shown(name)}, which {type(module).__name__} does not have, expected a "
+            "method's name; pass one"
         )
     unit = module._ringcomm_composed.unit
 
@@ -229,6 +232,21 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 # ---- the call ----------------------------------------------------------------------------------------------------
 
 
+def _modules(value: Any) -> Any:
+    found = [value] if isinstance(value, nn.Module) else list(value)
+    if not found or not all(isinstance(each, nn.Module) for each in found):
+        raise ValueError("there is no module")
+    return value if isinstance(value, nn.Module) else found
+
+
+@expects(
+    "fully_shard",
+    module=Wanted("a torch.nn.Module or a list of them", _modules),
+    ignored_params=several("parameters", a("", nn.Parameter)),
+    comm=RANKS,
+    atom=ATOM,
+    broadcast_buffers=FLAG,
+)
 def fully_shard(
     module: _M,
     *,
@@ -310,8 +328,8 @@ def _reshard(asked: Any) -> bool | None:
     if asked is None or isinstance(asked, bool):
         return asked
     raise UnsupportedError(
-        f"fully_shard: got reshard_after_forward={asked!r}, expected True, False or None; between forward and backward "
-        "parameters are whole or in all ranks' shards"
+        f"fully_shard: got reshard_after_forward={shown(asked)}, expected True, False or None; between forward and "
+        "backward parameters are whole or in all ranks' shards"
     )
 
 
@@ -319,8 +337,8 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"fully_shard: got {name}={value!r}, expected None; parameters are cut by the flat layout, over one or "
-                "two axes of a mesh"
+                f"fully_shard: got {name}={shown(value)}, expected None; parameters are cut by the flat layout, "
+                "over one or two axes of a mesh"
             )
 
 
@@ -410,8 +428,8 @@ def _host(policy: Any) -> torch.device | None:
     if policy is None or policy is False or "OffloadPolicy" in names:
         return None
     raise InvalidArgumentError(
-        f"fully_shard: got offload_policy={policy!r}, expected None, True or torch's CPUOffloadPolicy; pass one of "
-        "these"
+        f"fully_shard: got offload_policy={shown(policy)}, expected None, True or torch's CPUOffloadPolicy; pass one "
+        "of these"
     )
 
 
@@ -428,6 +446,8 @@ def _ranks_for(
 
     if comm is not None and mesh is not None:
         raise InvalidArgumentError("fully_shard: got both comm and mesh, expected one of them; leave one out")
+    if mesh is not None:
+        refuse_no_mesh(mesh, "fully_shard")
     source: tuple[Any, ...] = ()
     if comm is not None:
         source = comm if isinstance(comm, tuple) else (comm,)

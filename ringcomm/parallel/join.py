@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ringcomm.arguments import FLAG, expects
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.parallel.arguments import MODULE
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.ranks import exchange
@@ -33,6 +35,7 @@ PHASES = ("forward", "backward", "step", "clip", "zero_grad")
 SENDS_MORE = ("step", "clip")  # with a message of its own
 
 
+@expects("join", model=MODULE, divide_by_initial_world_size=FLAG, enable=FLAG, throw_on_early_termination=FLAG)
 @contextmanager
 def join(
     model: nn.Module,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 
 ALIGN_BYTES = 128
 """A segment and a shard begin at a multiple: no vector instruction of an optimizer straddles a cut, so that its bits do
@@ -158,8 +158,8 @@ def _atom_of(spec: Spec, atom: Atom) -> int:
     if isinstance(atom, int) and atom > 0:
         return atom
     raise InvalidArgumentError(
-        f"layout: got atom={atom!r} for {spec.name}, expected 'element', 'row', 'tensor' or a number of elements; pass "
-        "one of these"
+        f"layout: got atom={shown(atom)} for {spec.name}, expected 'element', 'row', 'tensor' or a number of elements; "
+        "pass one of these"
     )
 
 

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.arguments import expects, whole
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.arguments import MODULE, OPTIMIZER, STAGE
 from ringcomm.parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
-from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.parallel.optimizer import is_elementwise
 from ringcomm.parallel.optimizer_size import state_nbytes
@@ -69,6 +71,7 @@ class Memory:
         return "\n".join(f"{name:<12}{nbytes / 2**20:>12.3f} MiB" for name, nbytes in rows)
 
 
+@expects("memory", model=MODULE, optimizer=OPTIMIZER)
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
     """Bytes that this rank holds now, from the buffers themselves; a plain model's too.
 
@@ -135,6 +138,9 @@ class Plan:
             reshard_after_forward, broadcast_buffers, as of `ringcomm.shard`. A sharded model has its own.
     """
 
+    @expects(
+        "predict", model=MODULE, stage=STAGE, world_size=whole(1, 1 << 31), optimizer=OPTIMIZER, accumulation=whole(1)
+    )
     def __init__(
         self,
         model: nn.Module,
@@ -148,11 +154,6 @@ class Plan:
         background: bool | None = None,
         **plain: Any,
     ) -> None:
-        if stage not in range(LAST_STAGE + 1) or world_size < 1:
-            raise InvalidArgumentError(
-                f"predict: got stage={stage!r} and world_size={world_size!r}, expected a stage from 0 to 3 and "
-                "at least one rank; pass these"
-            )
         flat = flat_model_of(model)
         if flat is not None and plain:
             raise InvalidArgumentError(

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.arguments import expects, that
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.parallel.part import refuse_parts
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -38,13 +39,19 @@ class MixedPrecision:
     master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("param_dtype", FLOATS), ("reduce_dtype", WIRES), ("master_dtype", FLOATS)):
+        kinds = {"param_dtype": FLOATS, "reduce_dtype": WIRES, "output_dtype": FLOATS, "master_dtype": FLOATS}
+        for name, known in kinds.items():
             value = getattr(self, name)
-            if value is not None and value not in known:
+            if value is not None and not (isinstance(value, torch.dtype) and value in known):
+                got = value if isinstance(value, torch.dtype) else shown(value)
                 raise InvalidArgumentError(
-                    f"MixedPrecision: got {name}={value}, expected one of {', '.join(map(str, known))}; pass one of "
-                    "these"
+                    f"MixedPrecision: got {name}={got}, expected one of {', '.join(map(str, known))}; pass one of these"
                 )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise InvalidArgumentError(
+                f"MixedPrecision: got cast_forward_inputs={shown(self.cast_forward_inputs)}, expected True or False; "
+                "pass one"
+            )
 
     def types_of(self, dtype: torch.dtype) -> Types:
         """The types of a parameter of ``dtype``."""
@@ -77,7 +84,7 @@ def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
         return policy
     if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
         raise InvalidArgumentError(
-            f"{call}: got {argument}={policy!r}, expected ringcomm.MixedPrecision or a policy of torch's; pass one"
+            f"{call}: got {argument}={shown(policy)}, expected ringcomm.MixedPrecision or a policy of torch's; pass one"
         )
     if getattr(policy, "buffer_dtype", None) is not None:
         raise UnsupportedError(
@@ -105,6 +112,7 @@ class GradScaler(torch.amp.GradScaler):
     refuses it there.
     """
 
+    @expects("GradScaler", device=that("a kind of device, such as 'cpu'", lambda kind: torch.device(kind).type == kind))
     def __init__(self, device: str = "cpu", *args: Any, **kwargs: Any) -> None:
         super().__init__(device, *args, **kwargs)
 

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ringcomm.arguments import FUNCTION, INTEGER, TEXT, expects, number, whole
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.arguments import DEVICE, MODULE, TENSOR
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -36,18 +38,17 @@ Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
+@expects("key", seed=INTEGER, name=TEXT, index=INTEGER)
 def key(seed: int, name: str, index: int = 0) -> int:
     """64 bits from a seed, a name and an index: the same in every process and version, different for any difference.
 
     Args:    index: such as the step, or the number of a micro-batch.
     """
-    for what, value, kind in (("seed", seed, int), ("name", name, str), ("index", index, int)):
-        if not isinstance(value, kind):
-            raise InvalidArgumentError(f"key: expected {what} of {kind.__name__}, got {value!r}; pass that")
-    text = f"{int(seed)}/{int(index)}/{name}".encode()
+    text = f"{seed}/{index}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"ringcomm").digest(), "little")
 
 
+@expects("generator", seed=INTEGER, name=TEXT, index=INTEGER, device=DEVICE)
 def generator(seed: int, name: str, index: int = 0, device: Any = "cpu") -> torch.Generator:
     """A generator of torch of its own for (seed, name, index), where a function of torch asks for one.
 
@@ -75,6 +76,7 @@ def _upper(product: torch.Tensor) -> torch.Tensor:
     return (product >> 32) & _MASK
 
 
+@expects("words", key=whole(0, (1 << 64) - 1), start=whole(), count=whole(), stream=whole(), device=DEVICE)
 def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = None) -> torch.Tensor:
     """Words start to start + count - 1 of a stream, each uniform over 32 bits.
 
@@ -92,6 +94,7 @@ def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = N
 # ---- distributions -----------------------------------------------------------------------------------------------
 
 
+@expects("uniform_", tensor=TENSOR, seed=INTEGER, name=TEXT, start=whole(), low=number(), high=number())
 def uniform_(
     tensor: torch.Tensor, seed: int, name: str, start: int = 0, *, low: float = 0.0, high: float = 1.0
 ) -> torch.Tensor:
@@ -113,6 +116,7 @@ def uniform_(
     return _fill("uniform_", tensor, key(seed, name), start, draw)
 
 
+@expects("normal_", tensor=TENSOR, mean=number(), std=number(), seed=INTEGER, name=TEXT, start=whole())
 def normal_(tensor: torch.Tensor, mean: float, std: float, seed: int, name: str, start: int = 0) -> torch.Tensor:
     """Fills ``tensor`` with normal numbers, by inversion: one word (float64: two) for each, none beyond 6.4 (8.3) std.
 
@@ -140,7 +144,7 @@ def _bits(words_of: Words, bits: int) -> torch.Tensor:
 def _fill(
     call: str, tensor: torch.Tensor, key: int, start: int, draw: Callable[[Words, bool], torch.Tensor]
 ) -> torch.Tensor:
-    _check(call, tensor, start)
+    _check(call, tensor)
     wide, in_place = tensor.dtype == torch.float64, tensor.is_contiguous()
     with torch.no_grad():
         target = tensor.view(-1) if in_place else tensor.new_empty(tensor.numel())
@@ -157,7 +161,7 @@ def _chunks(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield begin, flat[begin : begin + _CHUNK]
 
 
-def _check(call: str, tensor: torch.Tensor, start: int) -> None:
+def _check(call: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         raise InvalidArgumentError(f"{call}: got {tensor.dtype}, expected a floating point type; convert afterwards")
     if tensor.is_meta:
@@ -166,10 +170,6 @@ def _check(call: str, tensor: torch.Tensor, start: int) -> None:
         raise InvalidArgumentError(
             f"{call}: got a {type(tensor).__name__}, expected an ordinary tensor; pass its to_local(), and its place "
             "in the whole"
-        )
-    if start < 0:
-        raise InvalidArgumentError(
-            f"{call}: got position {start}, expected 0 or more; count from the whole's beginning"
         )
 
 
@@ -246,6 +246,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 # ---- dropout -----------------------------------------------------------------------------------------------------
 
 
+@expects("dropout", x=TENSOR, p=number(0, 1, "0 to 1"), seed=INTEGER, name=TEXT, offset=whole(), index=INTEGER)
 def dropout(x: torch.Tensor, p: float, seed: int, name: str, offset: int = 0, *, index: int = 0) -> torch.Tensor:
     """Sets elements of ``x`` to zero with probability ``p``, and scales the others by 1 / (1 - p).
 
@@ -258,9 +259,7 @@ def dropout(x: torch.Tensor, p: float, seed: int, name: str, offset: int = 0, *,
     Cost:    the mask is drawn again in backward: nothing is kept in between.
     Returns: a new tensor; ``x`` itself where ``p`` is 0.
     """
-    _check("dropout", x, offset)
-    if not 0 <= p <= 1:
-        raise InvalidArgumentError(f"dropout: got p={p!r}, expected 0 to 1; pass a probability")
+    _check("dropout", x)
     return x if p == 0 else _Dropout.apply(x, float(p), key(seed, name, index), offset)
 
 
@@ -347,6 +346,7 @@ Rule = Callable[[str, nn.Parameter, nn.Module], "Values | None"]
 """From a parameter's name, itself and the module that has it to what it starts with; None: as its module does it."""
 
 
+@expects("init_parameters", module=MODULE, seed=INTEGER, fn=FUNCTION, prefix=TEXT)
 def init_parameters(module: nn.Module, seed: int, fn: Rule | None = None, *, prefix: str = "") -> dict[str, Values]:
     """Fills every parameter of ``module``, each from the seed and its name alone.
 
@@ -365,7 +365,7 @@ def init_parameters(module: nn.Module, seed: int, fn: Rule | None = None, *, pre
         prefix + name: (p, _values(prefix + name, p, owner, local, fn)) for name, p, owner, local in _named(module)
     }
     for name, (p, _) in found.items():
-        _check(f"init_parameters of {name}", p, 0)
+        _check(f"init_parameters of {name}", p)
     for name, (p, values) in found.items():
         values.fill(p, seed, name)
     return {name: values for name, (_, values) in found.items()}

@@ -14,7 +14,7 @@ import torch
 
 from ringcomm.communicator import Communicator
 from ringcomm.devices import EMULATED
-from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
+from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, shown
 from ringcomm.rendezvous import beside
 
 if TYPE_CHECKING:
@@ -253,6 +253,10 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
     """
     import ringcomm
 
+    if group is not None and not hasattr(type(group), "_get_backend"):
+        raise InvalidArgumentError(
+            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, or None"
+        )
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return ringcomm.init(device=device)
@@ -265,6 +269,16 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
     return Communicator.from_process_group(group)
 
 
+def refuse_no_mesh(mesh: Any, call: str) -> None:
+    """Raises for what is no mesh, neither ours nor torch's."""
+    from ringcomm.mesh import Mesh
+
+    if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
+        raise InvalidArgumentError(
+            f"{call}: got mesh={shown(mesh)}, expected one of ringcomm.init_mesh, or a DeviceMesh; pass that"
+        )
+
+
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
     """The ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two, the first
     replicates and the second shards.
@@ -272,6 +286,7 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> R
     Raises: InvalidArgumentError: an axis along which the ranks have different parts of a model, or may have."""
     from ringcomm.mesh import Mesh
 
+    refuse_no_mesh(mesh, call)
     if isinstance(mesh, Mesh):
         unknown = [name for name in mesh.model_axes if name not in ("tp", "pp")]
         if unknown:

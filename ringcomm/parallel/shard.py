@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ringcomm.arguments import FLAG, POSITIVE, expects, one_of
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.arguments import ATOM, MODULE, OFFLOAD, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
-from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable, watch_optimizers
@@ -41,6 +42,20 @@ CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of r
 Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
+@expects(
+    "shard",
+    module=MODULE,
+    stage=STAGE,
+    comm=RANKS,
+    units=UNITS,
+    mixed_precision=PRECISION,
+    bucket_cap_mb=POSITIVE,
+    reshard_after_forward=FLAG,
+    broadcast_buffers=FLAG,
+    accumulation=one_of("sequential", "tree"),
+    atom=ATOM,
+    offload=OFFLOAD,
+)
 def shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -113,18 +128,6 @@ class _Wish:
     accumulation: str
     atom: Atom | None
     master_device: torch.device | None
-
-    def __post_init__(self) -> None:
-        if self.stage not in range(LAST_STAGE + 1):
-            raise InvalidArgumentError(f"shard: got stage={self.stage!r}, expected 0, 1, 2 or 3; pass one of these")
-        if self.accumulation not in ("sequential", "tree"):
-            raise InvalidArgumentError(
-                f"shard: got accumulation={self.accumulation!r}, expected 'sequential' or 'tree'; pass one of these"
-            )
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise InvalidArgumentError(
-                f"shard: got bucket_cap_mb={self.bucket_cap_mb}, expected more than 0; pass MiB, or None"
-            )
 
     def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
         """What ranks must agree on, a line for each argument."""
@@ -274,6 +277,7 @@ def _wrapped(module: nn.Module, call: str) -> FlatModel:
     return flat
 
 
+@expects("restage", module=MODULE, stage=STAGE)
 def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int) -> None:
     """Moves a sharded module and its optimizer's state to another stage, between two steps; a collective.
 
@@ -284,8 +288,6 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
              name different stages.
     """
     flat = _wrapped(module, "restage")
-    if stage not in range(LAST_STAGE + 1):
-        raise InvalidArgumentError(f"restage: got stage={stage!r}, expected 0, 1, 2 or 3; pass one of these")
     if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
         raise InvalidArgumentError(
             f"restage: rank {flat.ranks.rank} got an optimizer that is not the module's; pass what ringcomm.shard "
@@ -295,11 +297,13 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     flat.restage(stage)
 
 
+@expects("stage_of", module=MODULE)
 def stage_of(module: nn.Module) -> int:
     """The stage of a sharded module."""
     return _wrapped(module, "stage_of").stage
 
 
+@expects("no_sync", module=MODULE)
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
@@ -308,6 +312,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@expects("whole", module=MODULE, write=FLAG)
 @contextmanager
 def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
     """The parameters of a sharded module, or of a part of it, can be read inside; a collective.

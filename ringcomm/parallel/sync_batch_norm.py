@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ringcomm.arguments import COMMUNICATOR, FLAG, expects, number, or_none, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.parallel.ranks import communicator_of
 
 
@@ -33,6 +35,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     Raises:  InvalidArgumentError: an input of another shape, or one element in each channel on all ranks together.
     """
 
+    @expects(
+        "SyncBatchNorm",
+        num_features=whole(),
+        eps=number(0),
+        momentum=or_none(number()),
+        affine=FLAG,
+        track_running_stats=FLAG,
+        comm=COMMUNICATOR,
+        device=DEVICE,
+        dtype=DTYPE,
+    )
     def __init__(
         self,
         num_features: int,
@@ -75,6 +88,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
 
     @staticmethod
+    @expects("SyncBatchNorm", module=MODULE, comm=COMMUNICATOR)
     def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
         """The module with its BatchNorms, torch's SyncBatchNorms too, replaced by these; a collective.
 

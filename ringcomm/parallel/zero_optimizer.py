@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ringcomm.arguments import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
@@ -190,6 +191,13 @@ def _is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
     return torch.is_tensor(value) and key != "step" and value.shape == param.shape
 
 
+def _groups(params: Any) -> list[Any]:
+    found = several("", a("", torch.Tensor, dict, tuple)).take(params)
+    if isinstance(params, torch.Tensor) or any(isinstance(each, dict) and "params" not in each for each in found):
+        raise ValueError("these are none")
+    return found
+
+
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """An optimizer of ``optimizer_class`` over all ranks: each keeps a share of the state and makes its part of a step.
 
@@ -212,6 +220,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     _ready = False
 
+    @expects(
+        _CALL,
+        params=Wanted("parameters, or groups of them", _groups),
+        optimizer_class=that("a class of torch.optim", lambda kind: issubclass(kind, torch.optim.Optimizer)),
+        parameters_as_bucket_view=FLAG,
+        overlap_with_ddp=FLAG,
+        comm=COMMUNICATOR,
+    )
     def __init__(
         self,
         params: Iterable[Any],

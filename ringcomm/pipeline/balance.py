@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.parallel.partition import blocks_of
 
 BEFORE, BEHIND = "before", "behind"
@@ -39,8 +39,8 @@ def balance(
     names = [name for name, _ in blocks]
     if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= len(blocks):
         raise InvalidArgumentError(
-            f"balance: got {stages!r} stages for {len(blocks)} blocks, expected from 1 to one stage for each block; "
-            "ask for fewer, or name the modules to cut at"
+            f"balance: got {shown(stages)} stages for {len(blocks)} blocks, expected from 1 to one stage for each "
+            "block; ask for fewer, or name the modules to cut at"
         )
     loads = parameters(model, within) if seconds is None else seconds
     missing = [name for name in names if name not in loads]
@@ -192,7 +192,7 @@ def _blocks(model: nn.Module, within: str | None, call: str) -> list[tuple[str, 
         known = dict(model.named_modules())
         if within not in known:
             raise InvalidArgumentError(
-                f"{call}: got within={within!r}, which is no submodule, expected the one whose children are the "
+                f"{call}: got within={shown(within)}, which is no submodule, expected the one whose children are the "
                 "blocks; look at model.named_modules()"
             )
         children = known[within].named_children()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.pipeline.schedules import SCHEDULES, Action, Kind, Schedule
 
 Timed = tuple[Action, float, float]
@@ -55,7 +55,7 @@ def formula(name: str, p: int, m: int, v: int = 1) -> float | None:
     """
     if name not in SCHEDULES:
         raise InvalidArgumentError(
-            f"formula: expected a schedule of {', '.join(map(repr, SCHEDULES))}, got {name!r}; pass one of these"
+            f"formula: expected a schedule of {', '.join(map(repr, SCHEDULES))}, got {shown(name)}; pass one of these"
         )
     if m < p and (name == "zero-bubble" or v > 1):
         return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import nn
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.arguments import TEXT, Wanted, a, expects, several
+from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.pipeline.balance import balance
 
 
@@ -66,6 +68,13 @@ class Chain(nn.ModuleList):
         return result
 
 
+def _places(at: Any) -> Any:
+    if isinstance(at, bool):
+        raise ValueError("neither")
+    return int(at) if isinstance(at, Integral) else several("", TEXT).take(at)
+
+
+@expects("split", model=a("a torch.nn.Module", nn.Module), at=Wanted("names of submodules, or a number", _places))
 def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
     """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
 
@@ -89,7 +98,7 @@ def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
     for name in wanted:
         if name not in known or name == "":
             raise InvalidArgumentError(
-                f"split: got {name!r}, which is no submodule, expected names such as "
+                f"split: got {shown(name)}, which is no submodule, expected names such as "
                 f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
             )
     stage_of: dict[str, int] = {}

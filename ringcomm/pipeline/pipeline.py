@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ringcomm.arguments import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
@@ -26,7 +27,7 @@ from ringcomm.pipeline.deferred import Deferring, Store, backward
 from ringcomm.pipeline.local import About, Local, staged
 from ringcomm.pipeline.messages import Messages, Sent
 from ringcomm.pipeline.microbatches import cut_inputs, joined
-from ringcomm.pipeline.schedules import Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline.ties import Ties
 
 
@@ -41,6 +42,14 @@ class Evaluation(NamedTuple):
 
     output: Any
     loss: torch.Tensor | None
+
+
+def _stages(value: Any) -> Any:
+    if isinstance(value, Stages):
+        return value
+    if not len(value):
+        raise ValueError("there is none")
+    return several("", a("", nn.Module)).take(value)
 
 
 class Pipeline(nn.Module):
@@ -81,6 +90,16 @@ class Pipeline(nn.Module):
              is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
     """
 
+    @expects(
+        "Pipeline",
+        stages=Wanted("what split() gives, or a list of modules", _stages),
+        microbatches=whole(1, MOST, "a whole number of at least 1 and at most 2^20"),
+        schedule=a("the name of a schedule, or one", str, Schedule),
+        loss=FUNCTION,
+        reduction=one_of("mean", "sum"),
+        ties=one_of("sum", "exact"),
+        static_shapes=FLAG,
+    )
     def __init__(
         self,
         stages: Stages | Sequence[nn.Module],
@@ -99,11 +118,6 @@ class Pipeline(nn.Module):
             stages = split(Chain(stages), [str(number) for number in range(1, len(stages))])
         self.comm = comm
         self.schedule = _schedule(schedule, comm, microbatches, len(stages))
-        for name, value, known in (("reduction", reduction, ("mean", "sum")), ("ties", ties, ("sum", "exact"))):
-            if value not in known:
-                raise InvalidArgumentError(
-                    f"Pipeline: rank {comm.rank} got {name}={value!r}, expected {known[0]!r} or {known[1]!r}; pass one"
-                )
         self.microbatches, self.reduction, self._loss = self.schedule.microbatches, reduction, loss
         self.mine = self.schedule.stages_of(comm.rank)
         if staged(stages.model):

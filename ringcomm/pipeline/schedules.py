@@ -7,8 +7,12 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
+
+MOST = 1 << 20
+"""Ranks, chunks and micro-batches of a schedule, at most."""
 
 
 class Kind(enum.Enum):
@@ -99,8 +103,10 @@ def _peak(row: Iterable[Action]) -> int:
 
 def _positive(call: str, **counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InvalidArgumentError(f"{call}: expected {name} of at least 1, got {count!r}; pass a positive integer")
+        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= count <= MOST:
+            raise InvalidArgumentError(
+                f"{call}: expected {name} of at least 1, got {shown(count)}; pass a positive integer, at most 2^20"
+            )
 
 
 def _one_stage_each(name: str, world_size: int, rows: Iterable[Iterable[Action]], microbatches: int) -> Schedule:
@@ -219,9 +225,9 @@ def schedule_of(name: str, world_size: int, microbatches: int, chunks: int = 1) 
 
     Raises:  InvalidArgumentError where there is no such name, a number is below 1, or another schedule is given chunks.
     """
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         known = ", ".join(map(repr, SCHEDULES))
-        raise InvalidArgumentError(f"schedule_of: expected a schedule of {known}, got {name!r}; pass one of these")
+        raise InvalidArgumentError(f"schedule_of: expected a schedule of {known}, got {shown(name)}; pass one of these")
     _positive("schedule_of", chunks=chunks)
     if name == "interleaved":
         return interleaved(world_size, microbatches, chunks)

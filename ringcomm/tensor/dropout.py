@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ringcomm.arguments import COMMUNICATOR, expects, number, whole
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError
 
 
 class ShardedDropout(nn.Module):
@@ -21,10 +21,9 @@ class ShardedDropout(nn.Module):
         dim: along which the input is cut, in equal parts.
     """
 
+    @expects("ShardedDropout", p=number(0, 1, "0 to 1"), comm=COMMUNICATOR, dim=whole(-64, 64, "a dimension"))
     def __init__(self, p: float, comm: Communicator, dim: int) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
-            raise InvalidArgumentError(f"ShardedDropout: got p={p}, expected 0 to 1; pass a share of the elements")
         self.p, self.dim, self.rank, self.world_size = p, dim, comm.rank, comm.world_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divide
             warnings.warn(
                 f"parallelize: {name} has three times as many outputs as inputs and is cut as one; if it makes "
                 "queries, keys and values, its style is Colwise(parts=3)",
-                stacklevel=3,
+                stacklevel=4,
             )
         above = name.rpartition(".")[0]
         parent = module.get_submodule(above)
@@ -40,5 +40,5 @@ def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divide
                 f"parallelize: {above or 'the module'} has {counts[0]}={getattr(parent, counts[0])}, its {name} is "
                 "cut, and no style divides the heads; if it computes with that number, give it the style 'heads', else "
                 "'replicate'",
-                stacklevel=3,
+                stacklevel=4,
             )

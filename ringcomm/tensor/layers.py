@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ringcomm.arguments import FLAG, expects, several, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.arguments import DEVICE, DTYPE
 from ringcomm.parallel.part import Part
 from ringcomm.tensor import overlapped
 from ringcomm.tensor.regions import Region, f, f_bar, g, g_bar, gather, scatter
+
+DIM = whole(-64, 64, "a dimension")
+PARTS = several("a list of extents", whole(1))
 
 
 def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> Part:
@@ -59,6 +64,17 @@ def _parameter(whole: torch.Tensor, part: Part, length: int) -> nn.Parameter:
     p = nn.Parameter(take(whole.detach(), part, length), whole.requires_grad)
     p._ringcomm_part = part
     return p
+
+
+LINEAR = {
+    "in_features": whole(1),
+    "out_features": whole(1),
+    "bias": FLAG,
+    "sequence_dim": DIM,
+    "overlap": FLAG,
+    "device": DEVICE,
+    "dtype": DTYPE,
+}
 
 
 class _ParallelLinear(nn.Module):
@@ -110,6 +126,7 @@ class ColumnParallelLinear(_ParallelLinear):
              backward a reduce_scatter of its gradient.
     """
 
+    @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
         self,
         in_features: int,
@@ -218,6 +235,7 @@ class RowParallelLinear(_ParallelLinear):
              of its gradient.
     """
 
+    @expects("RowParallelLinear", input_is_parallel=FLAG, **LINEAR)
     def __init__(
         self,
         in_features: int,
@@ -286,6 +304,15 @@ class VocabParallelEmbedding(nn.Module):
     Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
     """
 
+    @expects(
+        "VocabParallelEmbedding",
+        num_embeddings=whole(1),
+        embedding_dim=whole(1),
+        padding_idx=whole(-(1 << 63)),
+        sequence_dim=DIM,
+        device=DEVICE,
+        dtype=DTYPE,
+    )
     def __init__(
         self,
         num_embeddings: int,

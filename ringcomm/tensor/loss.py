@@ -6,13 +6,22 @@ from typing import Any
 
 import torch
 
+from ringcomm.arguments import expects, number, one_of, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.parallel.arguments import TENSOR
 from ringcomm.tensor.regions import Region
 
-_REDUCTIONS = ("mean", "sum", "none")
 
-
+@expects(
+    "vocab_parallel_cross_entropy",
+    logits=TENSOR,
+    target=TENSOR,
+    vocabulary=whole(),
+    ignore_index=whole(-(1 << 63)),
+    reduction=one_of("mean", "sum", "none"),
+    label_smoothing=number(0, 1, "0 to 1"),
+)
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -43,16 +52,6 @@ def vocab_parallel_cross_entropy(
         raise ShapeError(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got logits of shape {tuple(logits.shape)} and a target of "
             f"{tuple(target.shape)}, expected one class for each row of logits; flatten both alike"
-        )
-    if reduction not in _REDUCTIONS:
-        raise InvalidArgumentError(
-            f"vocab_parallel_cross_entropy: rank {comm.rank} got reduction={reduction!r}, expected one of "
-            f"{_REDUCTIONS}; pass one of these"
-        )
-    if not 0 <= label_smoothing <= 1:
-        raise InvalidArgumentError(
-            f"vocab_parallel_cross_entropy: rank {comm.rank} got label_smoothing={label_smoothing}, expected 0 to 1; "
-            "pass a share"
         )
     width = logits.shape[-1]
     classes = width * comm.world_size if vocabulary is None else vocabulary

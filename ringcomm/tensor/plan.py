@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ringcomm.arguments import FLAG, expects, that
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
+from ringcomm.parallel.arguments import MODULE
 from ringcomm.parallel.part import part_of
 from ringcomm.tensor.dropout import ShardedDropout
 from ringcomm.tensor.hints import warn_of_forgotten
 from ringcomm.tensor.layers import (
+    DIM,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -50,6 +53,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@expects("parallelize", module=MODULE)
 def parallelize(
     module: nn.Module,
     plan: Mapping[str, str | Style] | None,
@@ -86,7 +90,7 @@ def parallelize(
     """
     region = Region.of(comm)
     try:
-        sites = _prepared(module, plan, region, sequence_dim, overlap)
+        sites = _prepared(module, region, plan, sequence_dim, overlap)
         asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap)).encode())
     except RingcommError:
         _agree(module, comm, -1)
@@ -143,12 +147,19 @@ class _Site:
             surround(self.found, region, dim)
 
 
+def _is_plan(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value)
+
+
+@expects(
+    "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG
+)  # in the place where the other ranks hear of a refusal
 def _prepared(
     module: nn.Module,
-    plan: Mapping[str, str | Style] | None,
     region: Region,
-    sequence_dim: int | None,
-    overlap: bool,
+    plan: Mapping[str, str | Style] | None = None,
+    sequence_dim: int | None = None,
+    overlap: bool = False,
 ) -> list[_Site]:
     """All that can be found wrong is found here; the module is as it was."""
     if overlap and sequence_dim is None:
@@ -245,14 +256,14 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
         found = [name for name in names if matches(pattern, name)]
         if not found:
             raise InvalidArgumentError(
-                f"parallelize: rank {rank} got {pattern!r}, which no module matches, expected names such as "
+                f"parallelize: rank {rank} got {shown(pattern)}, which no module matches, expected names such as "
                 f"{', '.join(map(repr, names[:4]))}; look at module.named_modules()"
             )
         for name in found:
             if name in chosen:
                 raise InvalidArgumentError(
-                    f"parallelize: rank {rank} got {name}, which both {by[name]!r} and {pattern!r} match, expected one "
-                    "style for each module; make the patterns narrower"
+                    f"parallelize: rank {rank} got {name}, which both {shown(by[name])} and {shown(pattern)} match, "
+                    "expected one style for each module; make the patterns narrower"
                 )
             chosen[name], by[name] = style, pattern
     return chosen
@@ -263,13 +274,13 @@ def _style(pattern: str, wish: Any, rank: int) -> Style:
         return wish
     if isinstance(wish, str) and wish in FOREIGN:
         raise UnsupportedError(
-            f"parallelize: rank {rank} got the style {wish!r} of transformers for {pattern!r}, which is not here, "
-            f"expected one of {', '.join(STYLES)}; pass a plan without it, what it names stays whole"
+            f"parallelize: rank {rank} got the style {shown(wish)} of transformers for {shown(pattern)}, which is "
+            f"not here, expected one of {', '.join(STYLES)}; pass a plan without it, what it names stays whole"
         )
     if not isinstance(wish, str) or wish not in STYLES:
         raise InvalidArgumentError(
-            f"parallelize: rank {rank} got the style {wish!r} for {pattern!r}, expected one of {', '.join(STYLES)}; "
-            "pass one of these, or an object of ringcomm.tensor.styles"
+            f"parallelize: rank {rank} got the style {shown(wish)} for {shown(pattern)}, expected one of "
+            f"{', '.join(STYLES)}; pass one of these, or an object of ringcomm.tensor.styles"
         )
     return STYLES[wish]
 
@@ -380,9 +391,9 @@ def _made(
     width = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
     multiple = width if isinstance(width, int) else 1
     if isinstance(style, Colwise):
-        parts = style.parts
+        parts, outputs = style.parts, form_of(found, region, name)[2]
         if isinstance(parts, int):
-            parts = [form_of(found, region, name)[2] // max(parts, 1)] * parts
+            parts = [outputs // max(parts, 1)] * min(parts, outputs + 1)
         alone = inside and not entered
         return ColumnParallelLinear.of(
             found, region, name, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
@@ -470,7 +481,7 @@ def _heads(site: _Site, region: Region) -> tuple[str, ...]:
         value = getattr(found, each, None)
         if type(value) is not int or value % region.world_size:
             raise InvalidArgumentError(
-                f"parallelize: rank {region.rank} got {name}.{each} = {value!r}, expected a multiple of the "
-                f"{region.world_size} ranks; use a number of ranks that divides it"
+                f"parallelize: rank {region.rank} got {name}.{shown(each)[1:-1]} = {shown(value)}, expected a multiple "
+                f"of the {region.world_size} ranks; use a number of ranks that divides it"
             )
     return names

@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 
+from ringcomm.arguments import expects, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
+from ringcomm.parallel.arguments import TENSOR
 
 
 class Region:
@@ -164,7 +166,9 @@ class _Operator(torch.autograd.Function):
         return _Operator.apply(grad, ctx.region, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
+@expects("tensor parallel", x=TENSOR, dim=whole(-64, 64, "a dimension"))
 def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
+    refuse_mesh(comm, "tensor parallel", "tp")
     if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):
         return x
     return _Operator.apply(x, Region.of(comm), dim, there, back)

@@ -18,7 +18,7 @@ void mismatch() {
       if (r == 1) data.resize(99);
       throws(ErrorCode::kMismatch, {"all_reduce", "rank 1", "#1", "99", "100", "same calls"}, "mismatch",
              [&] { run(*engines[r], all_reduce_of(data)); });
-      throws(ErrorCode::kAborted, {"all_reduce", "99"}, "after a mismatch",
+      throws(ErrorCode::kMismatch, {"all_reduce", "99"}, "after a mismatch",
              [&] { run(*engines[r], all_reduce_of(data)); });
       require(engines[r]->aborted(), "a mismatch ends the communicator");
     });
@@ -50,7 +50,7 @@ void absent() {
   require(timeouts >= 1, "an absent rank is a timeout");
   const OwnStream own;
   std::vector<float> data(100, 1.f);
-  throws(ErrorCode::kAborted, {"all_reduce: rank 2", "within 0.3 s"}, "who comes late",
+  throws(ErrorCode::kTimeout, {"expected rank 2", "within 0.3 s"}, "who comes late",
          [&] { run(*engines[2], all_reduce_of(data)); });
 }
 
@@ -220,10 +220,10 @@ void callbacks() {
   const auto lonely = engines[0]->submit(all_reduce_of(a, 0));
   lonely->on_done(count);
   while (badly < 1) std::this_thread::yield();
-  throws(ErrorCode::kAborted, {}, "a request that nobody joined", [&] { lonely->wait(); });
+  throws(ErrorCode::kTimeout, {}, "a request that nobody joined", [&] { lonely->wait(); });
   engines.clear();
   first->wait();
-  throws(ErrorCode::kAborted, {}, "after the engine", [&] { lonely->wait(); });
+  throws(ErrorCode::kTimeout, {}, "after the engine", [&] { lonely->wait(); });
 }
 
 std::vector<Section> sections() {

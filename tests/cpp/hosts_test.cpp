@@ -447,7 +447,7 @@ void mismatch() {
       run(engine, call_of(Op::kAllReduce, data.data(), data.data(), engine.rank() ? 99 : 100));
     } catch (const Error& error) {
       told += error.code() == ErrorCode::kMismatch &&
-              std::string(error.what()).find("rank 1 on host host1 made all_reduce #1 of 99") != std::string::npos;
+              std::string(error.what()).find("rank 1 on host host1 made all_reduce #0 of 99") != std::string::npos;
     }
   });
   require(told == 2, "a mismatch is told on both hosts");

@@ -79,8 +79,9 @@ inline void run_threads(int world_size, const RankFunction& function, const Engi
 }
 
 // Exchanges the handles through a page that the forked ranks share. Ends the program if a rank fails.
-inline void run_processes(int world_size, const RankFunction& function,
-                          const EngineOptions& options = short_timeout()) {
+// `dies`: a rank that a signal may end; until the others have ended nobody waits for it.
+inline void run_processes(int world_size, const RankFunction& function, const EngineOptions& options = short_timeout(),
+                          int dies = -1) {
   struct Entry {
     Flag ready;
     char handle[8192];
@@ -114,11 +115,14 @@ inline void run_processes(int world_size, const RankFunction& function,
     _exit(status);
   }
   bool failed = false;
-  for (const pid_t child : children) {
+  const auto reap = [&](int rank) {
     int status = 0;
-    waitpid(child, &status, 0);
-    failed = failed || status != 0;
-  }
+    waitpid(children[rank], &status, 0);
+    failed = failed || (rank == dies ? !WIFSIGNALED(status) : status != 0);
+  };
+  for (int r = 0; r < world_size; ++r)
+    if (r != dies) reap(r);
+  if (dies >= 0) reap(dies);
   munmap(entries, sizeof(Entry) * world_size);
   if (failed) {
     std::fprintf(stderr, "a rank failed\n");

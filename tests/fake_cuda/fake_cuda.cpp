@@ -128,7 +128,7 @@ class LoggingEngine final : public ringcomm::Engine {
   void combine(const ringcomm::Combining&) override {}
   void* allocate(std::size_t) override { return nullptr; }
   void release(void*) override {}
-  void abort(const std::string& reason) override { reason_ = reason, state.aborted = true; }
+  void abort(const std::string& reason, ringcomm::ErrorCode) override { reason_ = reason, state.aborted = true; }
   bool aborted() const override { return state.aborted; }
   void set_timeout(std::int64_t timeout_ms) override { note("timeout ", timeout_ms); }
   std::int64_t timeout() const override { return 0; }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-namespace ringcomm::cpu {
+namespace ringcomm {
 
 class SharedMemory {
  public:
@@ -29,6 +29,8 @@ class SharedMemory {
   int fd() const { return fd_; }
   // The mapping stays; nobody can open the segment any more.
   void close_fd();
+  // Takes the place of another one, of the same size, at its own addresses.
+  void become(SharedMemory other);
   // Gives the pages of a range back; they read as zeros afterwards.
   void discard(std::size_t offset, std::size_t nbytes);
 
@@ -40,4 +42,4 @@ class SharedMemory {
   int fd_ = -1;
 };
 
-}  // namespace ringcomm::cpu
+}  // namespace ringcomm

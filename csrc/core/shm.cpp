@@ -1,4 +1,4 @@
-#include "cpu/shm.h"
+#include "core/shm.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -11,7 +11,7 @@
 
 #include "core/error.h"
 
-namespace ringcomm::cpu {
+namespace ringcomm {
 
 namespace {
 
@@ -46,12 +46,12 @@ SharedMemory SharedMemory::create(const char* label, std::size_t nbytes) {
 SharedMemory SharedMemory::open(int pid, int fd, std::size_t nbytes) {
   const std::string path = concat("/proc/", pid, "/fd/", fd);
   SharedMemory memory;
-  memory.fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  memory.fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
   if (memory.fd_ < 0)
     fail(ErrorCode::kSystem, "opening the shared memory of process ", pid, " failed: ", std::strerror(errno),
          "; all ranks must run under one user in one PID namespace, and still be alive");
   struct stat info;
-  if (fstat(memory.fd_, &info) != 0 || static_cast<std::size_t>(info.st_size) < nbytes)
+  if (fstat(memory.fd_, &info) != 0 || !S_ISREG(info.st_mode) || static_cast<std::size_t>(info.st_size) < nbytes)
     fail(ErrorCode::kSystem, "file descriptor ", fd, " of process ", pid,
          " is not the announced shared memory; its process may have been replaced");
   memory.nbytes_ = nbytes;
@@ -65,6 +65,14 @@ void SharedMemory::close_fd() {
   fd_ = -1;
 }
 
+void SharedMemory::become(SharedMemory other) {
+  void* const data = mremap(other.data_, nbytes_, nbytes_, MREMAP_MAYMOVE | MREMAP_FIXED, data_);
+  if (data == MAP_FAILED)
+    fail(ErrorCode::kSystem, "moving ", nbytes_, " bytes of shared memory failed: ", std::strerror(errno));
+  other.data_ = nullptr;
+  std::swap(fd_, other.fd_);
+}
+
 void SharedMemory::discard(std::size_t offset, std::size_t nbytes) {
   fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
 }
@@ -75,4 +83,4 @@ void SharedMemory::swap(SharedMemory& other) noexcept {
   std::swap(fd_, other.fd_);
 }
 
-}  // namespace ringcomm::cpu
+}  // namespace ringcomm

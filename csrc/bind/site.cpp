@@ -1,0 +1,163 @@
+#include "bind/site.h"
+
+#include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <climits>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "core/interrupt.h"
+#include "core/site.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+
+namespace {
+
+constexpr std::size_t kMostSites = 1 << 14;  // a program that makes code at run time must not fill the memory
+
+struct Place {
+  PyCodeObject* code;
+  int instruction;
+  bool operator==(const Place& other) const { return code == other.code && instruction == other.instruction; }
+};
+struct HashPlace {
+  std::size_t operator()(const Place& place) const {
+    return reinterpret_cast<std::uintptr_t>(place.code) * 31 + static_cast<std::size_t>(place.instruction);
+  }
+};
+
+// Guarded by the GIL; never destroyed, as is what it points to.
+struct Sites {
+  std::unordered_map<Place, const char*, HashPlace> known;  // null: not the user's code
+  std::string package, torch;
+};
+Sites& sites() {
+  static auto* const all = new Sites;
+  return *all;
+}
+
+// A path as text; it need not be UTF-8.
+std::string utf8(const py::object& path) {
+  return py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(path.ptr(), "utf-8", "backslashreplace"));
+}
+
+// Such as "/lib/python3/site-packages/torch/"; empty if it is not there.
+std::string folder_of(const char* module) {
+  PyObject* const found = PyDict_GetItemString(PyImport_GetModuleDict(), module);  // borrowed
+  if (!found || !PyObject_HasAttrString(found, "__file__")) return {};
+  const py::object file = py::handle(found).attr("__file__");
+  if (!py::isinstance<py::str>(file)) return {};
+  const std::string path = utf8(file);
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+bool within(std::string_view path, const std::string& folder) {
+  return !folder.empty() && path.substr(0, folder.size()) == folder;
+}
+
+bool is_users(std::string_view path) {
+  Sites& all = sites();
+  if (all.package.empty()) all.package = folder_of("ringcomm");
+  if (all.torch.empty()) all.torch = folder_of("torch");
+  constexpr std::string_view kContexts = "/contextlib.py";
+  const bool context = path.size() > kContexts.size() && path.substr(path.size() - kContexts.size()) == kContexts;
+  return !within(path, all.package) && !within(path, all.torch) && !context && path.substr(0, 7) != "<frozen";
+}
+
+std::string shown(const std::string& path) {
+  std::array<char, PATH_MAX> here{};
+  if (!getcwd(here.data(), here.size())) return path;
+  const std::string folder = std::string(here.data()) + '/';
+  return within(path, folder) ? path.substr(folder.size()) : path;
+}
+
+const char* describe(PyFrameObject* frame, PyCodeObject* code) {
+  const py::object name =
+      py::reinterpret_steal<py::object>(PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_filename"));
+  if (!name) return PyErr_Clear(), nullptr;
+  const std::string path = utf8(py::str(name));
+  if (!is_users(path)) return nullptr;
+  const std::string text = shown(path) + ':' + std::to_string(PyFrame_GetLineNumber(frame));
+  return (new std::string(text))->c_str();
+}
+
+// Null: not the user's code.
+const char* site_of(PyFrameObject* frame) {
+  Sites& all = sites();
+  PyCodeObject* const code = PyFrame_GetCode(frame);
+#if PY_VERSION_HEX >= 0x030b0000
+  const Place place{code, PyFrame_GetLasti(frame)};
+#else
+  const Place place{code, PyFrame_GetLineNumber(frame)};
+#endif
+  const auto found = all.known.find(place);
+  if (found != all.known.end()) {
+    Py_DECREF(code);
+    return found->second;
+  }
+  if (all.known.size() >= kMostSites) {
+    Py_DECREF(code);
+    return "a place beyond the first ones";
+  }
+  const char* const text = describe(frame, code);
+  all.known.emplace(place, text);  // keeps the code alive: its address must not become another's
+  return text;
+}
+
+bool python_ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+const char* site_without_gil() {
+  if (python_ends()) return "";
+  if (!PyGILState_GetThisThreadState()) return "";  // a thread that has never been in Python
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_Occurred()) return "";  // a handler of a signal has raised
+  return python_site();
+}
+
+}  // namespace
+
+const char* python_site() {
+  PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  const char* site = nullptr;
+  while (frame) {
+    site = site_of(frame);
+    PyFrameObject* const outer = site ? nullptr : PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = outer;
+  }
+  return site ? site : "";
+}
+
+namespace {
+
+bool handles_signals() { return syscall(SYS_gettid) == getpid() && !python_ends() && PyGILState_GetThisThreadState(); }
+
+bool handle_signals() {
+  if (!handles_signals()) return false;
+  const py::gil_scoped_acquire acquire;
+  return PyErr_Occurred() || PyErr_CheckSignals() != 0;  // what it raised stays with this thread
+}
+
+}  // namespace
+
+void serve_python_threads() {
+  set_site_source(&site_without_gil);
+  static constexpr InterruptSource kSignals{&handles_signals, &handle_signals};
+  set_interrupt_source(&kSignals);
+}
+
+}  // namespace ringcomm

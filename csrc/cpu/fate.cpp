@@ -1,0 +1,347 @@
+// How a group waits, and how it ends: a peer is lost, comes too late, or calls something else.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+#include "core/interrupt.h"
+#include "core/site.h"
+#include "cpu/group.h"
+
+namespace ringcomm::cpu {
+
+namespace {
+
+constexpr auto kLookForSignals = std::chrono::milliseconds(25);
+constexpr int kMostNamed = 8;  // ranks in one message
+
+std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 && name[0] ? name : "this host";
+}
+
+void copy_text(char* to, std::size_t nbytes, const char* text) {
+  std::strncpy(to, text, nbytes - 1);
+  to[nbytes - 1] = '\0';
+}
+
+std::string in_brackets(const std::string& text) { return text.empty() ? text : concat(" (", text, ')'); }
+
+std::string place_of(const LoggedCall& call) {
+  std::string text = load_acquire(&call.stated) ? call.site : "";
+  if (call.step >= 0) text += concat(text.empty() ? "" : ", ", "step ", call.step);
+  return text;
+}
+
+}  // namespace
+
+// ---- waiting -------------------------------------------------------------------------------------------------------
+
+void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
+  if (load_acquire(flag) >= target) return;
+  Clock::time_point next{};
+  wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
+    wait_for(peer);
+    look_around(peer, deadline);
+    check_interrupt(*deadline.call, next);
+  });
+  wait_for(-1);
+}
+
+// Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits.
+void Group::look_around(int peer, const Deadline& deadline) const {
+  if (aborted()) {
+    state_call();
+    check_abort(*deadline.call);
+  }
+  compare_calls();
+  check_lost(*deadline.call);
+  if (deadline.passed()) too_late(peer, deadline);
+}
+
+// Throws if the call needs a rank that is gone.
+void Group::check_lost(const Call& call) const {
+  for (int other = 0; other < world_size_; ++other)
+    if (holds_up(other) && is_gone(other) && holds_up(other)) {  // looked at again: it may have ended the call before
+      const int lost = cause_of(other);
+      give_up(call, ErrorCode::kRankLost,
+              concat(call_here(), " expected ", named(lost), " in this call, but ", fate_of(lost), ", after ",
+                     last_call_of(lost), "; see its own output"));
+    }
+}
+
+// The others need not wait for a rank whose user has had enough.
+void Group::check_interrupt(const Call& call, Clock::time_point& next) const {
+  const auto now = Clock::now();
+  const bool first = next == Clock::time_point{};
+  if (!first && now < next) return;
+  next = now + kLookForSignals;  // whoever has the user's language may be busy: asking costs
+  if (first || !interrupted()) return;
+  interrupt(name(call.op));
+  raise_end(call.op);
+}
+
+void Group::interrupt(const char* call) const {
+  abort(concat(named(rank_), " was interrupted by a signal in ", call), ErrorCode::kAborted);
+}
+
+bool Group::holds_up(int peer) const { return peer != rank_ && load_acquire(&control(peer).ended.value) <= sequence_; }
+
+// Blames who has not come to this call; if all have, those that a signal has stopped; else the one that is waited for.
+void Group::too_late(int peer, const Deadline& deadline) const {
+  std::vector<int> late;
+  const auto gather = [&](const auto& is_late) {
+    if (late.empty())
+      for (int p = 0; p < world_size_; ++p)
+        if (p != rank_ && is_late(p)) late.push_back(p);
+  };
+  gather([&](int p) { return !has_begun(p, sequence_); });
+  gather([&](int p) { return holds_up(p) && is_stopped(p); });
+  gather([&](int p) { return p == peer; });
+  std::string text = concat(call_here(), " expected ");
+  const int named_ones = std::min<int>(static_cast<int>(late.size()), kMostNamed);
+  for (int i = 0; i < named_ones; ++i) {
+    const int p = late[i];
+    const std::string held = held_up_by(p);
+    text += concat(i ? " and " : "", named(p), held, held.empty() ? "" : ",", " in this call, got ",
+                   has_begun(p, sequence_) ? "no answer from it" : "only " + last_call_of(p));
+  }
+  if (static_cast<int>(late.size()) > named_ones) text += concat(" and ", late.size() - named_ones, " more");
+  text += concat(", within the timeout of ", deadline.timeout_ms / 1000.0,
+                 " s; see whether it has stalled or calls something else");
+  give_up(*deadline.call, ErrorCode::kTimeout, text);
+}
+
+// ---- who is where --------------------------------------------------------------------------------------------------
+
+void Group::begin_call(const Call& call, const Signature& signature) {
+  sequence_ = signature.sequence;
+  LoggedCall& entry = control().log[sequence_ % kLoggedCalls];
+  entry.signature = signature;
+  entry.step = step_now();
+  if (call.site) copy_end(entry.site, sizeof entry.site, call.site);
+  store_relaxed(&entry.stated, call.site != nullptr);
+  logged_ = (signature.hash() & ~0xffffull) | ((sequence_ + 1) & 0xffff);
+  store_release(&entry.hash, logged_);
+  store_release(&control().calls.value, sequence_ + 1);
+}
+
+// The place of a call that came without one, now that somebody wants to know.
+void Group::state_call() const {
+  LoggedCall& entry = control().log[sequence_ % kLoggedCalls];
+  if (!has_begun(rank_, sequence_) || load_relaxed(&entry.stated)) return;
+  copy_end(entry.site, sizeof entry.site, site_here());
+  store_release(&entry.stated, 1);
+}
+
+const LoggedCall& Group::logged(int peer, std::uint64_t sequence) const {
+  return control(peer).log[sequence % kLoggedCalls];
+}
+
+bool Group::has_begun(int peer, std::uint64_t sequence) const {
+  return load_acquire(&control(peer).calls.value) > sequence;
+}
+
+void Group::compare_calls() const {
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const std::uint64_t theirs = load_acquire(&logged(peer, sequence_).hash);
+    if (theirs == logged_ || (theirs & 0xffff) != (logged_ & 0xffff)) continue;  // the same, or not there, or gone on
+    differ();
+  }
+}
+
+std::string Group::named(int peer) const {
+  static const std::string host = host_name();
+  return concat("rank ", peer, " (process ", peers_[peer].pid, " on ", host, ')');
+}
+
+std::string Group::last_call_of(int peer) const {
+  const std::uint64_t calls = load_acquire(&control(peer).calls.value);
+  if (calls == 0) return "no call";
+  const LoggedCall& last = logged(peer, calls - 1);
+  const std::string place = place_of(last);
+  return concat(name(static_cast<Op>(last.signature.op)), " #", calls - 1, in_brackets(place));
+}
+
+// "all_reduce #7: rank 0 (train.py:88)"; calls count from 0.
+std::string Group::call_here() const {
+  state_call();
+  const LoggedCall& entry = logged(rank_, sequence_);
+  return concat(name(static_cast<Op>(entry.signature.op)), " #", sequence_, ": rank ", rank_,
+                in_brackets(place_of(entry)));
+}
+
+bool Group::is_gone(int peer) const {
+  if (peer == rank_ || !peers_[peer].segment) return false;
+  return load_acquire(&control(peer).left.value) != 0 || is_exited(peer);
+}
+
+std::string Group::fate_of(int peer) const {
+  return is_exited(peer) ? "its process has exited" : "it has closed its communicator";
+}
+
+int Group::cause_of(int gone) const {
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (is_exited(peer)) return peer;
+  return gone;
+}
+
+std::string Group::held_up_by(int peer) const {
+  std::string text;
+  for (int hops = 0; hops < world_size_; ++hops) {
+    if (is_stopped(peer)) return text + ", which is stopped by a signal";
+    const std::uint64_t next = load_acquire(&control(peer).waiting.value);
+    if (next == 0 || static_cast<int>(next - 1) == rank_) return text;
+    peer = static_cast<int>(next - 1);
+    text += concat(", which waits for ", named(peer));
+  }
+  return text;
+}
+
+void Group::leave() const { store_release(&control().left.value, 1); }
+
+Deadline Group::deadline(const Call& call) const {
+  return {&call, call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(std::memory_order_relaxed)};
+}
+
+void Group::ring_bell(int peer) const {
+  Control& c = control(peer);
+  if (load_after_store(&c.bell_sleepers.value) == 0) return;
+  fetch_add(&c.doorbell.value, 1);
+  futex_wake(&c.doorbell.value);
+}
+
+// ---- the end -------------------------------------------------------------------------------------------------------
+
+// Everyone is told first, and then why: whoever is waiting may have something to say about it.
+void Group::announce_end() const {
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (!peers_[peer].segment && peer != rank_) continue;
+    Control& c = peer == rank_ ? control() : control(peer);
+    if (!claim(&c.abort.value, 0, 1)) continue;
+    fetch_add(&c.doorbell.value, 1);
+    futex_wake(&c.doorbell.value);
+  }
+}
+
+// Who does not know rank 0 yet tells each rank by itself.
+void Group::pass(const std::string& reason, ErrorCode code) const {
+  const std::string text = reason.substr(0, reason.rfind("; the communicator is aborted"));  // goes with what is raised
+  const auto write = [&](Verdict& v) {
+    v.code = static_cast<std::uint32_t>(code);
+    copy_text(v.reason, sizeof v.reason, text.c_str());
+    store_release(&v.state, kPassed);
+  };
+  write(verdict());
+  if (peers_[0].segment) return;
+  for (int peer = 1; peer < world_size_; ++peer)
+    if (peer != rank_ && peers_[peer].segment && claim(&control(peer).verdict.state, 0, kWriters))
+      write(control(peer).verdict);
+}
+
+// Null: not passed yet.
+const Verdict* Group::passed() const {
+  for (const Verdict* v : {&verdict(), &control().verdict})
+    if (load_acquire(&v->state) == kPassed) return v;
+  return nullptr;
+}
+
+void Group::abort(const std::string& reason, ErrorCode code) const {
+  const bool first = claim_verdict(0);
+  announce_end();
+  if (first) pass(reason, code);
+}
+
+std::string Group::why_aborted() const {
+  if (!aborted()) return {};
+  for (int i = 0; i < 10000; ++i) {
+    if (const Verdict* v = passed()) return v->reason;
+    const std::uint64_t state = load_acquire(&verdict().state);
+    const int writer = static_cast<int>(state - kWriters);  // it writes next, unless it was killed in between
+    if (state >= kWriters && is_gone(writer) && claim_verdict(state))
+      pass(concat(named(writer), " gave up, and ", fate_of(writer), " before it said why"), ErrorCode::kRankLost);
+    usleep(100);
+  }
+  return "the reason was not told by the rank that gave up";
+}
+
+ErrorCode Group::aborted_as() const {
+  const Verdict* v = passed();
+  return v ? static_cast<ErrorCode>(v->code) : ErrorCode::kAborted;
+}
+
+void Group::check_abort(const Call& call) const {
+  if (aborted()) raise_end(call.op);
+}
+
+void Group::raise_end(Op op) const {
+  announce_end();  // whoever has told this rank may have died before it told the others
+  const std::string why = why_aborted();
+  const ErrorCode code = aborted_as();
+  const bool fewer = code == ErrorCode::kRankLost || code == ErrorCode::kTimeout;
+  if (code != ErrorCode::kAborted) fail(code, why, fewer ? kAdviceToShrink : kAdvice);
+  fail(code, name(op), ": rank ", rank_, " expected an open communicator, got an abort: ", why, kAdvice);
+}
+
+void Group::give_up(const Call& call, ErrorCode code, const std::string& message) const {
+  abort(message, code);
+  raise_end(call.op);
+}
+
+// The raising rank's buffers are its user's again once no peer is at work in them. False: one was stopped in the
+// middle, and may go on at any time.
+bool Group::await_hands_off() const {
+  for (int peer = 0; peer < world_size_; ++peer)
+    while (peer != rank_ && load_after_store(&control(peer).in_place.value) && !is_exited(peer)) {
+      if (is_stopped(peer)) return false;
+      usleep(100);
+    }
+  return true;
+}
+
+// ---- calls that differ ---------------------------------------------------------------------------------------------
+
+void Group::differ() const {
+  state_call();
+  const bool first = claim_verdict(0);
+  announce_end();
+  const LoggedCall& mine = logged(rank_, sequence_);
+  if (first) {
+    await_statements(sequence_);
+    std::uint64_t sequence = sequence_;  // of the first call that differs: only what came before may have done so
+    const auto agree = [&](std::uint64_t number) {
+      const std::vector<Caller> all = callers(number);
+      return std::all_of(all.begin(), all.end(), [&](const Caller& c) { return c.signature == all[0].signature; });
+    };
+    while (sequence > 0 && sequence + kLoggedCalls > sequence_ + 1 && !agree(sequence - 1)) --sequence;
+    std::string text = difference(callers(sequence));
+    if (sequence != sequence_) text += concat(", found in ", name(static_cast<Op>(mine.signature.op)), " #", sequence_);
+    pass(text + kSameCalls, ErrorCode::kMismatch);
+  }
+  raise_end(static_cast<Op>(mine.signature.op));
+}
+
+// Gives the ranks that are in the call a moment to say where: they wait, and look about them now and then.
+void Group::await_statements(std::uint64_t sequence) const {
+  const auto end = Clock::now() + std::chrono::milliseconds(300);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const LoggedCall& entry = logged(peer, sequence);
+    while (load_acquire(&control(peer).calls.value) == sequence + 1 && !load_acquire(&entry.stated) && !is_gone(peer) &&
+           Clock::now() < end)
+      usleep(500);
+  }
+}
+
+// What the ranks called under this number, as far as they have come.
+std::vector<Caller> Group::callers(std::uint64_t sequence) const {
+  std::vector<Caller> result;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const LoggedCall& entry = logged(peer, sequence);
+    if ((load_acquire(&entry.hash) & 0xffff) == ((sequence + 1) & 0xffff))
+      result.push_back({peer, entry.signature, place_of(entry)});
+  }
+  return result;
+}
+
+}  // namespace ringcomm::cpu

@@ -1,0 +1,60 @@
+// How a communicator of several hosts ends, as one rank knows it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "core/engine.h"
+
+namespace ringcomm::hosts {
+
+class Fate {
+ public:
+  // `local`: the engine among the ranks of this host, which may end by itself; `who`: "rank 2 on host node1".
+  Fate(std::shared_ptr<Engine> local, std::string who) : local_(std::move(local)), who_(std::move(who)) {}
+
+  const std::string& who() const { return who_; }
+  // The first reason stays.
+  void seal(const std::string& reason, ErrorCode code);
+  bool ended() const { return local_->aborted() || !why().empty(); }
+  std::string why() const;
+  ErrorCode code() const;
+  // Throws the reason if there is one.
+  void check(Op op) const;
+  // The communicator is being closed on this rank: what ends by that has no other reason.
+  void close() { closing_.store(true); }
+  // A rank that gives up says why, and then its connections end: its reason may still be on the way.
+  void await() const;
+  // Throws the reason in place of an error that may follow from it.
+  void explain(Op op, const Error& error) const;
+
+ private:
+  const std::shared_ptr<Engine> local_;
+  const std::string who_;
+  std::atomic<bool> closing_{false};
+  mutable std::mutex mutex_;
+  std::string reason_;
+  ErrorCode code_ = ErrorCode::kAborted;
+};
+
+// A message of the user's, whose error says why the communicator has ended.
+class Told final : public Request {
+ public:
+  Told(std::shared_ptr<Request> message, std::shared_ptr<const Fate> fate, Op op)
+      : message_(std::move(message)), fate_(std::move(fate)), op_(op) {}
+
+  bool done() const override { return message_->done(); }
+  void wait(std::int64_t timeout_ms) override;
+  void on_done(std::function<void(std::exception_ptr)> callback) override;
+  int source() const override { return message_->source(); }
+
+ private:
+  const std::shared_ptr<Request> message_;
+  const std::shared_ptr<const Fate> fate_;
+  const Op op_;
+};
+
+}  // namespace ringcomm::hosts

@@ -1,0 +1,144 @@
+"""What the arguments of a call must be: looked at before the call does anything, by a line above it.
+
+    @expects("stretch", times=whole(1), how=one_of("once", "twice"))
+    def stretch(text: str, times: int, how: str | None = None) -> str:
+
+What is not named is not looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from ringcomm.errors import InvalidArgumentError, shown
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Wanted(NamedTuple):
+    """What an argument must be.
+
+    Attributes:
+        said: in words, for the error.
+        take: gives the argument as the call takes it; raises whatever it likes where it is another one.
+    """
+
+    said: str
+    take: Callable[[Any], Any]
+
+
+def _plain(value: Any) -> int | float:
+    return value if type(value) is int else float(value)
+
+
+def that(said: str, fits: Callable[[Any], bool], take: Callable[[Any], Any] | None = None) -> Wanted:
+    """What fits, by a question of its own."""
+
+    def taken(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(said)
+        return value if take is None else take(value)
+
+    return Wanted(said, taken)
+
+
+def a(said: str, *types: type) -> Wanted:
+    """An object of one of these types."""
+    return that(said, lambda value: isinstance(value, types))
+
+
+def or_none(wanted: Wanted) -> Wanted:
+    """Or None, where that is not the default."""
+    return Wanted(f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value))
+
+
+def one_of(*known: str) -> Wanted:
+    """One of a few words."""
+    return that(f"one of {', '.join(map(repr, known))}", lambda value: isinstance(value, str) and value in known)
+
+
+def whole(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
+    """A whole number within these bounds, of Python or NumPy; the call gets Python's."""
+    said = said or f"a whole number from {least} to {most}"
+    return that(said, lambda value: _is_a(value, Integral) and least <= value <= most, int)
+
+
+def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Wanted:
+    """A number within these bounds, of Python or NumPy; the call gets Python's."""
+    return that(said, lambda value: _is_a(value, Real) and least <= float(value) <= most, _plain)
+
+
+def several(said: str, wanted: Wanted) -> Wanted:
+    """Whatever can be gone through once and gives such values; the call gets a list."""
+
+    def taken(values: Iterable[Any]) -> list[Any]:
+        if isinstance(values, (str, bytes, dict)):
+            raise ValueError(said)
+        return [wanted.take(value) for value in values]
+
+    return Wanted(said, taken)
+
+
+FLAG = a("True or False", bool)
+TEXT = a("a text", str)
+FUNCTION = that("a function", callable)
+PATH = that("a path", lambda value: isinstance(value, (str, os.PathLike)) and "\0" not in str(value))
+INTEGER = that("a whole number", lambda value: _is_a(value, Integral), int)
+NOT_NEGATIVE = number(0, said="a number from 0 on")
+POSITIVE = that("a number above 0", lambda value: _is_a(value, Real) and 0 < float(value) < math.inf, _plain)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def is_communicator(value: Any) -> bool:
+    """Whether it is one of ranks; a stand-in for tests is, too."""
+    return type(getattr(value, "rank", None)) is int and type(getattr(value, "world_size", None)) is int
+
+
+COMMUNICATOR = that("a communicator", is_communicator)
+
+
+def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """The function with its named arguments looked at first; ``call`` is what errors name. Defaults always fit.
+
+    Raises: InvalidArgumentError, from the call: an argument that is not what is wanted.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        parameters = inspect.signature(function).parameters
+        assert wanted.keys() <= parameters.keys(), f"{call} has no {wanted.keys() - parameters.keys()}"
+        names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
+        defaults = {name: parameters[name].default for name in wanted}
+
+        def taken(name: str, value: Any) -> Any:
+            if name not in wanted or value is defaults[name]:
+                return value
+            try:
+                return wanted[name].take(value)
+            except Exception as error:
+                expected = wanted[name].said + (" or None" if defaults[name] is None else "")
+                raise InvalidArgumentError(f"{call}: got {name}={shown(value)}, expected {expected}; pass that") from (
+                    None if type(error) is ValueError else error
+                )
+
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            first = map(taken, names, args)
+            named = {name: taken(name, value) for name, value in kwargs.items()}
+            return function(*first, *args[len(names) :], **named)  # type: ignore[arg-type]
+
+        # torch.compile counts what it compiles by code object
+        checked.__code__ = checked.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+        return checked
+
+    return decorate

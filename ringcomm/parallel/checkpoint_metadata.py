@@ -1,0 +1,71 @@
+"""What says where everything in a checkpoint lies, as it is read: nothing in it runs code, and nothing in it points out
+of the folder or out of a tensor."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+_CHECKPOINT = "torch.distributed.checkpoint."
+_NAMES = {  # of what torch.distributed.checkpoint writes
+    _CHECKPOINT + "metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    _CHECKPOINT + "filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def read_metadata(raw: bytes) -> Metadata:
+    """What torch.distributed.checkpoint wrote.
+
+    Raises: an exception that says what is wrong with it.
+    """
+    metadata = _Reader(io.BytesIO(raw)).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it is {type(metadata).__name__}")
+    for name, facts in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(facts, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise ValueError(f"{name!s} is no tensor and no value")
+        if isinstance(facts, TensorStorageMetadata):
+            _check_tensor(name, facts)
+    for index, info in (metadata.storage_data or {}).items():
+        path = PurePosixPath(info.relative_path)
+        if not isinstance(index, MetadataIndex) or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"a box lies in {path}")
+        if not (isinstance(info.offset, int) and isinstance(info.length, int) and min(info.offset, info.length) >= 0):
+            raise ValueError(f"a box lies at {info.offset} for {info.length}")
+    return metadata
+
+
+def _check_tensor(name: str, facts: TensorStorageMetadata) -> None:
+    """Refuses what is no tensor, and boxes that reach out of it."""
+    if not isinstance(facts.properties, TensorProperties) or not isinstance(facts.properties.dtype, torch.dtype):
+        raise ValueError(f"{name} has no type")
+    for chunk in facts.chunks:
+        boxes = zip(facts.size, chunk.offsets, chunk.sizes, strict=True)
+        if any(not 0 <= offset <= offset + size <= whole for whole, offset, size in boxes):
+            raise ValueError(f"a box reaches out of {name}")

@@ -1,0 +1,38 @@
+"""Thousands of mixed collectives hold no more at the end than after the first; and growth is told."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from endurance import Held, endure, growth
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_nothing_grows() -> None:
+    samples = [(done, held) for done, held, warm in endure(calls=6000, turn=400) if warm]
+    assert len(samples) > 9
+    assert samples[-1][0] >= 6000
+    assert growth(samples) == []
+
+
+HELD = Held(rss_kb=100_000, descriptors=10, threads=20, mappings=400, memfds=9, shm_files=0, objects=1000)
+
+
+@pytest.mark.parametrize("name", vars(HELD))
+def test_growth_is_told(name: str) -> None:
+    each = {"rss_kb": 4096, "objects": 30}.get(name, 4)
+    samples = [(k, replace(HELD, **{name: getattr(HELD, name) + each * k})) for k in range(9)]
+    (told,) = growth(samples)
+    assert told.startswith(f"{name} grew from at most ")
+
+
+def test_what_comes_and_goes_is_no_growth() -> None:
+    samples = [(k, replace(HELD, threads=20 + k % 3, descriptors=10 + (k * 7) % 4)) for k in range(9)]
+    assert growth(samples) == []

@@ -1,0 +1,17 @@
+"""A short fault campaign: two trials of each kind of fault with processes, and two with threads. Many more:
+`python benchmarks/faults.py`."""
+
+from __future__ import annotations
+
+import fault_plan
+import fault_trials
+import pytest
+
+SEED = 1
+TRIALS = [fault_plan.trial_of(SEED, number) for number in range(4 * len(fault_plan.KINDS))]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=[f"{each.fault.kind}-{each.ranks}-{each.number}" for each in TRIALS])
+def test_a_fault_is_told_to_all_and_leaves_nothing_behind(trial: fault_plan.Trial) -> None:
+    verdict = fault_trials.run(trial, fault_trials.prepare())
+    assert not verdict.problems, "\n".join([str(trial), *(f"{kind}: {text}" for kind, text in verdict.problems)])
