@@ -1,0 +1,97 @@
+"""The fault campaign: ranks that die, stall, throw, differ or leave at a random moment of random calls, and what the
+others are told.
+
+    python benchmarks/faults.py --trials 1000 --write
+    python benchmarks/faults.py --seed 0 --trial 17      # one of them again
+
+Every survivor must raise the right error in time, and it must name the rank; nothing may hang, no call may give a wrong
+value, nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import fault_plan
+import fault_trials
+from fault_trials import PROBLEMS, Verdict
+
+RESULTS = Path(__file__).parent / "results" / "faults.txt"
+
+
+def numbers(a: argparse.Namespace) -> Iterator[int]:
+    """Of the trials to make."""
+    if a.trial is not None:
+        yield a.trial
+        return
+    kinds = fault_plan.KINDS if a.only is None else (a.only,)
+    number = made = 0
+    while made < a.trials:
+        if fault_plan.trial_of(a.seed, number).fault.kind in kinds:
+            made += 1
+            yield number
+        number += 1
+
+
+def table(verdicts: Sequence[Verdict]) -> list[str]:
+    """A row for each kind of fault."""
+    heads: tuple[str, ...] = ("kind", "trials", "right", *PROBLEMS)
+    rows = [heads]
+    for kind in (*fault_plan.KINDS, "all"):
+        of_kind = [v for v in verdicts if kind in (v.trial.fault.kind, "all")]
+        if of_kind:
+            found = Counter(name for v in of_kind for name in {name for name, _ in v.problems})
+            right = sum(not v.problems for v in of_kind)
+            rows.append((kind, *map(str, (len(of_kind), right, *(found[name] for name in PROBLEMS)))))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return [
+        f"{row[0]:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+
+
+def latencies(verdicts: Sequence[Verdict]) -> list[str]:
+    """How long the survivors took to hear, for each kind."""
+    lines = []
+    for kind in fault_plan.KINDS:
+        ms = sorted(1e3 * s for v in verdicts if v.trial.fault.kind == kind for s in v.latencies)
+        if ms and kind != "none":
+            since = "beyond the limit of the call" if kind == "stalled" else "since the fault"
+            p99 = ms[min(len(ms) - 1, int(0.99 * len(ms)))]
+            lines.append(
+                f"{kind:<8} median {statistics.median(ms):.1f} ms, p99 {p99:.1f} ms, max {ms[-1]:.1f} ms {since} "
+                f"({len(ms)} survivors)"
+            )
+    return lines
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trials", type=int, default=1000)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--only", choices=fault_plan.KINDS, help="trials of one kind")
+    p.add_argument("--trial", type=int, metavar="N", help="that one alone")
+    p.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name} of the results")
+    a = p.parse_args()
+    context = fault_trials.prepare()
+    verdicts: list[Verdict] = []
+    for number in numbers(a):
+        verdict = fault_trials.run(fault_plan.trial_of(a.seed, number), context)
+        verdicts.append(verdict)
+        if verdict.problems or a.trial is not None:
+            print(f"{verdict.trial}", *(f"    {kind}: {text}" for kind, text in verdict.problems), sep="\n", flush=True)
+    lines = [f"$ python benchmarks/faults.py {' '.join(sys.argv[1:])}", "", *table(verdicts), "", *latencies(verdicts)]
+    print(*lines, sep="\n")
+    if a.write:
+        RESULTS.write_text("\n".join(lines) + "\n")
+    raise SystemExit(any(v.problems for v in verdicts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What the timeline costs an all_reduce of 2 ranks: switched off, switched on, and beside a build without it.
+
+    python benchmarks/trace_cost.py --base FOLDER --out benchmarks/results/trace.md
+
+FOLDER holds another build of the package `ringcomm`. Shown are the median and, after the slash, the fastest tenth;
+ratios within a turn, median [quartiles].
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from builds import ROOT, Build, end, in_turns, machine, ratio, times
+
+SIZES = {8: 100, 1024: 100, 1 << 20: 10}  # bytes: calls of a turn, few: on a shared machine some turns are undisturbed
+
+
+def measure(base: Path, turns: int) -> list[str]:
+    lines = [
+        "| ranks | bytes | without, µs | off, µs | on, µs | off / without | on / off |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in ("threads", "processes"):
+            without, ours = Build("without", base, ranks, folder), Build("ours", ROOT, ranks, folder)
+            kinds = (("without", without, False), ("off", ours, False), ("on", ours, True))
+            for nbytes, calls in SIZES.items():
+                us = in_turns(kinds, nbytes, calls, turns)
+                both = f"{ratio(us['off'], us['without'])} | {ratio(us['on'], us['off'])}"
+                lines.append(f"| {ranks} | {nbytes} | {' | '.join(map(times, us.values()))} | {both} |")
+                print(lines[-1], flush=True)
+            end((without, ours))
+    return lines
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--base", type=Path, required=True, help="a folder that holds a package ringcomm")
+    p.add_argument("--turns", type=int, default=401)
+    p.add_argument("--out", type=Path)
+    a = p.parse_args()
+    lines = measure(a.base.resolve(), a.turns)
+    if a.out:
+        a.out.write_text(
+            "# What the timeline costs\n\nall_reduce of 2 ranks, float32; median of "
+            f"{a.turns} turns / their fastest tenth, and ratios within a turn with their quartiles. {machine()}\n\n"
+            f"`python benchmarks/trace_cost.py --base FOLDER --turns {a.turns}`\n\n" + "\n".join(lines) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
