@@ -90,6 +90,7 @@ def train(
     with Progress(*columns, disable=rank != 0) as bar:
         shown = bar.add_task(task, total=a.until, completed=done)
         for step in range(done, a.until):
+            ringcomm.step(step)  # errors and records name it
             drawn = batches.draw()
             for copy in copies if step % 2 == 0 else reversed(copies):
                 if len(copies) > 1:
