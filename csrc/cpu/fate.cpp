@@ -43,21 +43,24 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
   Clock::time_point next{};
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
     wait_for(peer);
-    look_around(peer, deadline);
+    look_around(peer, deadline, [&] { return load_acquire(flag) >= target; });
     check_interrupt(*deadline.call, next);
   });
   wait_for(-1);
 }
 
-// Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits.
-void Group::look_around(int peer, const Deadline& deadline) const {
+// Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits. What has
+// come is looked at once more behind the abort: one who ended this call and then gave up has left what it owed here.
+template <typename HasCome>
+void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_come) const {
   if (aborted()) {
+    if (has_come()) return;
     state_call();
     check_abort(*deadline.call);
   }
   compare_calls();
   check_lost(*deadline.call);
-  if (deadline.passed()) too_late(peer, deadline);
+  if (deadline.passed() && !has_come()) too_late(peer, deadline);
 }
 
 // Throws if the call needs a rank that is gone.

@@ -135,7 +135,8 @@ class Group {
   void attach_all(const std::vector<std::string>& handles);
   void await_attached(std::int64_t timeout_ms);
   // Throws where a rank that this call needs is gone, or the call's limit has passed.
-  void look_around(int peer, const Deadline& deadline) const;
+  template <typename HasCome>
+  void look_around(int peer, const Deadline& deadline, const HasCome& has_come) const;
   [[noreturn]] void too_late(int peer, const Deadline& deadline) const;
   bool is_exited(int peer) const { return peers_[peer].process && peers_[peer].process->exited(); }
   bool is_stopped(int peer) const { return peers_[peer].process && peers_[peer].process->stopped(); }
