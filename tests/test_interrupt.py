@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import AbortedError, InvalidArgumentError
+from ringcomm.record import records
 
 Told = tuple[str, str, bool]  # what a rank's call raised, its sentence, and whether that was long before the limit
 
@@ -37,9 +39,37 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
 HOSTS = pytest.mark.parametrize("hosts", [None, [1, 1], [2, 1]], ids=str)
 
 
-def send_soon(seconds: float = 0.3) -> None:
-    """A signal to this process; run_ranks keeps SIGINT from its ranks."""
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+def send_once_it_waits(comm: Communicator) -> None:
+    """A signal to this process, once its main thread sleeps in a call; run_ranks keeps SIGINT from its ranks."""
+
+    def asleep() -> bool:
+        states = [call.state for each in records() if each.rank == comm.rank for call in each.calls]
+        return (
+            "in flight" in states and Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split(") ")[1][0] == "S"
+        )
+
+    def watch() -> None:
+        looks = 0
+        while looks < 5:  # in a row: a main thread that makes its way to the call is awake in some of them
+            time.sleep(0.02)
+            looks = looks + 1 if asleep() else 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Signs:
+    """What ranks tell each other without a call."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def set(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def wait(self, name: str) -> None:
+        while not (self.folder / name).exists():
+            time.sleep(0.01)
 
 
 def told_by(comm: Communicator, call: Callable[[], Any]) -> Told:
@@ -66,7 +96,7 @@ def waits(comm: Communicator, op: str) -> Told:
     def call() -> None:
         if comm.rank == 0:
             signal.signal(signal.SIGUSR1, signal.default_int_handler)
-            send_soon()
+            send_once_it_waits(comm)
         while late and not comm.aborted:
             time.sleep(0.01)
         CALLS["barrier" if late else op](comm)
@@ -85,61 +115,67 @@ def test_ctrl_c_ends_a_call_that_waits(hosts: list[int] | None, op: str) -> None
         assert "was interrupted by a signal in " in text
 
 
-def hears_late(comm: Communicator) -> Told:
+def hears_late(comm: Communicator, folder: str) -> Told:
     """What rank 0 waits for comes while the handler takes its time, before that raises."""
-    last = comm.world_size - 1
+    last, signs = comm.world_size - 1, Signs(folder)
     others = [] if comm.rank else [comm.irecv(torch.empty(1), last, tag=9)]  # another thread is at work, too
     comm.barrier()
-    if comm.rank == last:
-        time.sleep(0.8)
-        comm.send(torch.ones(4), 0)
-    if comm.rank > 0:
-        return told_by(comm, lambda: comm.recv(torch.ones(1), 0, tag=7))
 
     def handler(*_: Any) -> None:
-        time.sleep(1.5)
+        signs.set("handling")
+        signs.wait("sending")
+        time.sleep(0.7)
         raise KeyboardInterrupt
 
     def call() -> None:
-        signal.signal(signal.SIGUSR1, handler)
-        send_soon()
-        comm.recv(torch.empty(4), last)
+        if comm.rank == 0:
+            signal.signal(signal.SIGUSR1, handler)
+            send_once_it_waits(comm)
+            comm.recv(torch.empty(4), last)
+        if comm.rank == last:
+            signs.wait("handling")
+            signs.set("sending")
+            comm.send(torch.ones(4), 0)
+        comm.recv(torch.ones(1), 0, tag=7)
 
     told = told_by(comm, call)
-    assert len(others) == 1
+    assert len(others) == (comm.rank == 0)
     return told
 
 
 @HOSTS
-def test_what_comes_while_a_handler_runs_does_not_hide_its_exception(hosts: list[int] | None) -> None:
-    told = on_ranks(hears_late, hosts)
+def test_what_comes_while_a_handler_runs_does_not_hide_its_exception(hosts: list[int] | None, tmp_path: Path) -> None:
+    told = on_ranks(hears_late, hosts, str(tmp_path))
     assert told[0] == ("KeyboardInterrupt", "", True)
     assert [kind for kind, _, _ in told[1:]] == ["AbortedError"] * (len(told) - 1)
 
 
-def calls_inside(comm: Communicator, op: str) -> tuple[str, float]:
+def calls_inside(comm: Communicator, op: str, folder: str) -> tuple[str, float]:
     """Rank 0's handler makes a call of its own, inside one that waits. Returns: what that raises, and a later sum."""
     said: list[str] = []
+    signs = Signs(folder)
 
     def handler(*_: Any) -> None:
         try:
             comm.barrier()
         except InvalidArgumentError as error:
             said.append(str(error))
+        finally:
+            signs.set("handled")
 
     if comm.rank == 0:
         signal.signal(signal.SIGUSR1, handler)
-        send_soon()
+        send_once_it_waits(comm)
     else:
-        time.sleep(0.8)
+        signs.wait("handled")
     {"all_reduce": CALLS["all_reduce"], "wait": CALLS["wait"]}[op](comm)
     return "".join(said), float(comm.all_reduce(np.ones(3))[0])
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "wait"])
 @HOSTS
-def test_a_handler_cannot_call_inside_a_call(hosts: list[int] | None, op: str) -> None:
-    told = on_ranks(calls_inside, hosts, op)
+def test_a_handler_cannot_call_inside_a_call(hosts: list[int] | None, op: str, tmp_path: Path) -> None:
+    told = on_ranks(calls_inside, hosts, op, str(tmp_path))
     assert "inside another call of this communicator" in told[0][0]
     assert [total for _, total in told] == [len(told)] * len(told)
 
@@ -156,7 +192,7 @@ def closes_inside(comm: Communicator, op: str) -> Told:
     def call() -> None:
         if comm.rank == 0:
             signal.signal(signal.SIGUSR1, handler)
-            send_soon()
+            send_once_it_waits(comm)
             CALLS[op](comm)
         else:
             comm.recv(torch.ones(1), 0, tag=7)

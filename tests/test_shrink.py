@@ -218,33 +218,6 @@ def test_memory_that_was_given_back_is_left_alone() -> None:
     assert run_ranks(stopped_at_work, 2, "processes", timeout=20) == [0, 0]
 
 
-def test_a_handler_of_a_signal_cannot_call_inside_a_call() -> None:
-    """It is refused, where it would wait for the very call that it interrupts; that one ends as ever."""
-    told: list[str] = []
-
-    def rank(comm: Communicator) -> float:
-        if comm.rank == 1:
-            time.sleep(0.5)
-        return total(comm)
-
-    with ringcomm.init(0, 1) as alone:  # this thread is the main one, where handlers run: it is rank 0 of two
-        from torch.distributed import HashStore
-
-        store = HashStore()
-        other = threading.Thread(target=lambda: rank(ringcomm.init(1, 2, store=store, timeout=20)))
-        other.start()
-        comm = ringcomm.init(0, 2, store=store, timeout=20)
-        before = signal.signal(signal.SIGUSR1, lambda *_: told.append(said(comm.barrier)[1]))
-        try:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-            assert rank(comm) == 3.0
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        other.join()
-        assert total(alone) == 1.0
-    assert "inside another call of this communicator" in told[0]
-
-
 def test_shrink_again_and_again() -> None:
     def rank(comm: Communicator) -> list[float]:
         sums = []
