@@ -250,7 +250,7 @@ def test_scenario_a_rank_makes_no_call_on_its_device() -> None:
 
 
 def _aborted() -> tuple[str, str]:
-    slow = dist.new_group(timeout=timedelta(seconds=1))
+    slow = dist.new_group(timeout=timedelta(seconds=3))
     all_reduce_works(slow)
     x = torch.ones(3)
     work = dist.all_reduce(x, group=slow, async_op=True)
