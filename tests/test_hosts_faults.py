@@ -134,7 +134,7 @@ def alone(op: str) -> Told:
         calls = {"recv": lambda: pair.recv(torch.empty(4), 0, 7), "all_reduce": lambda: pair.all_reduce(torch.ones(9))}
         told = told_by(calls[op])
     else:
-        time.sleep(3.5)
+        time.sleep(6)
     pair.close()
     comm.close()
     return told
@@ -169,7 +169,7 @@ def test_different_calls_on_two_hosts_are_refused_on_both(first: str, second: st
         made = re.findall(r"rank (\d) on host host(\d) made (\w+) #\d+", text)
         assert sorted(int(host) for _, host, _ in made) == [0, 1], text
         assert all(int(rank) // 2 == int(host) and op == ops[int(host)] for rank, host, op in made), text
-    assert all(seconds < 8 for (_, _, seconds), _, _ in found)
+    assert all(seconds < 12 for (_, _, seconds), _, _ in found)
     assert all(after[0] == "MismatchError" and after[2] < 1 for _, after, _ in found)
     assert all(again for _, _, again in found)
 
@@ -181,7 +181,7 @@ def test_an_exception_on_one_host_ends_the_waits_on_all(waiting: str) -> None:
     for name, text, seconds in found[1:]:
         assert name == "AbortedError", text
         assert "rank 0 left its communicator with KeyError: 'no such weight'" in text
-        assert seconds < 4, text
+        assert seconds < 10, text
 
 
 @pytest.mark.parametrize(("sent", "received"), [(100, 7), (7, 100), (300_000, 4), (0, 5)])
@@ -226,14 +226,14 @@ def test_a_rank_may_leave_after_its_last_call() -> None:
 def test_a_message_that_nobody_sends_is_waited_for_in_vain() -> None:
     name, text, seconds = torch_ranks.run(alone, "recv", world_size=4, backend="", timeout_s=40)[2]
     assert name == "CollectiveTimeoutError"
-    assert 1.5 < seconds < 3.5
+    assert 1.5 < seconds < 6
     assert "with tag 7 from rank 0" in text
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_host() -> None:
     name, text, seconds = torch_ranks.run(alone, "all_reduce", world_size=4, backend="", timeout_s=40)[2]
     assert name == "CollectiveTimeoutError"
-    assert 1.5 < seconds < 3.5
+    assert 1.5 < seconds < 6
     assert "all_reduce: rank 1 on host host1 waited in vain for rank 0 on host host0 over gloo" in text
 
 

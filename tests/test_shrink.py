@@ -119,7 +119,7 @@ def lost(comm: Communicator, how: str) -> tuple[type[Exception], str, float]:
         if how == "raises":
             raise ValueError("what rank 1 found")
         if how == "stalls":
-            time.sleep(3)
+            time.sleep(6)
         return AbortedError, "", 0.0  # leaves early
     begin = time.monotonic()
     if how == "waits":
@@ -131,12 +131,12 @@ def lost(comm: Communicator, how: str) -> tuple[type[Exception], str, float]:
 
 @pytest.mark.parametrize("how", ["leaves", "waits", "stalls"])
 def test_threads_hear_of_a_rank_that_leaves_or_stalls(how: str) -> None:
-    told = run_ranks(lost, 3, args=(how,), timeout=1)
+    told = run_ranks(lost, 3, args=(how,), timeout=2)
     for kind, text, seconds in (told[0], told[2]):
         assert kind is (CollectiveTimeoutError if how == "stalls" else RankLostError), text
         assert "expected rank 1 (process" in text
-        assert ("within the timeout of 1 s" if how == "stalls" else "it has closed its communicator") in text
-        assert seconds < 2.5
+        assert ("within the timeout of 2 s" if how == "stalls" else "it has closed its communicator") in text
+        assert seconds < 5
     assert how == "waits" or told[0][1] == told[2][1]
 
 
@@ -151,7 +151,7 @@ def go_on(comm: Communicator, folder: str, how: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         kind, text = said(lambda: total(comm))
         begin = time.monotonic()
-        with comm.shrink(timeout=1) as new:
+        with comm.shrink(timeout=3) as new:
             waited = time.monotonic() - begin
             sums = [total(new) for _ in range(3)]
             facts = (
@@ -159,7 +159,7 @@ def go_on(comm: Communicator, folder: str, how: str) -> Any:
                 new.rank,
                 new.world_size,
                 sums,
-                waited < 0.9 or how == "stopped",
+                waited < 2.7 or how == "stopped",
                 comm.aborted,
                 "rank 1 (process" in text,
             )
@@ -175,12 +175,13 @@ def go_on(comm: Communicator, folder: str, how: str) -> Any:
 @pytest.mark.parametrize(("how", "kind"), [("killed", "RankLostError"), ("stopped", "CollectiveTimeoutError")])
 def test_processes_go_on_without_one(tmp_path: Any, how: str, kind: str) -> None:
     with pytest.raises(ringcomm.RankFailedError, match="exit code -9"):
-        run_ranks(go_on, 4, "processes", args=(str(tmp_path), how), timeout=2)
+        run_ranks(go_on, 4, "processes", args=(str(tmp_path), how), timeout=4)
     for new, old in enumerate((0, 2, 3)):
         facts = (kind, new, 3, [6.0] * 3, True, True, True)
         assert (tmp_path / str(old)).read_text() == repr(facts)
 
 
+@pytest.mark.timeout(280)
 def test_a_training_outlives_ranks() -> None:
     """Two in one step, of which the second may be noticed as late as in the recovery from the first, and one more."""
     script = Path(__file__).parent.parent / "examples" / "survive.py"
@@ -275,11 +276,11 @@ def test_one_that_comes_late_is_left_out() -> None:
         comm.barrier()
         if comm.rank == 2:
             comm.abort("over")
-            time.sleep(1.5)
-            return said(lambda: comm.shrink(timeout=0.3))
+            time.sleep(4)
+            return said(lambda: comm.shrink(timeout=1.5))
         with pytest.raises(AbortedError):
             comm.barrier()
-        with comm.shrink(timeout=0.3) as new:
+        with comm.shrink(timeout=1.5) as new:
             return total(new)
 
     first, second, (kind, text) = run_ranks(rank, 3, timeout=20)
@@ -296,7 +297,7 @@ def test_shrink_over_hosts() -> None:
             return None
         with pytest.raises((RankLostError, AbortedError)):
             comm.barrier()
-        with comm.shrink(timeout=2) as new:
+        with comm.shrink(timeout=4) as new:
             return new.hosts, total(new)
 
     left = ([[0, 1], [2]], 6.0)
