@@ -307,8 +307,10 @@ class Communicator(BucketCollectives):
         Args:
             timeout: seconds (or a timedelta) to wait for ranks that are alive.
         Returns: the new communicator, with the limits of this one; no store is needed, unless there are several hosts.
-        Raises:  RankLostError: the others went on without this rank, or one was lost meanwhile: call it again there.
-                 EngineError: several hosts, and the store is gone. UnsupportedError: over a process group.
+        Raises:  RankLostError: the others went on without this rank (then however often it asks, it never goes on
+                 alone), or one was lost meanwhile: call it again there. CollectiveTimeoutError: one stalled after it
+                 came; AbortedError: a handler of a signal raised: call it again. EngineError: several hosts, and the
+                 store is gone. UnsupportedError: over a process group.
         """
         self._begin("shrink")
         limit_ms = milliseconds(timeout, "shrink", self.rank)
@@ -338,12 +340,14 @@ class Communicator(BucketCollectives):
     @property
     def aborted(self) -> bool:
         """Whether it has ended: a rank gave up, was lost or called something else. Every call then raises the cause."""
-        return self._engine is not None and self._engine.aborted
+        engine = self._engine  # another thread may close it meanwhile
+        return engine is not None and engine.aborted
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread."""
-        if self._endpoint is not None:
-            self._endpoint.abort(reason)
+        end = self._endpoint  # another thread may close it meanwhile
+        if end is not None:
+            end.abort(reason)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers; not a collective. Twice is as good as once."""

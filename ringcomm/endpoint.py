@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ringcomm import errors
@@ -85,10 +86,10 @@ class Endpoint:
             )
         return end
 
-    def part(self, members: Sequence[int], device: Device) -> Endpoint | None:
+    def part(self, members: Sequence[int], device: Device, shrunk: bool = False) -> Endpoint | None:
         """A new endpoint among some of the ranks, not connected; None where this rank is none of them. Every rank of
-        this one calls it as often."""
-        network = None if self.network is None else self.network.child(members)
+        this one calls it as often, unless ``shrunk``."""
+        network = None if self.network is None else self.network.child(members, shrunk)
         if self.rank not in members:
             return None
         hosts = self.hosts.among(members)
@@ -101,7 +102,7 @@ class Endpoint:
             regroup = self.network.regroup(self.rank, self.world_size)
         came = regroup(b"here", [], limit_ms)
         members = [rank for rank, said in enumerate(came) if said]
-        end = self.part(members, self.device)
+        end = self.part(members, self.device, shrunk=True)
         assert end is not None  # this rank came
 
         def swapped(mine: bytes) -> list[bytes]:
@@ -115,7 +116,11 @@ class Endpoint:
             end._span_beside.connect(swapped(end._span_beside.handle()))
             if end._main is not end._span_beside:
                 end._main.connect(end.exchange(end._main.handle()))
-        except (AbortedError, EngineError) as error:
+        except BaseException as error:
+            with suppress(Exception):
+                end.close()  # at once: an exception may keep it, and the others would wait for it
+            if not isinstance(error, (AbortedError, EngineError)):
+                raise
             raise RankLostError(
                 f"shrink: rank {self.rank} lost another one meanwhile: {error}; call it again"
             ) from error

@@ -132,18 +132,23 @@ class Network:
     kind: Any = None
     wire_dtype: str | None = None
     children: list[int] = field(default_factory=lambda: [0])
-    rounds: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=lambda: [0])  # of `regroup`
+    left_out: list[str] = field(default_factory=list)  # what this rank was told when the others went on without it
 
-    def child(self, members: Sequence[int]) -> Network:
-        """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not."""
-        self.children[0] += 1
+    def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
+        """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not.
+        Not so those that are left: with ``shrunk`` it is named by the round in which they met."""
+        self.children[0] += not shrunk
+        number = f"shrunk{self.rounds[0]}" if shrunk else self.children[0]
         kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
-        name = f"{self.prefix}/{self.children[0]}.{members[0] if members else ''}"
-        return replace(self, prefix=name, kind=kind, children=[0], rounds=[0])
+        name = f"{self.prefix}/{number}.{members[0] if members else ''}"
+        return replace(self, prefix=name, kind=kind, children=[0], rounds=[0], left_out=[])
 
     def beside(self) -> Network:
         """For the engine on the cpu beside a device's."""
-        return replace(self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0])
+        return replace(
+            self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
+        )
 
     def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
         """What `_C.Engine.regroup` is on one host, through the store: whoever has seen all come, or the limit pass, is
@@ -151,30 +156,36 @@ class Network:
         call = f"shrink: rank {rank} of {world_size}"
 
         def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
-            self.rounds[0] += 1
-            prefix = f"{self.prefix}/regroup/{self.rounds[0]}"
+            if self.left_out:  # it must not go on alone
+                raise RankLostError(self.left_out[0])
+            # Odd: who is there; even: what they bring. So an attempt that failed halfway is over for all.
+            self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
+            prefix, later = (f"{self.prefix}/regroup/{self.rounds[0] + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
             try:
                 self.store.set(f"{prefix}/{rank}", message)
                 end, keys = time.monotonic() + limit, {each: f"{prefix}/{each}" for each in awaited}
-                came: list[int] = []
+                came, missing = list[int](), awaited
                 while len(came) < len(awaited) and time.monotonic() < end:
                     came = [each for each in awaited if self.store.check([keys[each]])]
+                    missing = sorted(set(awaited) - set(came))
+                    if members and any(self.store.check([f"{later}/{each}"]) for each in missing):
+                        break  # it has begun another attempt
                     time.sleep(_MEET_EVERY_S)
                 if not members:
                     mine = ",".join(map(str, came))
                     decided = self.store.compare_set(f"{prefix}/decision", "", mine).decode()
                     came = [int(each) for each in decided.split(",")]
                 elif len(came) < len(awaited):
-                    missing = sorted(set(awaited) - set(came))
                     raise RankLostError(
                         f"{call} expected ranks {missing} within {limit:g} s, got none; call shrink again"
                     )
                 if rank not in came:
-                    raise RankLostError(
+                    self.left_out.append(
                         f"{call} expected to be among the ranks that go on, but came after they had decided without "
                         "it; start it anew"
                     )
+                    raise RankLostError(self.left_out[0])
                 return [bytes(self.store.get(keys[each])) if each in came else b"" for each in range(world_size)]
             except RuntimeError as error:
                 if isinstance(error, RankLostError):

@@ -180,7 +180,7 @@ def test_a_handler_cannot_call_inside_a_call(hosts: list[int] | None, op: str, t
     assert [total for _, total in told] == [len(told)] * len(told)
 
 
-def closes_inside(comm: Communicator, op: str) -> Told:
+def closes_inside(comm: Communicator, op: str, recorded: bool = True) -> Told:
     """Rank 0's handler closes the communicator in a wait, and raises."""
 
     def handler(*_: Any) -> None:
@@ -192,7 +192,10 @@ def closes_inside(comm: Communicator, op: str) -> Told:
     def call() -> None:
         if comm.rank == 0:
             signal.signal(signal.SIGUSR1, handler)
-            send_once_it_waits(comm)
+            if recorded:
+                send_once_it_waits(comm)
+            else:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             CALLS[op](comm)
         else:
             comm.recv(torch.ones(1), 0, tag=7)
@@ -205,3 +208,11 @@ def test_a_handler_that_closes_ends_its_call(op: str) -> None:
     told = on_ranks(closes_inside, None, op)
     assert told[0] == ("KeyboardInterrupt", "", True)
     assert {kind for kind, _, _ in told[1:]} <= {"RankLostError", "AbortedError"}  # it closed, and was interrupted
+
+
+def test_so_it_does_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGCOMM_RECORD", "0")
+    for op in ("wait", "irecv"):
+        told = on_ranks(closes_inside, None, op, False)
+        assert told[0] == ("KeyboardInterrupt", "", True)
+        assert not any("before it said why" in text for _, text, _ in told)

@@ -11,6 +11,10 @@ import textwrap
 import time
 
 import pytest
+import torch
+
+from ringcomm import Communicator, run_ranks
+from ringcomm.errors import InvalidArgumentError
 
 HEAD = """
 import os, signal, sys, time
@@ -154,11 +158,14 @@ def test_ctrl_c_ends_a_call_that_waits() -> None:
             def rank(r, path):
                 comm = ringcomm.init(r, 2, store=FileStore(path, 2), timeout=50)
                 comm.barrier()
-                if r == 1:
-                    open(path + ".ready", "w").close()
-                    time.sleep(1.5)
                 try:
-                    {waits} if r == 0 else comm.barrier()
+                    if r == 0:
+                        open(path + ".ready", "w").close()
+                        {waits}
+                    end = time.monotonic() + 20
+                    while r == 1 and not comm.aborted and time.monotonic() < end:
+                        time.sleep(0.01)
+                    comm.barrier()
                     comm.barrier()  # what rank 0 had begun asynchronously may have ended well
                 except BaseException as error:
                     print(r, type(error).__name__, flush=True)
@@ -180,3 +187,35 @@ def test_ctrl_c_ends_a_call_that_waits() -> None:
         said = sorted(ended(process).split("\n"))
         assert said[1] == "0 KeyboardInterrupt", (waits, said)
         assert said[2] in ("1 AbortedError", "1 RankLostError"), (waits, said)
+
+
+def forks(comm: Communicator) -> int:
+    """Rank 0 forks with calls in flight. Returns: how many of them the child was refused to wait for."""
+    comm.barrier()
+    if comm.rank == 1:
+        comm.recv(torch.ones(1), 0)
+        comm.send(torch.ones(3), 0)
+        comm.all_reduce(torch.ones(3))
+        return 0
+    calls = [comm.irecv(torch.zeros(3), 1), comm.all_reduce(torch.ones(3), async_op=True)]
+    time.sleep(0.2)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        told = 0
+        for call in calls:
+            try:
+                call.wait()
+            except InvalidArgumentError as error:
+                told += "in a process forked after it began" in str(error)
+        os._exit(told)
+    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    comm.send(torch.ones(1), 1)
+    for call in calls:
+        call.wait()  # the child has taken nothing, and ended nothing
+    return told
+
+
+@pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
+def test_a_forked_child_cannot_wait_for_a_call_of_its_parent(hosts: list[int] | None) -> None:
+    assert run_ranks(forks, 2, "processes", hosts=hosts, timeout=40) == [2, 0]

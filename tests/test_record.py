@@ -104,17 +104,21 @@ def test_a_journal_has_each_kind_of_call() -> None:
 def test_a_journal_has_what_failed_and_what_is_in_flight() -> None:
     before = groups()
 
+    has_come = threading.Event()  # an abort may overtake a message that is on its way
+
     def fn(comm: Communicator) -> list[str]:
         if comm.rank == 1:
             first = comm.irecv(ONES.copy(), 0)
             open_calls = [call.state for call in new_records(comm, before).calls]
             comm.send(ONES, 0)
             first.wait()
+            has_come.set()
             with pytest.raises(errors.AbortedError):
                 comm.all_reduce(ONES.copy())
             return open_calls
         comm.recv(ONES.copy(), 1)
         comm.send(ONES, 1)
+        assert has_come.wait(20)
         comm.abort("enough")
         with pytest.raises(errors.AbortedError):
             comm.all_reduce(ONES.copy())
@@ -248,8 +252,9 @@ def test_an_error_that_ends_a_communicator_has_a_note(async_op: bool, monkeypatc
     monkeypatch.setattr(record, "_note", lambda group: made_notes.append(group) or note_of(group))
 
     def fn(comm: Communicator) -> list[list[str]]:
-        x = np.ones(4 + comm.rank)
+        x = np.ones(4 if comm.rank == 0 else 5)  # nobody finds a difference before rank 0 has come
         comm.barrier()
+        comm.barrier()  # nobody leaves this one before all have left the first
 
         def call() -> Any:
             result = comm.all_reduce(x, async_op=async_op)
@@ -263,7 +268,7 @@ def test_an_error_that_ends_a_communicator_has_a_note(async_op: bool, monkeypatc
     assert all(len(both) == 1 for ranks in found for both in ranks)
     (text,) = texts
     assert text.startswith(f"communicator {made_notes[0]:x} of 3 ranks (cpu), as its ranks recorded it:")
-    assert "all_reduce #1 differs: rank 0 passed 4 x float64, sum" in text
+    assert "all_reduce #2 differs: rank 0 passed 4 x float64, sum" in text
     assert "ranks 0-2: barrier #0 done" in text
     assert text.count("\n") < 12
 

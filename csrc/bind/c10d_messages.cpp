@@ -1,5 +1,7 @@
 #include "bind/c10d_messages.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -46,6 +48,10 @@ class GroupMessages::Item final : public Request {
     return done_;
   }
   void wait(std::int64_t timeout_ms) override {
+    if (process_ != getpid())
+      ringcomm::fail(ErrorCode::kInvalid, title(call_),
+                     ": was waited for in a process forked after it began; wait in the parent, and make a communicator "
+                     "in the child, or start it with spawn");
     const auto end = timeout_ms > 0 ? WireClock::now() + std::chrono::milliseconds(timeout_ms)
                                     : WireClock::time_point::max();  // the message has a limit of its own
     std::unique_lock<std::mutex> lock(mutex_);
@@ -93,6 +99,7 @@ class GroupMessages::Item final : public Request {
   const std::function<bool(const char*)> interrupted_;
   const WireClock::time_point limit_;
   const std::size_t nbytes_;
+  const pid_t process_ = getpid();
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;

@@ -74,13 +74,13 @@ class RecordedEngine final : public Engine {
  public:
   RecordedEngine(std::unique_ptr<Engine> engine, std::uint32_t capacity)
       : forks_(forks_so_far()),
-        journal_(std::make_shared<Journal>(*engine, capacity)),
+        journal_(capacity ? std::make_shared<Journal>(*engine, capacity) : nullptr),
         engine_(std::move(engine)),
         on_host_(engine_->kind() == std::string_view("cpu")) {}
 
   // The engine itself, for another one that is recorded.
   const std::shared_ptr<Engine>& absorb() {
-    journal_->absorbed();
+    if (journal_) journal_->absorbed();
     return engine_;
   }
 
@@ -90,11 +90,11 @@ class RecordedEngine final : public Engine {
   std::string handle() const override { return engine_->handle(); }
   void connect(const std::vector<std::string>& handles) override {
     engine_->connect(handles);
-    journal_->connected(handles);
+    if (journal_) journal_->connected(handles);
   }
 
   int run(const Call& call) override {
-    if (forked()) return engine_->run(call);
+    if (silent()) return engine_->run(call);
     const std::uint64_t number = journal_->begin(call, false);
     try {
       const int source = engine_->run(call);
@@ -106,6 +106,7 @@ class RecordedEngine final : public Engine {
   }
   std::shared_ptr<Request> submit(Call call) override {
     if (forked()) return engine_->submit(std::move(call));
+    if (!journal_) return std::make_shared<RecordedRequest>(engine_->submit(std::move(call)), engine_, 0);
     const std::uint64_t number = journal_->begin(call, true);
     std::shared_ptr<Request> request;
     try {
@@ -122,7 +123,7 @@ class RecordedEngine final : public Engine {
     return std::make_shared<RecordedRequest>(std::move(request), engine_, journal_->group());
   }
   void run_list(const std::vector<Call>& calls) override {
-    if (forked()) return engine_->run_list(calls);
+    if (silent()) return engine_->run_list(calls);
     std::vector<std::uint64_t> numbers;
     for (const Call& call : calls) numbers.push_back(journal_->begin(call, false));
     try {
@@ -149,7 +150,7 @@ class RecordedEngine final : public Engine {
   std::int64_t timeout() const override { return engine_->timeout(); }
   void close() override {
     engine_->close();
-    if (!forked()) journal_->closed();
+    if (!silent()) journal_->closed();
   }
   bool closed() const override { return engine_->closed(); }
   bool runs_this_thread() const override { return engine_->runs_this_thread(); }
@@ -158,13 +159,14 @@ class RecordedEngine final : public Engine {
     try {
       engine_->synchronize(stream);
     } catch (...) {
-      std::rethrow_exception(about(std::current_exception(), journal_->group()));
+      std::rethrow_exception(about(std::current_exception(), journal_ ? journal_->group() : 0));
     }
   }
 
  private:
   // The journal is the parent's then.
   bool forked() const { return forks_ != forks_so_far(); }
+  bool silent() const { return !journal_ || forked(); }
   CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
   // Ends calls with the exception that is being handled, which goes on; the last first, for their numbers.
   [[noreturn]] void failed(const std::vector<std::uint64_t>& numbers) const {
@@ -175,7 +177,7 @@ class RecordedEngine final : public Engine {
   }
 
   const int forks_;
-  const std::shared_ptr<Journal> journal_;  // lives as long as a request
+  const std::shared_ptr<Journal> journal_;  // lives as long as a request; null: nothing is recorded
   const std::shared_ptr<Engine> engine_;
   const bool on_host_;
 };
@@ -183,9 +185,7 @@ class RecordedEngine final : public Engine {
 }  // namespace
 
 std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine) {
-  const std::uint32_t capacity = Journal::capacity_asked_for();
-  if (capacity == 0) return engine;
-  return std::make_unique<RecordedEngine>(std::move(engine), capacity);
+  return std::make_unique<RecordedEngine>(std::move(engine), Journal::capacity_asked_for());
 }
 
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine) {

@@ -7,7 +7,7 @@
 
 namespace ringcomm {
 
-// The engine itself where RINGCOMM_RECORD is 0.
+// Without a journal where RINGCOMM_RECORD is 0. A wait for a request keeps the engine alive.
 std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine);
 // The engine that a recorded one writes about, to be a part of another one that is recorded; else itself.
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine);

@@ -36,6 +36,13 @@ void RequestBase::finish(std::exception_ptr error) {
   for (auto& callback : callbacks) callback(error);
 }
 
+void RequestBase::refuse_in_child(Op op) const {
+  if (forks_ == forks_so_far()) return;
+  fail(ErrorCode::kInvalid, name(op),
+       ": was waited for in a process forked after it began; wait in the parent, and make a communicator in the child, "
+       "or start it with spawn");
+}
+
 void RequestBase::rethrow() const {
   if (error_) std::rethrow_exception(error_);
 }
@@ -45,7 +52,10 @@ class WorkQueue::Item : public RequestBase {
   Item(WorkQueue& queue, Call call) : call_(std::move(call)), queue_(queue) {}
 
   void wait(std::int64_t timeout_ms) override {
-    if (!done()) queue_.wait(*this, timeout_ms);
+    if (!done()) {
+      refuse_in_child(call_.op);
+      queue_.wait(*this, timeout_ms);
+    }
     rethrow();
   }
   std::exception_ptr execute() const {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "core/forks.h"
 
 namespace ringcomm {
 
@@ -25,12 +26,15 @@ class RequestBase : public Request {
   int source() const override { return source_; }
 
  protected:
+  // Throws in a forked child: what would end the call is in the parent.
+  void refuse_in_child(Op op) const;
   void finish(std::exception_ptr error);
   void rethrow() const;
 
   int source_ = -1;
 
  private:
+  const int forks_ = forks_so_far();
   std::atomic<bool> done_{false};
   std::mutex mutex_;
   std::exception_ptr error_;

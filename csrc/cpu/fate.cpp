@@ -67,7 +67,7 @@ void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_c
 void Group::check_lost(const Call& call) const {
   for (int other = 0; other < world_size_; ++other)
     if (holds_up(other) && is_gone(other) && holds_up(other)) {  // looked at again: it may have ended the call before
-      const int lost = cause_of(other);
+      const int lost = cause_of(other, true);
       give_up(call, ErrorCode::kRankLost,
               concat(call_here(), " expected ", named(lost), " in this call, but ", fate_of(lost), ", after ",
                      last_call_of(lost), "; see its own output"));
@@ -184,10 +184,14 @@ std::string Group::fate_of(int peer) const {
   return is_exited(peer) ? "its process has exited" : "it has closed its communicator";
 }
 
-int Group::cause_of(int gone) const {
-  for (int peer = 0; peer < world_size_; ++peer)
-    if (is_exited(peer)) return peer;
-  return gone;
+int Group::cause_of(int gone, bool in_call) const {
+  int cause = gone;
+  for (int peer = world_size_ - 1; peer >= 0; --peer) {
+    if (!is_exited(peer) || (in_call && !holds_up(peer))) continue;  // who did its part is not what is missed
+    if (load_acquire(&control(peer).left.value) == 0) return peer;
+    cause = peer;
+  }
+  return cause;
 }
 
 std::string Group::held_up_by(int peer) const {
@@ -262,7 +266,7 @@ std::string Group::why_aborted() const {
     if (const Verdict* v = passed()) return v->reason;
     const std::uint64_t state = load_acquire(&verdict().state);
     const int writer = static_cast<int>(state - kWriters);  // it writes next, unless it was killed in between
-    if (state >= kWriters && is_gone(writer) && claim_verdict(state))
+    if (state >= kWriters && is_exited(writer) && claim_verdict(state))  // one that has closed may still write
       pass(concat(named(writer), " gave up, and ", fate_of(writer), " before it said why"), ErrorCode::kRankLost);
     usleep(100);
   }

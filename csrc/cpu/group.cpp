@@ -249,6 +249,8 @@ char* Group::resolve(int peer, const Location& location) {
   if (!arena.data()) {
     const ArenaRecord& record = control(peer).arenas[location.arena];
     arena = SharedMemory::open(peers_[peer].pid, record.fd, record.nbytes);
+    // After an abort it may have been given back, and its number be that of another file; see Heap::detach.
+    if (aborted()) raise_end(static_cast<Op>(logged(rank_, sequence_).signature.op));
   }
   return arena.data() + location.where;
 }

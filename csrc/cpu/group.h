@@ -85,8 +85,9 @@ class Group {
   std::string fate_of(int peer) const;
   // "rank 1 (process 42 on node7)".
   std::string named(int peer) const;
-  // Of several ranks that are gone the one that had no choice: others may have closed because of it.
-  int cause_of(int gone) const;
+  // Of several ranks that are gone the one that had no choice: others may have closed because of it. `in_call`: of
+  // those that the collective here needs.
+  int cause_of(int gone, bool in_call) const;
   // For whom this rank waits, for the others to see; below 0: for nobody.
   void wait_for(int peer) const { store_release(&control().waiting.value, static_cast<std::uint64_t>(peer + 1)); }
   // ", which waits for rank 2 (process 43 on node7), which is stopped by a signal": what holds up a peer; may be empty.
@@ -173,6 +174,7 @@ class Group {
   int num_arenas_ = 0;
   std::mutex arenas_mutex_;
   std::uint64_t round_ = 0;  // of regroup
+  bool left_out_ = false;    // the others have decided without this rank: it may join them again, but not decide alone
   std::mutex regroup_mutex_;
 };
 

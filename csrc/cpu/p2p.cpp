@@ -19,7 +19,10 @@ class PointToPoint::Message : public RequestBase {
   }
 
   void wait(std::int64_t timeout_ms) override {
-    if (!done()) owner_.wait(*this, timeout_ms);
+    if (!done()) {
+      refuse_in_child(call.op);
+      owner_.wait(*this, timeout_ms);
+    }
     rethrow();
   }
   void complete(std::exception_ptr error) { finish(error); }
@@ -327,7 +330,7 @@ int PointToPoint::lost_for(const Call& call) const {
 
 // What became of a rank that is gone, and of the one because of which it may have gone.
 std::string PointToPoint::end_of(int rank) const {
-  const int cause = group_.cause_of(rank);
+  const int cause = group_.cause_of(rank, false);
   const std::string own = concat(group_.fate_of(rank), ", after ", group_.last_call_of(rank));
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
 }

@@ -73,17 +73,26 @@ std::vector<bool> Group::agree(std::uint64_t round, std::int64_t limit_ms) {
   const auto decided = [&] { return load_acquire(decider) >> 16 >= round; };
   for (int peer = 0; peer < world_size_; ++peer)
     for (; !decided() && !has_come(peer, round) && !is_gone(peer) && Clock::now() < end; usleep(200)) check_signals();
+  const auto alone = [&] {
+    for (int peer = 0; peer < world_size_; ++peer)
+      if (peer != rank_ && !is_gone(peer)) return false;
+    return true;
+  };
+  for (; left_out_ && !decided() && !alone() && Clock::now() < end; usleep(200)) check_signals();
   auto& proposal = control().meeting.brought[round % 2].members;
   std::memset(proposal, 0, sizeof proposal);
   for (int peer = 0; peer < world_size_; ++peer)
     if (has_come(peer, round) && !is_gone(peer)) proposal[peer / 64] |= 1ull << (peer % 64);
-  for (std::uint64_t seen = load_acquire(decider); seen >> 16 < round; seen = load_acquire(decider))
+  for (std::uint64_t seen = load_acquire(decider); !left_out_ && seen >> 16 < round; seen = load_acquire(decider))
     claim(decider, seen, round << 16 | static_cast<std::uint64_t>(rank_ + 1));
   const std::uint64_t decision = load_acquire(decider);
-  const auto& members = control(static_cast<int>((decision & 0xffff) - 1)).meeting.brought[round % 2].members;
-  std::vector<bool> taken(world_size_);
-  for (int peer = 0; peer < world_size_; ++peer) taken[peer] = members[peer / 64] >> (peer % 64) & 1;
-  if (decision >> 16 != round || !taken[rank_])
+  std::vector<bool> taken(world_size_, false);
+  if (decision >> 16 == round) {
+    const auto& members = control(static_cast<int>((decision & 0xffff) - 1)).meeting.brought[round % 2].members;
+    for (int peer = 0; peer < world_size_; ++peer) taken[peer] = members[peer / 64] >> (peer % 64) & 1;
+  }
+  left_out_ = !taken[rank_];
+  if (left_out_)
     fail(ErrorCode::kRankLost, "shrink: rank ", rank_, " expected to be among the ranks that go on, but came after ",
          limit_ms / 1000.0, " s or more, when the others had decided without it; start it anew");
   return taken;
