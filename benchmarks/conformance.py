@@ -59,6 +59,7 @@ EXPLAINED = {  # pattern of a test's name: why it can pass with Gloo alone
     "test_barrier_timeout_*": "asserts the words of Gloo's message; the timeout itself is right",
     "test_monitored_barrier_gloo_rank_0_timeout": "asserts the words of Gloo's message, for a limit of 0 s",
     "test_monitored_barrier_*": "torch asks for a group named gloo",
+    "test_*_thread_count_[12]": "torch's ShardedTensor.gather wants CUDA of any backend but Gloo that serves CUDA too",
     "test_ddp_logging_data_cpu": "torch logs any backend that is not its own as 'custom'",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import sys
@@ -16,8 +17,9 @@ from ringcomm.calls import Call, milliseconds
 from ringcomm.collectives import Timeout
 from ringcomm.devices import CPU, EMULATED
 from ringcomm.endpoint import Endpoint
-from ringcomm.errors import ClosedError, InvalidArgumentError, ShapeError, UnsupportedError, shown
+from ringcomm.errors import ClosedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError, shown
 from ringcomm.interop import Array, wire_type
+from ringcomm.record_view import rank_list
 from ringcomm.work import Request
 
 if TYPE_CHECKING:
@@ -276,7 +278,8 @@ class Communicator(BucketCollectives):
         """A communicator of some ranks, numbered in the order given; a collective of all ranks of this one.
 
         Returns: the new communicator on the ranks named, None elsewhere.
-        Raises:  InvalidArgumentError: a rank that is not here, or is named twice.
+        Raises:  InvalidArgumentError: a rank that is not here, or is named twice. MismatchError: the ranks name others;
+                 every rank is told, and this communicator stays as it was.
         """
         call = self._begin("subgroup")
         if not isinstance(ranks, (list, tuple, range)) or len(ranks) > self.world_size:
@@ -288,6 +291,14 @@ class Communicator(BucketCollectives):
             call.peer("ranks", rank)
         if len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(list(ranks))}; name each rank once")
+        everybody = [json.loads(each) for each in self._linked.exchange(json.dumps([int(r) for r in ranks]).encode())]
+        if any(theirs != everybody[0] for theirs in everybody):
+            who = {str(named): [r for r, theirs in enumerate(everybody) if theirs == named] for named in everybody}
+            told = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
+            raise MismatchError(
+                f"subgroup: the ranks name different ones: {told}; name the same, in the same order, on every rank, "
+                "also on those that stay outside, or cut all of the communicator with split(color)"
+            )
         member = self.rank in ranks
         return self.split(0 if member else None, list(ranks).index(self.rank) if member else 0)
 

@@ -32,6 +32,7 @@ _UNGUARDED = (
 Place = tuple[str, Device]
 """What a rank's bytes are moved by, and where."""
 _MOST_RANKS = 1 << 16  # of one machine
+_NEWS_S = 0.5  # for the ranks to see by themselves that one has died: they know the call and the place
 _GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
 
 
@@ -79,7 +80,7 @@ def run_ranks(
         wire_dtype: as in `init`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
-             RankFailedError: a process died without an exception.
+             RankFailedError: a process died without an exception, or a rank called sys.exit.
     """
     if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
         raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
@@ -111,6 +112,12 @@ class _Outcome:
         """Raises the first exception that is not another rank's doing."""
         own = [error for _, error in self.failures if not isinstance(error, AbortedError)]
         first = own or [error for _, error in self.failures]
+        if first and isinstance(first[0], SystemExit):  # would end the caller's program, with status 0 in silence
+            rank = next(rank for rank, error in self.failures if error is first[0])
+            code = shown(first[0].code)
+            raise RankFailedError(
+                f"run_ranks: rank {rank} expected to return a result, left by sys.exit({code}); let the function return"
+            ) from first[0]
         if first:
             raise first[0]
 
@@ -144,6 +151,9 @@ def _run_threads(job: _Job) -> list[Any]:
     except BaseException as error:  # an interrupt of the caller
         for end in ends:
             end.abort(f"run_ranks was left by {type(error).__name__}")
+        deadline = time.monotonic() + _GRACE_S
+        for thread in threads:  # one that is inside native code as Python ends would bring the process down
+            thread.join(max(0.0, deadline - time.monotonic()))
         raise
     for comm in comms:
         comm.close()
@@ -212,6 +222,8 @@ class _Processes:
         self.open: dict[Connection, int] = {}
         self.processes: list[Any] = []
         self.deadline: float | None = None
+        self.news: tuple[str, bool] | None = None  # why the others are to give up, until they have been told
+        self.news_at = 0.0
         self.store: Any = None
 
     def start(self, job: _Job) -> None:
@@ -235,6 +247,7 @@ class _Processes:
         while self.open and (self.deadline is None or time.monotonic() < self.deadline):
             for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
                 self.receive(pipe)
+            self.tell()
         self.outcome.raise_first()
         return self.outcome.results
 
@@ -276,7 +289,8 @@ class _Processes:
         """What to say of a rank whose process has gone."""
         process = self.processes[rank]
         process.join(_GRACE_S)
-        ended = f"its process ended with exit code {process.exitcode}"
+        code = process.exitcode or 0
+        ended = f"its process ended with exit code {code}" + (f" ({_signal_name(-code)})" if code < 0 else "")
         if rank not in self.handles and process.exitcode == 1:
             return RankFailedError(f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}")
         return RankFailedError(f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output")
@@ -288,9 +302,19 @@ class _Processes:
         if self.deadline is None:
             self.deadline = time.monotonic() + _GRACE_S
             who = f"rank {rank} (process {self.processes[rank].pid})"
-            for each in self.open:
-                with contextlib.suppress(OSError):
-                    each.send((f"{who} failed with {type(error).__name__}: {error}", died))
+            self.news = (f"{who} failed with {type(error).__name__}: {error}", died)
+            connected = len(self.handles) == len(self.processes)
+            self.news_at = time.monotonic() + (_NEWS_S if died and connected else 0)
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells the other ranks to give up, once it is time: of a death they find out more by themselves."""
+        if self.news is None or time.monotonic() < self.news_at:
+            return
+        for each in self.open:
+            with contextlib.suppress(OSError):
+                each.send(self.news)
+        self.news = None
 
     def end(self) -> None:
         """Leaves no process behind."""
@@ -303,6 +327,13 @@ class _Processes:
                 process.join()
             pipe.close()
             process.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _no_message(rank: int, error: Exception) -> RankFailedError:

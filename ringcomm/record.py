@@ -129,8 +129,14 @@ def records(pid: int | None = None) -> list[Record]:
         pid: of the process; None: this one.
     Raises:  InvalidArgumentError: there is no such process, it is another user's, or another version's.
     """
-    pid = os.getpid() if pid is None else pid
+    return _records(os.getpid() if pid is None else pid, None)
+
+
+def _records(pid: int, wanted: set[int] | None) -> list[Record]:
+    """``wanted``: of these groups alone; None: of all."""
     try:
+        if wanted is not None and next(_memory_files(pid), None) is None:
+            return []  # most processes: without reading more of them
         status = _status(pid)
         if status["State"][0] in "ZX":
             raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
@@ -143,7 +149,7 @@ def records(pid: int | None = None) -> list[Record]:
         ) from None
     stopped = status["State"][0] in "Tt"
     own = int(status.get("NSpid", str(pid)).split()[-1])  # as it knows itself
-    found = [_read(each, "stopped" if stopped else "running") for each in taken]
+    found = [_read(each, "stopped" if stopped else "running", wanted) for each in taken]
     return [each for each in found if each is not None and each.pid == own]  # others came from its parent by a fork
 
 
@@ -163,7 +169,7 @@ def _search(groups: Iterable[int], seconds: float | None) -> list[Record]:
             with suppress(InvalidArgumentError, OSError):
                 if os.stat(f"/proc/{name}").st_uid != os.geteuid():
                     continue  # root may read it, but it may say anything
-                found += [each for each in records(int(name)) if each.group in wanted]
+                found += _records(int(name), wanted)
     return found
 
 
@@ -182,11 +188,11 @@ def _memory_files(pid: int) -> Iterator[bytes]:
                     yield file.read(_MOST_BYTES)
 
 
-def _read(memory: bytes, process: str) -> Record | None:
-    """None for an engine that is a part of another one."""
+def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
+    """None for an engine that is a part of another one, and for groups that are not wanted."""
     facts, calls = _C.read_record(memory)
     state = facts.pop("state")
-    if state == _PART:
+    if state == _PART or (wanted is not None and facts["group"] not in wanted):
         return None
     facts["begun"], facts["closed"] = facts.pop("calls"), bool(state)
     for call in calls:
@@ -252,9 +258,14 @@ def _record(document: dict[str, Any]) -> Record:
     return made
 
 
+_FIELDS: dict[Any, dict[str, type]] = {
+    kind: {field.name: _TYPES[str(field.type)] for field in fields(kind)} for kind in (Call, Record)
+}
+
+
 def _checked(kind: type[Any], values: Any) -> Any:
     """A value of ``kind`` from fields that have its types, of which every text can be shown."""
-    types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+    types = _FIELDS[kind]
     if not isinstance(values, dict) or values.keys() != types.keys():
         raise ValueError(f"it has a {kind.__name__} with other fields")
     for name, value in values.items():
@@ -312,14 +323,15 @@ def annotate(error: BaseException, group: int) -> None:
 
 
 def _note(group: int) -> str:
-    lines = [line for view in merge(_search([group], _SEARCH_S)) for line in view.note(_NOTE_CALLS, _NOTE_LINES - 1)]
+    written = []  # first: a launcher may end this process soon after another one
     folder = os.environ.get(FOLDER)
     if folder:
         try:
-            lines += [f"written to {path.absolute()}" for path in dump(folder) if f"-{group:x}-" in path.name][:1]
+            written = [f"written to {path.absolute()}" for path in dump(folder) if f"-{group:x}-" in path.name][:1]
         except (OSError, InvalidArgumentError) as why:
-            lines.append(f"the records of this process could not be written to {folder}: {why}")
-    return "\n".join(lines)
+            written = [f"the records of this process could not be written to {folder}: {why}"]
+    lines = [line for view in merge(_search([group], _SEARCH_S)) for line in view.note(_NOTE_CALLS, _NOTE_LINES - 1)]
+    return "\n".join(lines + written)
 
 
 def carry_notes(source: BaseException, target: BaseException) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.arguments import PATH, expects, whole
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, shown
 
 SPANS_PER_THREAD = 1 << 16
 """What a thread keeps unless it is told otherwise: its first spans; later ones are counted."""
@@ -38,11 +38,13 @@ class trace:
     Args:
         path: the file to write.
         spans_per_thread: room; what comes later is left out, and counted.
-    Raises:  InvalidArgumentError: there is a trace already (RINGCOMM_TRACE is one), or no room was asked for.
+    Raises:  InvalidArgumentError: there is a trace already (RINGCOMM_TRACE is one), no room was asked for, or the file
+             has no folder to be written to, which is found before anything is recorded.
     """
 
     @expects("trace", path=PATH, spans_per_thread=_ROOM)
     def __init__(self, path: str | os.PathLike[str], spans_per_thread: int = SPANS_PER_THREAD) -> None:
+        _check_folder(path)
         self._path = path
         self._spans_per_thread = spans_per_thread
 
@@ -69,7 +71,10 @@ class trace:
         Args:
             path: the file to write; None: none.
         Returns: what the file holds.
+        Raises:  InvalidArgumentError: as above; the timeline goes on where the file has no folder.
         """
+        if path is not None:
+            _check_folder(path)
         threads, dropped = _C.trace_stop()
         timeline = _timeline(threads, dropped)
         if path is not None:
@@ -104,6 +109,14 @@ def _timeline(threads: Sequence[tuple[int, str, list[Any]]], dropped: int) -> Ti
 
 def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _check_folder(path: str | os.PathLike[str]) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise InvalidArgumentError(
+            f"trace: expected a file in a folder that is there, got {shown(os.fspath(path))}; make the folder first"
+        )
 
 
 def _write(timeline: Timeline, path: str | os.PathLike[str]) -> None:

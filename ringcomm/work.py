@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Protocol
+
+from ringcomm.calls import milliseconds
 
 
 class Request(Protocol):
@@ -19,6 +22,7 @@ class Finisher(Protocol):
     """The prepared call: what is left to do when the engine is done."""
 
     op: str
+    rank: int
     root: int
 
     def finish(self, source: int) -> Any: ...
@@ -29,11 +33,12 @@ class Finisher(Protocol):
 class Work:
     """One asynchronous call. Its arrays are kept alive until it is done; their values are valid after ``wait``."""
 
-    __slots__ = ("_call", "_request", "_result")
+    __slots__ = ("_call", "_rank", "_request", "_result")
 
     def __init__(self, request: Any, call: Finisher) -> None:
         self._request = request
         self._call: Finisher | None = call
+        self._rank = call.rank
         self._result: Any = None
 
     @property
@@ -45,19 +50,19 @@ class Work:
         """``done``, as torch calls it."""
         return self.done
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks until the call is done.
 
         Args:
-            timeout: seconds; None: the call's own limit. When it passes, the call stays in flight.
+            timeout: seconds (or a timedelta); None: the call's own limit. When it passes, the call stays in flight.
         Returns: what the call returns when it is not asynchronous.
         Raises:  CollectiveTimeoutError, AbortedError, MismatchError: the call's own error, or the timeout here.
         """
         return self.synchronize(timeout)
 
-    def synchronize(self, timeout: float | None = None) -> Any:
+    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; otherwise as ``wait``."""
-        self._request.wait(0 if timeout is None else max(1, round(timeout * 1e3)))
+        self._request.wait(milliseconds(timeout, "wait", self._rank))
         call, self._call = self._call, None
         if call is not None:
             self._result = call.finish(self._request.source)
@@ -77,11 +82,11 @@ class DeviceWork(Work):
         super().__init__(request, call)
         self._finished = False
 
-    def wait(self, timeout: float | None = None, stream: Any = None) -> Any:
+    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
         """Lets ``stream`` wait for the call: what is enqueued there from now on sees its result.
 
         Args:
-            timeout: seconds; given, this blocks the host as ``synchronize`` does.
+            timeout: seconds (or a timedelta); given, this blocks the host as ``synchronize`` does.
             stream: as in the call; None: the one on which the array's library works now.
         Returns: what the call returns when it is not asynchronous.
         """
@@ -95,7 +100,7 @@ class DeviceWork(Work):
             self._result = call.finish_on(waiting, call.root)
         return self._result
 
-    def synchronize(self, timeout: float | None = None) -> Any:
+    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; raises its error."""
         if self._finished:
             self._call = None  # only the request is left to wait for
@@ -113,11 +118,11 @@ class Group:
         """Whether every call is done."""
         return all(work.done for work in self.works)
 
-    def wait(self, timeout: float | None = None) -> list[Any]:
+    def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
         """Waits for every call, in order, up to ``timeout`` seconds for each. Returns their results."""
         return [work.wait(timeout) for work in self.works]
 
-    def synchronize(self, timeout: float | None = None) -> list[Any]:
+    def synchronize(self, timeout: float | timedelta | None = None) -> list[Any]:
         """``wait`` that blocks the host, also for calls on a device."""
         return [work.synchronize(timeout) for work in self.works]
 

@@ -272,8 +272,9 @@ def _late_rank() -> tuple[str, bool]:
             try:
                 call()
             except (dist.DistBackendError, RuntimeError) as error:
-                seen.append(type(error).__name__)
+                seen.append(f"{type(error).__name__}: {error}")
         assert len(seen) == 3
+        assert not any("shrink" in each for each in seen)  # a process group cannot
         assert work.is_completed()
         assert not work.is_success()
         assert backend_of(slow).get_error() != backend_of().get_error()

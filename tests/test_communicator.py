@@ -214,6 +214,17 @@ def test_subgroup_keeps_the_order_given() -> None:
     assert four(fn) == [None, [3, 1], None, [3, 1]]
 
 
+@pytest.mark.parametrize("own", [[2, 3], [0, 2], []])  # the first as if it were split
+def test_a_subgroup_of_other_ranks_is_told_to_all(own: list[int]) -> None:
+    def fn(comm: Communicator) -> None:
+        with pytest.raises(errors.MismatchError) as caught:
+            comm.subgroup([0, 1] if comm.rank < 2 else own)
+        assert f"ranks 0, 1 [0, 1], ranks 2, 3 {own}; " in str(caught.value)
+        assert float(comm.all_reduce(torch.ones(1))) == 4  # it stayed as it was
+
+    four(fn)
+
+
 def test_dup_is_independent() -> None:
     def fn(comm: Communicator) -> None:
         with comm.dup() as other:
@@ -224,6 +235,23 @@ def test_dup_is_independent() -> None:
         assert float(comm.all_reduce(torch.ones(1))) == 4
 
     four(fn)
+
+
+def test_a_wait_takes_seconds_or_a_timedelta() -> None:
+    def fn(comm: Communicator) -> None:
+        if comm.rank:
+            comm.recv(torch.ones(1), 0)
+        work = comm.all_reduce(torch.ones(1), async_op=True)
+        if not comm.rank:
+            with pytest.raises(errors.CollectiveTimeoutError, match="still in flight"):
+                work.wait(timedelta(seconds=0.01))
+            for wrong in ("soon", 0, -1.0, float("nan")):
+                with pytest.raises(errors.InvalidArgumentError, match="wait: rank 0 got timeout"):
+                    work.wait(wrong)
+            comm.send(torch.ones(1), 1)
+        assert float(work.wait(timedelta(seconds=20))) == 2
+
+    ringcomm.run_ranks(fn, 2, timeout=20)
 
 
 # ---- life --------------------------------------------------------------------------------------------------------

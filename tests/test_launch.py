@@ -110,10 +110,39 @@ def dies(comm: Communicator, how: str) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", "3"), ("kill", "-9")])
+@pytest.mark.parametrize(("how", "code"), [("exit", "3"), ("kill", r"-9 \(SIGKILL\)")])
 def test_a_dead_process_is_told_and_the_others_end(how: str, code: str) -> None:
-    with pytest.raises(errors.RingcommError, match=f"rank 1 .*exit code {code}|rank 1"):
+    with pytest.raises(errors.RankFailedError, match=f"rank 1 .*exit code {code}"):
         ringcomm.run_ranks(dies, 3, "processes", args=(how,), timeout=60)
+
+
+def survives(comm: Communicator, folder: str) -> None:
+    try:
+        dies(comm, "kill")
+    except errors.RankLostError as error:
+        Path(folder, str(comm.rank)).write_text(str(error))
+        raise
+
+
+def test_of_a_dead_process_the_others_hear_in_which_call_it_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(errors.RankFailedError):
+        ringcomm.run_ranks(survives, 3, "processes", args=(str(tmp_path),), timeout=60)
+    texts = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert sorted(texts) == ["0", "2"]
+    assert all("barrier #0: rank " in text and "its process has exited" in text for text in texts.values())
+
+
+def leaves(comm: Communicator, code: Any) -> None:
+    if comm.rank == 1:
+        sys.exit(code)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_rank_that_exits_does_not_end_the_caller(ranks: str, code: Any) -> None:
+    with pytest.raises(errors.RankFailedError, match=rf"rank 1 .*sys\.exit\({code}\)") as caught:
+        ringcomm.run_ranks(leaves, 2, ranks, args=(code,), timeout=60)
+    assert isinstance(caught.value.__cause__, SystemExit)
 
 
 def never_ends(comm: Communicator) -> None:
@@ -199,6 +228,31 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "expected to start" in done.stderr.splitlines()[-1]
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+
+
+INTERRUPTED = """
+import threading, time, ringcomm
+
+def rank(comm):
+    if comm.rank == 0:
+        print("waits", flush=True)
+        time.sleep(60)
+    comm.barrier()
+
+ringcomm.run_ranks(rank, 3)
+"""
+
+
+def test_an_interrupt_ends_threads_before_python_ends() -> None:
+    words = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        time.sleep(0.2)  # the others are in their call
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def test_a_script_from_standard_input_is_told() -> None:

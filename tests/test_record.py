@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -189,6 +190,36 @@ def test_a_call_names_its_place_and_step() -> None:
     expected = [f"{HERE}:{number}" for number in lines]
     assert [call.place for call in found.calls[:2]] == expected[:2]
     assert found.calls[-1].place == f"{expected[2]}, step 7"
+
+
+def _backend_places() -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    x, before = torch.ones(4), groups()
+    with ringcomm.init(dist.get_rank(), 2, init_method=f"file://{os.environ['RINGCOMM_TEST_FOLDER']}/beside") as beside:
+        if dist.get_rank() == 1:
+            beside.recv(np.zeros(1), 0)
+            dist.all_reduce(x, group=group)
+            dist.all_reduce(x, group=group, async_op=True).wait()
+            return []
+        waits = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": group})
+        waits.start()
+        found: list[str] = []
+        while not any(found):
+            time.sleep(0.01)
+            calls = [each.calls for each in record.records() if each.rank == 0 and each.group in before]
+            found = [all_calls[-1].place for all_calls in calls if all_calls and all_calls[-1].state == "in flight"]
+        beside.send(np.ones(1), 1)
+        waits.join()
+        asked = line() + 1
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        (later,) = (each.calls[-1].place for each in record.records() if each.group in before and len(each.calls) > 1)
+    return [*found, later, f"{HERE}:{asked}"]
+
+
+def test_the_backend_has_places_of_calls_that_wait_and_of_asynchronous_ones() -> None:
+    (waited, later, asked), _ = torch_ranks.run(_backend_places, world_size=2)
+    assert "threading.py:" in waited  # who called in that thread
+    assert later == asked
 
 
 def test_a_step_is_a_whole_number() -> None:

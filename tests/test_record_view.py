@@ -211,7 +211,7 @@ def test_bytes_of_others_are_read_or_refused(changes: list[tuple[int, int]], len
         memory[place] = value
     for each in (bytes(memory), bytes(memory[:length])):
         try:
-            found = record._read(each, "running")
+            found = record._read(each, "running", None)
         except errors.InvalidArgumentError:
             continue
         assert found is None or view(found).note(3, 12)

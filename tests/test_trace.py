@@ -285,6 +285,18 @@ def test_room_must_make_sense(room: int) -> None:
         trace.start(room)
 
 
+def test_a_file_in_no_folder_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere" / "timeline.json"
+    with pytest.raises(ringcomm.InvalidArgumentError, match="in a folder that is there"):
+        trace(nowhere)
+    trace.start()
+    try:
+        with pytest.raises(ringcomm.InvalidArgumentError, match="in a folder that is there"):
+            trace.stop(nowhere)
+    finally:
+        assert trace.stop(tmp_path / "timeline.json")["ringcomm"][0]["dropped"] == 0
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    raise_in_python("ringcomm.backend", python_class(error), error);
+    raise_in_python("ringcomm.backend", python_class(error), error, advice_to_groups(error.what()));
   }
 }
 

@@ -57,7 +57,8 @@ class CallbackThreads {
 // What torch itself rethrows from a future (DDP's reducer, autograd) keeps its Python class only as an error of
 // torch's.
 struct PythonError final : torch::PyTorchError {
-  explicit PythonError(const Error& error) : PyTorchError(error.what()), name(error_class(error.code())) {}
+  explicit PythonError(const Error& error)
+      : PyTorchError(advice_to_groups(error.what())), name(error_class(error.code())) {}
   PyObject* python_type() override {  // with the GIL; the module keeps it
     return pybind11::module_::import("ringcomm.backend").attr(name).ptr();
   }

@@ -1,9 +1,11 @@
 // The class of ringcomm.errors for each error code; both Python modules raise these.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 #include "core/error.h"
+#include "core/signature.h"
 
 namespace ringcomm {
 
@@ -32,6 +34,13 @@ inline ErrorCode error_code(std::string_view name) {
   for (const ErrorCode code : {ErrorCode::kTimeout, ErrorCode::kRankLost, ErrorCode::kMismatch, ErrorCode::kSystem})
     if (name == error_class(code)) return code;
   return ErrorCode::kAborted;
+}
+
+// An error's text as that of a process group, which cannot shrink.
+inline std::string advice_to_groups(std::string text) {
+  const std::string_view shrink = kAdviceToShrink;
+  const auto at = text.find(shrink);
+  return at == std::string::npos ? text : text.replace(at, shrink.size(), kAdvice);
 }
 
 }  // namespace ringcomm

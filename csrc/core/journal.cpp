@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "core/check.h"
 #include "core/clock.h"
@@ -118,6 +119,29 @@ void Journal::end(std::uint64_t number, CallState state) {
     claim(&collectives_, e.collective + 1, e.collective);  // no rank counts it
   if (state != CallState::kEnqueued) e.end_ns = now_ns();
   e.state = static_cast<std::uint8_t>(state);
+}
+
+void Journal::place(std::uint64_t number, const char* site) {
+  JournalEntry& e = entry(number);
+  if (load_acquire(&e.number) == number) copy_end(e.site, sizeof e.site, site);
+}
+
+namespace {
+thread_local Unplaced* unplaced = nullptr;  // the innermost of this thread
+}
+
+Unplaced::Unplaced(Journal* journal, const std::uint64_t* numbers, std::size_t count)
+    : journal_(journal), numbers_(numbers), count_(count), outer_(unplaced) {
+  unplaced = this;
+}
+
+Unplaced::~Unplaced() { unplaced = outer_; }
+
+void Unplaced::place(const char* site) {
+  Journal* const journal = unplaced ? std::exchange(unplaced->journal_, nullptr) : nullptr;
+  if (!journal) return;
+  if (!site) site = site_here();
+  for (std::size_t i = 0; i < unplaced->count_; ++i) journal->place(unplaced->numbers_[i], site);
 }
 
 JournalText JournalText::read(const std::string& bytes) {

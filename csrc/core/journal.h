@@ -58,6 +58,8 @@ class Journal {
   // Returns the number of the call.
   std::uint64_t begin(const Call& call, bool async);
   void end(std::uint64_t number, CallState state);
+  // Where in the user's code a call was made, of which `begin` was not told.
+  void place(std::uint64_t number, const char* site);
   void closed() {
     if (head().state == 0) head().state = 1;
   }
@@ -75,6 +77,23 @@ class Journal {
 
   SharedMemory memory_;
   std::uint64_t collectives_ = 0;
+};
+
+// Calls of this thread that came without their place, which is looked for only if they take long, or fail.
+class Unplaced {
+ public:
+  // Null: nobody wants to know. The numbers live longer.
+  Unplaced(Journal* journal, const std::uint64_t* numbers, std::size_t count);
+  ~Unplaced();
+  Unplaced(const Unplaced&) = delete;
+  // Those of this thread are told where it is, once. Null: it is looked for here.
+  static void place(const char* site = nullptr);
+
+ private:
+  Journal* journal_;
+  const std::uint64_t* const numbers_;
+  const std::size_t count_;
+  Unplaced* const outer_;
 };
 
 // What a memory file of a journal says, for whoever shows it: facts, and the calls from old to new.

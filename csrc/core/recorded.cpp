@@ -6,6 +6,7 @@
 
 #include "core/forks.h"
 #include "core/journal.h"
+#include "core/site.h"
 
 namespace ringcomm {
 
@@ -96,6 +97,7 @@ class RecordedEngine final : public Engine {
   int run(const Call& call) override {
     if (silent()) return engine_->run(call);
     const std::uint64_t number = journal_->begin(call, false);
+    const Unplaced late(call.site ? nullptr : journal_.get(), &number, 1);
     try {
       const int source = engine_->run(call);
       journal_->end(number, ended());
@@ -107,6 +109,7 @@ class RecordedEngine final : public Engine {
   std::shared_ptr<Request> submit(Call call) override {
     if (forked()) return engine_->submit(std::move(call));
     if (!journal_) return std::make_shared<RecordedRequest>(engine_->submit(std::move(call)), engine_, 0);
+    if (!call.site) call.site = site_here();  // another thread may run it
     const std::uint64_t number = journal_->begin(call, true);
     std::shared_ptr<Request> request;
     try {
@@ -126,6 +129,8 @@ class RecordedEngine final : public Engine {
     if (silent()) return engine_->run_list(calls);
     std::vector<std::uint64_t> numbers;
     for (const Call& call : calls) numbers.push_back(journal_->begin(call, false));
+    const bool placed = calls.empty() || calls[0].site;
+    const Unplaced late(placed ? nullptr : journal_.get(), numbers.data(), numbers.size());
     try {
       engine_->run_list(calls);
     } catch (...) {
@@ -171,6 +176,7 @@ class RecordedEngine final : public Engine {
   // Ends calls with the exception that is being handled, which goes on; the last first, for their numbers.
   [[noreturn]] void failed(const std::vector<std::uint64_t>& numbers) const {
     const std::exception_ptr error = std::current_exception();
+    Unplaced::place();
     const CallState state = state_of(error);
     for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) journal_->end(*number, state);
     std::rethrow_exception(about(error, journal_->group()));

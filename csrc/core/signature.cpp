@@ -46,6 +46,7 @@ std::string named(const std::vector<int>& ranks) {
 
 std::string describe(const Signature& s) {
   const Op op = op_of(s);
+  if (op == Op::kBarrier) return name(op);
   std::string text = concat(name(op), '(', elements(s));
   if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
   if (rooted(op)) text += concat(", root ", s.root);

@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "core/interrupt.h"
+#include "core/journal.h"
 #include "core/site.h"
 #include "core/trace.h"
 
@@ -117,6 +118,7 @@ void WorkQueue::run(const Call& call) {
 
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
   if (!call.site) call.site = site_here();  // another thread may run it
+  Unplaced::place(call.site);
   auto item = std::make_shared<Item>(*this, std::move(call));
   {
     const std::lock_guard<std::mutex> lock(mutex_);

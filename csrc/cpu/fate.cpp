@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/interrupt.h"
+#include "core/journal.h"
 #include "core/site.h"
 #include "cpu/group.h"
 
@@ -80,7 +81,9 @@ void Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   const bool first = next == Clock::time_point{};
   if (!first && now < next) return;
   next = now + kLookForSignals;  // whoever has the user's language may be busy: asking costs
-  if (first || !interrupted()) return;
+  if (first) return;
+  Unplaced::place();
+  if (!interrupted()) return;
   interrupt(name(call.op));
   raise_end(call.op);
 }
@@ -102,13 +105,16 @@ void Group::too_late(int peer, const Deadline& deadline) const {
   gather([&](int p) { return !has_begun(p, sequence_); });
   gather([&](int p) { return holds_up(p) && is_stopped(p); });
   gather([&](int p) { return p == peer; });
+  const auto answer_of = [&](int p) {
+    const bool any = has_begun(p, 0);
+    return has_begun(p, sequence_) ? "no answer from it" : any ? "only " + last_call_of(p) : "no call from it";
+  };
   std::string text = concat(call_here(), " expected ");
   const int named_ones = std::min<int>(static_cast<int>(late.size()), kMostNamed);
   for (int i = 0; i < named_ones; ++i) {
     const int p = late[i];
     const std::string held = held_up_by(p);
-    text += concat(i ? " and " : "", named(p), held, held.empty() ? "" : ",", " in this call, got ",
-                   has_begun(p, sequence_) ? "no answer from it" : "only " + last_call_of(p));
+    text += concat(i ? " and " : "", named(p), held, held.empty() ? "" : ",", " in this call, got ", answer_of(p));
   }
   if (static_cast<int>(late.size()) > named_ones) text += concat(" and ", late.size() - named_ones, " more");
   text += concat(", within the timeout of ", deadline.timeout_ms / 1000.0,
