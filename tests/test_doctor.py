@@ -136,7 +136,7 @@ def ended_process() -> int:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--pid", str(ended_process())], "which there is none of"),
+        (["--pid", "of a process that has ended"], "which there is none of"),
         (["--pid", str(os.getppid())], "has no communicator with a record"),
         (["nowhere.json"], "expected a file of ringcomm.record.dump"),
         (["--json"], "expected --pid or files of records, got neither"),
@@ -145,6 +145,7 @@ def ended_process() -> int:
 def test_what_has_no_record_ends_with_one_sentence(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = [str(ended_process()) if word.startswith("of a process") else word for word in words]
     assert cli.main(["doctor", *words]) == 2
     text = capsys.readouterr().err
     assert text.startswith("ringcomm doctor: ")

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch_ranks
+from torch.distributed import FileStore
 
+import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.record import records
@@ -44,14 +47,15 @@ def send_once_it_waits(comm: Communicator) -> None:
 
     def asleep() -> bool:
         states = [call.state for each in records() if each.rank == comm.rank for call in each.calls]
-        return (
-            "in flight" in states and Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split(") ")[1][0] == "S"
-        )
+        thread = Path(f"/proc/self/task/{os.getpid()}/stat").read_text()
+        return "in flight" in states and thread.rpartition(") ")[2].startswith("S")
 
     def watch() -> None:
         looks = 0
         while looks < 5:  # in a row: a main thread that makes its way to the call is awake in some of them
             time.sleep(0.02)
+            if comm.closed:
+                return  # the test has failed before
             looks = looks + 1 if asleep() else 0
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -84,8 +88,21 @@ def told_by(comm: Communicator, call: Callable[[], Any]) -> Told:
     return *told, time.monotonic() - begin < 20
 
 
+def on_this_rank(function: Callable[..., Any], hosts: list[int] | None, args: tuple[Any, ...]) -> Any:
+    rank, world_size = int(os.environ["RANK"]), sum(hosts or [3])
+    store = FileStore(os.path.join(os.environ["RINGCOMM_TEST_FOLDER"], "interrupt"), world_size)
+    if hosts:
+        os.environ["RINGCOMM_HOST"] = f"host{int(rank >= hosts[0])}"
+    try:
+        with ringcomm.init(rank, world_size, store=store, timeout=40) as comm:
+            return function(comm, *args)
+    finally:
+        os.environ.pop("RINGCOMM_HOST", None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def on_ranks(function: Callable[..., Any], hosts: list[int] | None, *args: Any) -> list[Any]:
-    return run_ranks(function, sum(hosts or [3]), "processes", args=args, hosts=hosts, timeout=40)
+    return torch_ranks.run(on_this_rank, function, hosts, args, world_size=sum(hosts or [3]), backend="")
 
 
 def waits(comm: Communicator, op: str) -> Told:
@@ -213,6 +230,6 @@ def test_a_handler_that_closes_ends_its_call(op: str) -> None:
 def test_so_it_does_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_RECORD", "0")
     for op in ("wait", "irecv"):
-        told = on_ranks(closes_inside, None, op, False)
+        told = run_ranks(closes_inside, 3, "processes", args=(op, False), timeout=40)
         assert told[0] == ("KeyboardInterrupt", "", True)
         assert not any("before it said why" in text for _, text, _ in told)

@@ -24,9 +24,18 @@ void Fate::seal(const std::string& reason, ErrorCode code) {
   code_ = code;
 }
 
-std::string Fate::why() const {
+bool Fate::ended() const {
+  if (local_->aborted()) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return reason_.empty() ? local_->why_aborted() : reason_;
+  return !reason_.empty();
+}
+
+std::string Fate::why() const {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!reason_.empty()) return reason_;
+  }
+  return local_->why_aborted();  // may wait for it
 }
 
 ErrorCode Fate::code() const {

@@ -19,7 +19,8 @@ class Fate {
   const std::string& who() const { return who_; }
   // The first reason stays.
   void seal(const std::string& reason, ErrorCode code);
-  bool ended() const { return local_->aborted() || !why().empty(); }
+  bool ended() const;
+  // Waits a moment for the rank of this host that gave up.
   std::string why() const;
   ErrorCode code() const;
   // Throws the reason if there is one.
