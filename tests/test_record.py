@@ -37,9 +37,9 @@ def line() -> int:
     return frame.f_back.f_lineno
 
 
-def new_records(comm: Communicator, before: set[int]) -> Record:
-    """This rank's record of the only communicator that has come since."""
-    (found,) = (each for each in record.records() if each.rank == comm.rank and each.group not in before)
+def new_records(rank: int, before: set[int]) -> Record:
+    """A rank's record of the only communicator that has come since."""
+    (found,) = (each for each in record.records() if each.rank == rank and each.group not in before)
     return found
 
 
@@ -81,7 +81,7 @@ def test_a_journal_has_each_kind_of_call() -> None:
         outputs = [np.empty(r + 1, np.float32) for r in range(2)]
         comm.all_gather_list(outputs, np.ones(comm.rank + 1, np.float32))
         comm.barrier()
-        return new_records(comm, before), comm.world_size
+        return new_records(comm.rank, before), comm.world_size
 
     for rank, (found, world_size) in enumerate(ringcomm.run_ranks(fn, 2, timeout=20)):
         assert (found.rank, found.world_size, found.pid, found.engine) == (rank, world_size, os.getpid(), "cpu")
@@ -110,7 +110,7 @@ def test_a_journal_has_what_failed_and_what_is_in_flight() -> None:
     def fn(comm: Communicator) -> list[str]:
         if comm.rank == 1:
             first = comm.irecv(ONES.copy(), 0)
-            open_calls = [call.state for call in new_records(comm, before).calls]
+            open_calls = [call.state for call in new_records(comm.rank, before).calls]
             comm.send(ONES, 0)
             first.wait()
             has_come.set()
@@ -123,7 +123,7 @@ def test_a_journal_has_what_failed_and_what_is_in_flight() -> None:
         comm.abort("enough")
         with pytest.raises(errors.AbortedError):
             comm.all_reduce(ONES.copy())
-        return [call.state for call in new_records(comm, before).calls]
+        return [call.state for call in new_records(comm.rank, before).calls]
 
     assert ringcomm.run_ranks(fn, 2, timeout=20) == [["done", "done", "failed"], ["in flight"]]
 
@@ -133,7 +133,7 @@ def test_over_several_hosts_there_is_one_record_for_each_rank() -> None:
 
     def fn(comm: Communicator) -> Record:
         comm.all_reduce(ONES.copy())
-        return new_records(comm, before)
+        return new_records(comm.rank, before)
 
     found = ringcomm.run_ranks(fn, 3, hosts=[2, 1], timeout=20)
     (view,) = record.merge(found)
@@ -181,7 +181,7 @@ def test_a_call_names_its_place_and_step() -> None:
         loss = model(torch.ones(3)).sum()
         lines.append(line() + 1)
         loss.backward()
-        return new_records(comm, before), lines
+        return new_records(comm.rank, before), lines
 
     try:
         (found, lines), _ = ringcomm.run_ranks(fn, 2, timeout=20)
@@ -193,9 +193,10 @@ def test_a_call_names_its_place_and_step() -> None:
 
 
 def _backend_places() -> list[str]:
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    x, before = torch.ones(4), groups()
-    with ringcomm.init(dist.get_rank(), 2, init_method=f"file://{os.environ['RINGCOMM_TEST_FOLDER']}/beside") as beside:
+    x, path = torch.ones(4), os.path.join(os.environ["RINGCOMM_TEST_FOLDER"], "beside")
+    with ringcomm.init(dist.get_rank(), 2, init_method=f"file://{path}") as beside:
+        before = groups()
+        group = dist.new_group(timeout=timedelta(seconds=20))
         if dist.get_rank() == 1:
             beside.recv(np.zeros(1), 0)
             dist.all_reduce(x, group=group)
@@ -206,13 +207,12 @@ def _backend_places() -> list[str]:
         found: list[str] = []
         while not any(found):
             time.sleep(0.01)
-            calls = [each.calls for each in record.records() if each.rank == 0 and each.group in before]
-            found = [all_calls[-1].place for all_calls in calls if all_calls and all_calls[-1].state == "in flight"]
+            found = [each.place for each in new_records(0, before).calls if each.state == "in flight"]
         beside.send(np.ones(1), 1)
         waits.join()
         asked = line() + 1
         dist.all_reduce(x, group=group, async_op=True).wait()
-        (later,) = (each.calls[-1].place for each in record.records() if each.group in before and len(each.calls) > 1)
+        later = new_records(0, before).calls[-1].place
     return [*found, later, f"{HERE}:{asked}"]
 
 
