@@ -270,11 +270,12 @@ def _right_class(trial: Trial, outcome: dict[str, Any]) -> bool:
     return passed_on or (not _direct(trial, outcome) and error in ("AbortedError", "RankLostError"))
 
 
-def _held_up(trial: Trial, outcome: dict[str, Any]) -> Sequence[int]:
+def _held_up(trial: Trial, record: Record, outcome: dict[str, Any]) -> Sequence[int]:
     """Ranks that wait for one that is stalled in another group than that of the error: who is not in that one can
     only say that they do not come."""
     fault = trial.fault
-    steps = [step for step in trial.steps[fault.step :] if fault.rank in trial.groups[step.group]]
+    begun = max(fault.step, record.last_step) if fault.meanwhile else fault.step  # it may have gone on for a moment
+    steps = [step for step in trial.steps[begun:] if fault.rank in trial.groups[step.group]]
     elsewhere = fault.kind == "stalled" and steps[0].group != outcome["group"]
     return trial.groups[steps[0].group] if elsewhere else ()
 
@@ -292,7 +293,7 @@ def _judge_names(trial: Trial, record: Record, rank: int, outcome: dict[str, Any
         if re.search("left its communicator with|called shrink", told)
         else [trial.groups[outcome["group"]]]
     )
-    who = {fault.rank, *_held_up(trial, outcome)}
+    who = {fault.rank, *_held_up(trial, record, outcome)}
     its = {members.index(rank) for members in where for rank in who & {*members}}  # a quoted error has other numbers
     missing = [] if its & named else [f"rank {' or '.join(map(str, its))}"]
     if trial.ranks == "processes" and fault.kind in ("killed", "stalled", "leaves") and direct:
