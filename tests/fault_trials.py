@@ -270,14 +270,15 @@ def _right_class(trial: Trial, outcome: dict[str, Any]) -> bool:
     return passed_on or (not _direct(trial, outcome) and error in ("AbortedError", "RankLostError"))
 
 
-def _held_up(trial: Trial, record: Record, outcome: dict[str, Any]) -> Sequence[int]:
+def _held_up(trial: Trial, record: Record, outcome: dict[str, Any]) -> set[int]:
     """Ranks that wait for one that is stalled in another group than that of the error: who is not in that one can
     only say that they do not come."""
     fault = trial.fault
-    begun = max(fault.step, record.last_step) if fault.meanwhile else fault.step  # it may have gone on for a moment
-    steps = [step for step in trial.steps[begun:] if fault.rank in trial.groups[step.group]]
-    elsewhere = fault.kind == "stalled" and steps[0].group != outcome["group"]
-    return trial.groups[steps[0].group] if elsewhere else ()
+    others = [record.outcomes[rank] for rank in record.outcomes if rank != fault.rank]
+    groups = {other["group"] for other in others if other["error"] is not None} - {outcome["group"], -1}
+    if fault.kind != "stalled":
+        return set()
+    return {rank for group in groups if fault.rank in trial.groups[group] for rank in trial.groups[group]}
 
 
 def _judge_names(trial: Trial, record: Record, rank: int, outcome: dict[str, Any], told: str) -> Sequence[Problem]:
@@ -297,8 +298,8 @@ def _judge_names(trial: Trial, record: Record, rank: int, outcome: dict[str, Any
     its = {members.index(rank) for members in where for rank in who & {*members}}  # a quoted error has other numbers
     missing = [] if its & named else [f"rank {' or '.join(map(str, its))}"]
     if trial.ranks == "processes" and fault.kind in ("killed", "stalled", "leaves") and direct:
-        pid = str(record.pids[fault.rank])
-        missing += [] if re.search(rf"\b{pid}\b", told) else [f"process {pid}"]
+        pids = "|".join(str(record.pids[each]) for each in who)
+        missing += [] if re.search(rf"\b({pids})\b", told) else [f"process {pids}"]
     if direct and fault.kind == "differs":
         missing += [word for word in fault.words if not re.search(rf"\b{word}\b", told)]
     return [("unnamed", f"{' and '.join(missing)}: {told}")] if missing else []

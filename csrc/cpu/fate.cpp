@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/clock.h"
 #include "core/error.h"
 #include "core/interrupt.h"
 #include "core/journal.h"
@@ -192,9 +193,13 @@ std::string Group::fate_of(int peer) const {
 
 int Group::cause_of(int gone, bool in_call) const {
   int cause = gone;
-  for (int peer = world_size_ - 1; peer >= 0; --peer) {
-    if (!is_exited(peer) || (in_call && !holds_up(peer))) continue;  // who did its part is not what is missed
-    if (load_acquire(&control(peer).left.value) == 0) return peer;
+  std::uint64_t first = ~std::uint64_t{0};
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (!is_gone(peer) || (in_call && !holds_up(peer))) continue;  // who did its part is not what is missed
+    const std::uint64_t closed_at = load_acquire(&control(peer).left.value);
+    if (closed_at == 0) return peer;
+    if (closed_at >= first) continue;
+    first = closed_at;
     cause = peer;
   }
   return cause;
@@ -212,7 +217,7 @@ std::string Group::held_up_by(int peer) const {
   return text;
 }
 
-void Group::leave() const { store_release(&control().left.value, 1); }
+void Group::leave() const { claim(&control().left.value, 0, static_cast<std::uint64_t>(now_ns())); }
 
 Deadline Group::deadline(const Call& call) const {
   return {&call, call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(std::memory_order_relaxed)};

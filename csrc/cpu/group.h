@@ -85,8 +85,8 @@ class Group {
   std::string fate_of(int peer) const;
   // "rank 1 (process 42 on node7)".
   std::string named(int peer) const;
-  // Of several ranks that are gone the one that had no choice: others may have closed because of it. `in_call`: of
-  // those that the collective here needs.
+  // Of several ranks that are gone the one that had no choice, or was the first to close: others may have closed
+  // because of it. `in_call`: of those that the collective here needs.
   int cause_of(int gone, bool in_call) const;
   // For whom this rank waits, for the others to see; below 0: for nobody.
   void wait_for(int peer) const { store_release(&control().waiting.value, static_cast<std::uint64_t>(peer + 1)); }

@@ -66,7 +66,7 @@ struct alignas(kLineBytes) Control {
   FlagLine consumed;      // tickets of the peers' boards that this rank has read
   FlagLine calls;         // collectives that this rank has begun
   FlagLine ended;         // those of them that it has ended
-  FlagLine left;          // 1: the communicator was closed on this rank
+  FlagLine left;          // when the communicator was closed on this rank, in ns; 0: it was not
   FlagLine in_place;      // 1: it reads and writes the peers' buffers
   FlagLine waiting;       // rank + 1 of the peer for which it waits long; 0: none
   FlagLine sleepers;      // threads asleep on a flag of this segment
