@@ -8,6 +8,7 @@ the same user can read. Reading asks nothing of the process that is read.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -180,12 +181,33 @@ def _status(pid: int) -> dict[str, str]:
 
 def _memory_files(pid: int) -> Iterator[bytes]:
     folder = f"/proc/{pid}/fd"
+    seen: set[int] = set()  # a thread that reads its own process's files has them open twice, or a number is another's
     for name in os.listdir(folder):
+        memory = None
         with suppress(FileNotFoundError):  # it may be closed at any moment
             if os.readlink(f"{folder}/{name}").startswith(_LINK):
-                fd = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                with open(fd, "rb") as file:
-                    yield file.read(_MOST_BYTES)
+                memory = _memory(f"{folder}/{name}", seen)
+        if memory is not None:
+            yield memory
+
+
+def _memory(path: str, seen: set[int]) -> bytes | None:
+    """What a memory file holds; None if it is in ``seen``, or its number has become another file's meanwhile."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket's
+            return None
+        raise
+    try:
+        inode = os.fstat(fd).st_ino
+        if inode in seen or not os.readlink(f"/proc/self/fd/{fd}").startswith(_LINK):
+            return None
+        seen.add(inode)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
