@@ -39,6 +39,7 @@ from ringcomm.parallel.partition import (
 )
 from ringcomm.parallel.precision import MixedPrecision, precision_of
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh, refuse_no_mesh
+from ringcomm.parallel.unit import skipped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -147,12 +148,13 @@ class DistributedDataParallel(nn.Module):
         self._flat = flat
         self.module = module
 
+    @skipped
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         device = self._inputs_to
         if device is not None:
             args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-        return self.module(*args, **kwargs)
+        return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -126,7 +126,7 @@ def test_fully_shard_over_a_pair() -> None:
         for block in model.blocks:
             fully_shard(block, comm=pair)
         fully_shard(model, comm=pair)
-        assert model.head.weight._ringcomm[1].layout.world_size == 2
+        assert model.head.weight._ringcomm.group.layout.world_size == 2
         return train(comm.rank, model, adamw(model))
 
     expected = on_ranks(lambda comm, model: train(comm.rank, *shard(model, adamw(model), 3, comm)))
@@ -171,7 +171,7 @@ def _in_processes() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    units = {id(group.ranks) for group in model._ringcomm_composed.unit.flat.groups}
+    units = {id(group.ranks) for group in model._ringcomm_unit.flat.groups}
     assert len(units) == 1
     assert_same(expected, train(rank, model, adamw(model)))
     row = make(rank)

@@ -15,6 +15,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.norm import total_norm
 from ringcomm.parallel.part import refuse_parts
+from ringcomm.parallel.place import place_of
 
 
 @expects("clip_grad_norm_", parameters=PARAMETERS, max_norm=NORM, norm_type=NORM, error_if_nonfinite=FLAG, foreach=FLAG)
@@ -49,9 +50,10 @@ def clip_grad_norm_(
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[FlatGroup, set[int]] = {}
-    beside = [p for p in chosen if not hasattr(p, "_ringcomm")]
-    for _, group, i in (p._ringcomm for p in chosen if hasattr(p, "_ringcomm")):
-        picked.setdefault(group, set()).add(i)
+    beside = [p for p in chosen if not _is_trained(p)]
+    for place in (place_of(p) for p in chosen if _is_trained(p)):
+        assert place is not None
+        picked.setdefault(place.group, set()).add(place.index)
     which = sorted((group.number, i) for group, some in picked.items() for i in some)
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
     for group in flat.order:
@@ -101,15 +103,21 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
             parameters = [group.params[i] for places in attached.places for group, i in places]
             parameters += [p for plain in attached._plain for p in plain.values()]
     found = list({id(p): p for p in parameters}.values())
-    homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
+    homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, None
-    if len(homes) > 1 or not all(hasattr(p, "_ringcomm") or next(iter(homes.values())).composed for p in found):
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"
         )
     return found, next(iter(homes.values()))
+
+
+def _is_trained(p: torch.Tensor) -> bool:
+    """Whether a parameter is in a flat group that has gradients."""
+    place = place_of(p)
+    return place is not None and place.group.trainable
 
 
 def _ranges(group: FlatGroup, some: set[int], start: int, end: int) -> list[tuple[int, int]]:

@@ -3,16 +3,21 @@
     stage   parameters   gradients               optimizer   when a group is reduced
     0       whole        whole                   whole       its gradients and those of all groups before it are there
     1       whole        whole until reduced     shard       the same
-    2       whole        shard                   shard       backward has passed its unit and all before it
+    2       whole        shard                   shard       the same, or backward has passed the units
     3       shard        shard                   shard       backward has passed its unit
 
 Every rank reduces in the same order, whatever its own gradients' order of arrival. At the end of a backward pass all is
 reduced and waited for; which parameters no rank has used is agreed with one message of a byte for each.
+
+Nothing is put into the graph of autograd. A gradient's arrival is seen by hooks on the nodes that accumulate it, the
+way back through the units by hooks on the gradients of their outputs. At stage 3 saved parameters are kept as a
+reference to their unit, which is gathered when a node asks for them, wherever the graph is entered.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +30,10 @@ from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.place import Place, place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
-from ringcomm.parallel.unit import Unit
+from ringcomm.parallel.unit import Unit, eager
 
 if TYPE_CHECKING:
     from ringcomm.parallel.optimizer import Attached
@@ -62,9 +68,7 @@ class FlatModel:
         self.groups = [group for unit in units for group in unit.groups]
         for number, group in enumerate(self.groups):
             group.number = number
-        # About the order in which backward finishes; the module's own parameters are used at both of its ends.
-        launched = [*reversed(self.units[:-1]), self.root]
-        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+        self._set_order()
         self.device = self.groups[0].device
         self.broadcast_buffers = broadcast_buffers
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
@@ -74,29 +78,50 @@ class FlatModel:
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
         self._leaves = 0  # how many there were
-        self.backwards = 0  # how many there were
-        self._scheduled = False  # whether this backward pass has asked for its end
-        self._peeking = False  # whether this pass of autograd may be one of torch.autograd.grad
+        self._scheduled = False  # whether this pass of autograd has asked for its end
+        self._accumulating = False  # whether it is one of backward, not of torch.autograd.grad
+        self._reached: list[Unit] = []  # that backward has come to and not passed
         self._next = 0  # of `order`: what stages 0 and 1 launch next
-        self._arrived: dict[FlatGroup, int] = {}
+        self._arrived: dict[FlatGroup, set[int]] = {}
         self._passed: set[FlatGroup] = set()  # at stage 2
         self._launched: set[FlatGroup] = set()
         self._in_flight: deque[FlatGroup] = deque()
+        self._calls = 0  # of units, so far
+        self._depth = 0  # calls of units that are running
+        self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
+        self._makes_graph = False  # whether this pass of autograd does, by create_graph
+        self._keeps_gathered = False  # such a graph may use parameters of stage 3
+        self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
+        self._advised = False
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
         self._census = _census(module)
         for unit in self.units:
-            unit.hook(self)
+            unit.flat = self
+            for group in unit.groups:
+                group.unit = unit
+                for i, p in enumerate(group.params):
+                    p._ringcomm = Place(self, group, i)
         for group in self.order:
-            for i, p in enumerate(group.params):
-                p._ringcomm = (self, group, i)
-                self._handles.append(p.register_hook(partial(self._before, group)))
-                call = partial(_after_of, weakref.ref(self), group.number, i)
-                self._handles.append(p.register_post_accumulate_grad_hook(call))
-        for group in self.groups:
-            for p in group.params:
-                p._ringcomm_flat = self
+            self._watch(group)
+
+        self._find_homes()
+
+    def _find_homes(self) -> None:
+        """Groups of stage 3 by the memory of their whole buffer."""
+        self._homes = {group.whole.untyped_storage()._cdata: group for group in self.groups}
+
+    def _set_order(self) -> None:
+        """About the order in which backward finishes; the module's own parameters are used at both of its ends."""
+        launched = [*reversed(self.units[:-1]), self.root]
+        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+
+    def _watch(self, group: FlatGroup) -> None:
+        """Notices the arrival of gradients."""
+        for i, node in enumerate(group.accumulators):
+            self._handles.append(node.register_prehook(partial(_before_of, weakref.ref(self), weakref.ref(group))))
+            self._handles.append(node.register_hook(partial(_after_of, weakref.ref(self), weakref.ref(group), i)))
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """``call(*args)``, its time counted as communication."""
@@ -108,8 +133,28 @@ class FlatModel:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
+    def begin_call(self, unit: Unit, module: nn.Module) -> int:
+        """A module of a unit is called: its parameters are brought, and the next unit's are sent for. Returns the
+        call's number."""
+        recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
+        if module is self.module and not recomputing:
+            self.begin_forward()
+        if self._depth == 0:
+            self._start_packing()
+        self._depth += 1
+        self._calls += 1
+        if torch.is_grad_enabled() and unit.first_call is None:
+            unit.first_call = self._calls
+        number = self._calls
+        if self.stage == LAST_STAGE:
+            if module is unit.modules[0] and not recomputing:
+                self._gather_ahead(unit)
+            else:
+                self.timed(unit.gather)
+        return number
+
     def begin_forward(self) -> None:
-        """The module is called."""
+        """The whole module is called."""
         if self._scheduled:  # the last backward pass raised half-way
             self._abandon()
         self._check()
@@ -119,22 +164,16 @@ class FlatModel:
                 "that one alone; train this one outside"
             )
         self._last, self._seen = self._seen or self._last, []
-        for unit in self.units:
-            unit.calls = None
-        sends = self.broadcast_buffers and self.sync and self.module.training and torch.is_grad_enabled()
-        sends = sends and any(True for _ in self.module.buffers())
+        sends = self.broadcast_buffers and self._sync_buffers and any(True for _ in self.module.buffers())
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
             self.ranks.announce("buffers")
             self.timed(self.send_buffers)
 
-    def enter(self, unit: Unit) -> None:
-        """A unit's forward begins: its parameters are brought, and the next one's are sent for."""
+    def _gather_ahead(self, unit: Unit) -> None:
         at = len(self._seen)
         self._seen.append(unit)
-        if self.stage < LAST_STAGE:
-            return
         self.timed(unit.gather)
         ahead = unit.forward_prefetch
         if ahead is None:
@@ -143,18 +182,108 @@ class FlatModel:
         for each in ahead:
             each.start_gather()
 
-    def end_forward(self) -> None:
-        """The module returns: what was brought and not used goes."""
+    def leave_call(self, done: bool) -> None:
+        """A call has returned, or raised."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._stop_packing()
+        if torch._C._current_graph_task_id() < 0:
+            for group in self.groups if not done else [g for g in self.groups if g.borrowed and self._depth == 0]:
+                self._release(group)
+
+    def end_call(self, unit: Unit, module: nn.Module) -> bool:
+        """A call has returned: what was brought goes. Returns whether the gradients of its output are to be noticed."""
+        recomputing = torch._C._current_graph_task_id() >= 0
+        if not recomputing:
+            again = unit.reshard_after_forward or not torch.is_grad_enabled()
+            if module is unit.modules[-1] and again:
+                self._release(unit)
+            if module is self.module:
+                self._end_forward()
+        return torch.is_grad_enabled() and (self.stage >= 2 or module is self.module)
+
+    def _end_forward(self) -> None:
+        """The whole module returns: what was brought and not used goes."""
+        self._sync_buffers = self.sync and torch.is_grad_enabled()
         for unit in self.units:
             if unit.reshard_after_forward or not torch.is_grad_enabled():
-                unit.release()
+                self._release(unit)
 
-    def before(self, unit: Unit) -> list[Unit]:
-        """The unit whose forward came before this one's, if it is to be sent for while this one computes."""
-        if not self.ranks.background:
-            return []
-        at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
-        return self._seen[at - 1 : at] if at else []
+    def _release(self, held: Unit | FlatGroup) -> None:
+        if not self._keeps_gathered:
+            held.release()
+
+    # Saved parameters, at stage 3.
+
+    def _start_packing(self) -> None:
+        """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
+        autograd = torch._C._autograd
+        free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+        if self.stage == LAST_STAGE and free:  # another's hooks, such as those of checkpoint, see to them otherwise
+            self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._packing.__enter__()
+
+    def _stop_packing(self) -> None:
+        if self._packing is not None:
+            self._packing.__exit__(None, None, None)
+            self._packing = None
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        group = self._homes.get(x.untyped_storage()._cdata)
+        if group is None:
+            return x, x._version
+        return group, self._calls, x.storage_offset(), x.shape, x.stride()
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if len(saved) == 2:
+            x, version = saved
+            if x._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
+                )
+            return x
+        group, number, offset, shape, stride = saved
+        if not group.is_whole:
+            self.reach(group.unit, number)
+        return group.whole.as_strided(shape, stride, offset)
+
+    @contextmanager
+    def borrowing(self, groups: Sequence[FlatGroup], name: str, call: str) -> Iterator[bool]:
+        """Inside, the groups' parameters can be read, wherever the program is; a collective. Gives whether they stay
+        afterwards, as they do inside of a forward or backward pass."""
+        backward = torch._C._current_graph_task_id() >= 0
+        stays = backward or self._depth > 0
+        if stays and not backward:
+            self._advise(name, call)
+        for group in groups:
+            group.start_gather()
+        for group in groups:
+            group.finish_gather()
+            group.borrowed = True
+            if group.unit.first_call is None and torch.is_grad_enabled():
+                self._calls += 1
+                group.unit.first_call = self._calls
+        if self._depth == 0:
+            self._start_packing()
+        self._depth += 1
+        try:
+            yield stays
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._stop_packing()
+            for group in groups if not stays else ():
+                group.release()
+
+    def _advise(self, name: str, call: str) -> None:
+        if not self._advised:
+            self._advised = True
+            warnings.warn(
+                f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
+                "gathered for it; name units so that one holds both, to save the message",
+                stacklevel=6,
+            )
 
     def send_buffers(self) -> None:
         """Every rank gets the first one's buffers, in one message for each type."""
@@ -170,56 +299,100 @@ class FlatModel:
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Something of a backward pass has come; its end is to be noticed."""
-        if not self._scheduled:
-            self._scheduled = True
-            self.backwards += 1
+        """Something of a pass of autograd has come; its end is to be noticed."""
+        if self._scheduled:
+            return
+        self._scheduled = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._will_accumulate():
+            self._accumulate()
+
+    def _accumulate(self) -> None:
+        """The pass is one of backward, not of torch.autograd.grad."""
+        if not self._accumulating:
+            self._accumulating = True
             if self.sync or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _before(self, group: FlatGroup, _: torch.Tensor) -> None:
+    def _will_accumulate(self) -> bool:
+        return any(will_run(node) for group in self.order for node in group.accumulators)
+
+    def reach(self, unit: Unit, number: int) -> None:
+        """Backward has come to the output of a unit's call, or to what it has saved: later calls are done."""
+        self.begin_backward()
+        if torch.is_grad_enabled():
+            self._makes_graph = True
+            self._keeps_gathered = self.stage == LAST_STAGE
+        self._pass(number)
+        if not unit.in_backward:
+            unit.in_backward = True
+            unit.first_call = number if unit.first_call is None else unit.first_call
+            self._reached.append(unit)
+        if self.stage == LAST_STAGE and not unit.is_whole:
+            self.timed(unit.gather)
+            for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
+                each.start_gather()
+
+    def _before(self, unit: Unit) -> list[Unit]:
+        """The unit whose forward came before this one's, if it is to be sent for while this one computes."""
+        if not self.ranks.background:
+            return []
+        at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
+        return self._seen[at - 1 : at] if at else []
+
+    def _pass(self, number: int) -> None:
+        """Ends what came after a call in forward, and is done in backward."""
+        done = [unit for unit in self._reached if unit.first_call is not None and unit.first_call > number]
+        for unit in sorted(done, key=_first_call, reverse=True):
+            if all(self._is_complete(group) for group in unit.groups):
+                self._reached.remove(unit)
+                unit.in_backward = False
+                if unit.reshard_after_backward:
+                    self._release(unit)
+                self.flush(unit)
+
+    def _is_complete(self, group: FlatGroup) -> bool:
+        """Whether no gradient of the group is still to come in this pass."""
+        arrived = self._arrived.get(group, ())
+        if len(arrived) == len(group.accumulators):
+            return True
+        return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
+
+    def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
-        gradient = group.gradient
-        if not gradient.opened and group not in self._launched:
-            gradient.open()
-            if not (self._scheduled or self._peeking):
-                self._peeking = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._peeked)
+        if not group.gradient.opened and group not in self._launched:
+            group.gradient.open()
 
-    def _peeked(self) -> None:
-        """End of a pass of autograd: one of torch.autograd.grad has added nothing; what was there is shown again."""
-        self._peeking = False
-        if not self._scheduled:
-            for group in self.order:
-                if group.gradient.opened:
-                    group.gradient.close()
-
-    def _after(self, group: FlatGroup, i: int, _: torch.Tensor) -> None:
+    def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
         """A parameter's gradient is complete on this rank."""
         self.begin_backward()
+        self._accumulate()
         if group in self._launched:
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
-                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, and keep a "
-                "parameter that is used in several units out of all of them"
+                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
-        group.gradient.contributed.add(i)
-        arrived = self._arrived[group] = self._arrived.get(group, 0) + 1
-        if arrived < len(group.params):
+        if defined:
+            group.gradient.contributed.add(i)
+        arrived = self._arrived.setdefault(group, set())
+        arrived.add(i)
+        if len(arrived) < len(group.params):
             return
         if not self.sync:
             self._collect(group)
-        elif self.stage < 2:
-            self._launch_while(lambda group: self._arrived.get(group, 0) == len(group.params))
+        elif self.stage < LAST_STAGE:
+            self._launch_ready()
 
     def _collect(self, group: FlatGroup) -> None:
         group.gradient.collect(self.held, self.leaf)
 
-    def _launch_while(self, ready: Callable[[FlatGroup], bool]) -> None:
-        """Launches what is ready, in the order that all ranks keep."""
-        while self._next < len(self.order) and ready(self.order[self._next]):
-            self.launch(self.order[self._next])
+    def _launch_ready(self) -> None:
+        """Launches what is complete, in the order that all ranks keep."""
+        while self._next < len(self.order):
+            group = self.order[self._next]
+            if group not in self._passed and len(self._arrived.get(group, ())) < len(group.params):
+                return
+            self.launch(group)
 
     def launch(self, group: FlatGroup) -> None:
         """Starts a group's reduction."""
@@ -248,6 +421,8 @@ class FlatModel:
 
     def flush(self, unit: Unit) -> None:
         """Backward has passed a unit, whose gradients are as complete as they will be."""
+        if not self._accumulating:
+            return
         for group in reversed(unit.groups):
             if not group.trainable or group in self._launched:
                 continue
@@ -258,10 +433,14 @@ class FlatModel:
                 self.launch(group)
             else:  # a rank may have left some out
                 self._passed.add(group)
-                self._launch_while(self._passed.__contains__)
+                self._launch_ready()
 
+    @eager
     def _finish(self) -> None:
-        """End of backward."""
+        """End of a pass of autograd."""
+        if not self._accumulating:
+            self._reset()
+            return
         try:
             if self.sync:
                 for group in self.order:
@@ -328,19 +507,26 @@ class FlatModel:
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
 
     def _reset(self) -> None:
-        self._scheduled, self._peeking, self._next = False, False, 0
+        ended, self._accumulating, self._scheduled, self._next = self._accumulating, False, False, 0
         self._passed.clear()
         self._arrived.clear()
         self._launched.clear()
         self._in_flight.clear()
+        self._reached.clear()
+        if ended and not self._makes_graph:  # the graph of an earlier pass is used up
+            self._keeps_gathered = False
+        self._makes_graph = False
         for unit in self.units:
-            unit.in_backward, unit.pending, unit.calls = False, 0, None
+            unit.in_backward = False
+            unit.first_call = None if ended else unit.first_call
             if unit.reshard_after_backward and not self.held:
-                unit.release()
+                self._release(unit)
 
     def _abandon(self) -> None:
         """Forgets a backward pass that failed, and all gradients with it."""
-        self.forget_gradients()
+        if self._accumulating:
+            self.forget_gradients()
+        self._keeps_gathered = False
         self._reset()
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -360,6 +546,7 @@ class FlatModel:
         whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`). `begin_part`
         says what comes next."""
         self.begin_forward()
+        self._sync_buffers = self.sync and torch.is_grad_enabled()
         for unit in self.units:
             self.timed(unit.gather)
         for group in self.order:
@@ -376,6 +563,7 @@ class FlatModel:
         for group in self.order:
             group.gradient.end_parts(self._leaves)
         if torch.is_grad_enabled() and self.sync:
+            self._accumulating = True
             self._finish()
         else:
             self._reset()
@@ -407,62 +595,91 @@ class FlatModel:
         self.stage = stage
         for group in self.groups:
             group.restage(stage)
+        self._find_homes()
         for attached, state in zip(self.optimizers, states, strict=True):
             attached.place()
             attached.put_state(state)
 
     def detach(self) -> None:
         """Takes every hook away; the parameters stay where they are."""
-        for unit in self.units:
-            unit.unhook()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for group in self.groups:
             for p in group.params:
-                for name in ("_ringcomm", "_ringcomm_flat"):
-                    if hasattr(p, name):
-                        delattr(p, name)
+                del p._ringcomm
 
     # ---- what must not change -------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Refuses a module that is no longer the one that was wrapped."""
+        """Takes in what was changed of the module since it was wrapped, or refuses it."""
         wrong = self._what_changed()
         if wrong:
             raise InvalidArgumentError(
                 f"forward: rank {self.ranks.rank} got {wrong} after the module was wrapped, expected the module as it "
                 "was; change it first and wrap it then"
             )
+        self.adopt("forward")
+        self._unfreeze()
+
+    def adopt(self, call: str) -> None:
+        """Takes values that were put in the place of `p.data`."""
+        if self.stage < LAST_STAGE:
+            for group in self.groups:
+                group.adopt(call)
 
     def _what_changed(self) -> str | None:
         for owner, params, children in self._census:
             if [*map(id, owner._parameters.values())] != params or [*map(id, owner._modules.values())] != children:
                 known = {id(p) for group in self.groups for p in group.params}
-                new = [name for name, p in self.module.named_parameters() if id(p) not in known]
-                return f"the new parameter {new[0]}" if new else "other submodules"
-        for group in self.groups:
-            for i, p in enumerate(group.params):
-                if p.requires_grad != group.trainable:
-                    return f"{group.names[i]} with requires_grad={p.requires_grad}"
-                if group.stage < LAST_STAGE and (
-                    p.dtype != group.types.compute or p.data_ptr() != self._address(group, i)
-                ):
-                    return f"{group.names[i]} as other memory ({p.dtype} on {p.device})"
+                named = self.module.named_parameters()
+                new = [name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)]
+                others = [*map(id, owner._modules.values())] != children
+                if new or others:
+                    return f"the new parameter {new[0]}" if new else "other submodules"
         return None
 
-    @staticmethod
-    def _address(group: FlatGroup, i: int) -> int:
-        segment = group.layout.segments[i]
-        return group.whole.data_ptr() + segment.offset * group.whole.itemsize if segment.numel else 0
+    def _unfreeze(self) -> None:
+        """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
+        thawed = [g for g in self.groups if not g.trainable and any(p.requires_grad for p in g.params)]
+        if not thawed:
+            return
+        self.ranks.agree("forward", [f"trains {name}" for group in thawed for name in group.names])
+        for group in thawed:
+            group.thaw()
+            self._watch(group)
+        self._set_order()
+        for attached in self.optimizers:
+            attached.rebuild()
 
 
-def _after_of(flat: weakref.ref[FlatModel], number: int, i: int, p: torch.Tensor) -> None:
-    """`FlatModel._after`, as a hook that does not hold the model: Python's garbage collector does not see what hooks of
-    this kind hold."""
-    found = flat()
-    if found is not None:
-        found._after(found.groups[number], i, p)
+def will_run(node: Any) -> bool:
+    """Whether the pass of autograd that is running runs a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad of a parameter
+        return False
+
+
+def _first_call(unit: Unit) -> int:
+    return unit.first_call or 0
+
+
+# Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.
+
+
+@eager
+def _before_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], _: Any) -> None:
+    here, home = flat(), group()
+    if here is not None and home is not None:
+        here._opens(home)
+
+
+@eager
+def _after_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int, _: Any, grads: Any) -> None:
+    here, home = flat(), group()
+    if here is not None and home is not None:
+        here._after(home, i, grads[0] is not None)
 
 
 def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
@@ -479,7 +696,7 @@ def flat_model_of(module: nn.Module) -> FlatModel | None:
     """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
     parameters."""
     for p in module.parameters():
-        flat = getattr(p, "_ringcomm_flat", None)
-        if flat is not None:
-            return flat
+        place = place_of(p)
+        if place is not None:
+            return place.flat
     return None

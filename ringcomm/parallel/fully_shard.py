@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +35,7 @@ from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
 from ringcomm.parallel.precision import MixedPrecision, precision_of
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh, refuse_no_mesh
-from ringcomm.parallel.unit import Unit
+from ringcomm.parallel.unit import Unit, UnitModule, mix_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,14 +43,6 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
 CommunicatorPair = tuple[Communicator, Communicator]
 _WHOLE = 1 << 62  # bytes: a unit is not cut into buckets
-
-
-@dataclass
-class _Composed:
-    """What a module knows of its call."""
-
-    unit: Unit
-    reshard_after_forward: bool | None  # as it was asked for
 
 
 # ---- what a module can do ----------------------------------------------------------------------------------------
@@ -68,14 +59,14 @@ class UnshardHandle:
         self._unit.gather()
 
 
-class FSDPModule:
+class FSDPModule(UnitModule):
     """What `fully_shard` adds to a module's class."""
 
-    _ringcomm_composed: _Composed
+    _ringcomm_unit: Unit
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collects the parameters of this module's own unit; every rank does. Returns a handle with ``async_op``."""
-        unit = self._ringcomm_composed.unit
+        unit = self._ringcomm_unit
         unit.start_gather()
         if async_op:
             return UnshardHandle(unit)
@@ -84,7 +75,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Lets go of the other ranks' parameters of this module's own unit."""
-        self._ringcomm_composed.unit.release()
+        self._ringcomm_unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the backward passes from now on only accumulate on this rank. For the outermost module alone."""
@@ -101,37 +92,36 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Forgets a forward or backward pass that raised, and the gradients. The next forward pass does so anyway."""
-        self._ringcomm_composed.unit.flat._abandon()
+        self._ringcomm_unit.flat._abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters go between forward and backward."""
-        for composed in self._composed(recurse):
-            composed.reshard_after_forward = bool(reshard_after_forward)
-            composed.unit.reshard_after_forward = bool(reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.asked_reshard = unit.reshard_after_forward = bool(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the parameters go after backward. With False they stay until the optimizer's step."""
-        for composed in self._composed(recurse):
-            composed.unit.reshard_after_backward = bool(reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = bool(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Whose parameters are sent for when this module's forward begins; by default of the module that came next in
         the last pass. Every rank names the same."""
-        self._ringcomm_composed.unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        self._ringcomm_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Whose parameters are sent for when this module's backward begins; by default of the module before it in
         forward."""
-        self._ringcomm_composed.unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        self._ringcomm_unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
-    def _composed(self, recurse: bool) -> list[_Composed]:
+    def _units(self, recurse: bool) -> list[Unit]:
         modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
-        return [each._ringcomm_composed for each in modules if isinstance(each, FSDPModule)]
+        return [each._ringcomm_unit for each in modules if isinstance(each, FSDPModule)]
 
     def _everything(self, call: str, recurse: bool) -> FlatModel:
         """The flat model, of which this module must be all."""
-        flat = self._ringcomm_composed.unit.flat
-        if {id(composed.unit) for composed in self._composed(recurse)} != {id(unit) for unit in flat.units}:
+        flat = self._ringcomm_unit.flat
+        if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got a part of the sharded module, expected all of it; call it on the "
                 "outermost module of fully_shard, with recurse=True"
@@ -159,7 +149,7 @@ _REFUSED = {
 
 def _refusal(name: str, why: str) -> Callable[..., None]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        rank = self._ringcomm_composed.unit.flat.ranks.rank
+        rank = self._ringcomm_unit.flat.ranks.rank
         raise UnsupportedError(
             f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
         )
@@ -172,23 +162,7 @@ for _name, _why in _REFUSED.items():
     setattr(FSDPModule, _name, _refusal(_name, _why))
 
 
-def _no_copy(self: Any, memo: Any) -> Any:
-    raise UnsupportedError(
-        f"deepcopy: got {type(self).__name__}, whose parameters are in the ranks' shards, expected a plain module; "
-        "copy it before fully_shard, or load its state_dict() into another one"
-    )
-
-
-_classes: dict[type, type] = {}
 _lock = threading.Lock()
-
-
-def _mix_in(module: nn.Module) -> None:
-    kind = type(module)
-    with _lock:
-        if kind not in _classes:
-            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": _no_copy})
-    module.__class__ = _classes[kind]
 
 
 def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
@@ -198,18 +172,18 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
                 f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
                 "was called on; pass those"
             )
-    return [each._ringcomm_composed.unit for each in modules]
+    return [each._ringcomm_unit for each in modules]
 
 
 @expects("register_forward_method", module=MODULE, name=TEXT)
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Lets another method of a module of `fully_shard` bring the parameters as ``forward`` does, such as "encode".
+    """Lets another method of a module of a unit bring the parameters as ``forward`` does, such as "encode".
 
     Nothing happens to a plain module.
 
     Raises: InvalidArgumentError: no such method.
     """
-    if not isinstance(module, FSDPModule):
+    if not isinstance(module, UnitModule):
         return
     method = getattr(module, name, None)
     if not callable(method):
@@ -217,14 +191,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: got {shown(name)}, which {type(module).__name__} does not have, expected a "
             "method's name; pass one"
         )
-    unit = module._ringcomm_composed.unit
+    unit: Unit = module.__dict__["_ringcomm_unit"]
 
     @wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit._before_forward(module, args, kwargs)
-        output = method(*args, **kwargs)
-        changed = unit._after_forward(module, args, output)
-        return output if changed is None else changed
+        return unit.call(module, method, args, kwargs)
 
     setattr(module, name, forward)
 
@@ -314,12 +285,11 @@ def fully_shard(
         kept=kept_in_their_type(top),
     )
     unit = recipe.unit("", modules, params, bool(reshard))
-    unit.precision = precision
+    unit.precision, unit.asked_reshard = precision, reshard
     _join(top, ranks, precision, below, unit, broadcast_buffers)
     for each in modules:
-        each._ringcomm_composed = _Composed(unit, reshard)
         keep_state_of(each, unit.groups)
-        _mix_in(each)
+        mix_in(each, unit, FSDPModule)
     watch_optimizers()
     return module
 
@@ -349,13 +319,10 @@ def _join(
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
     for each in below:
-        asked = next(m for m in each.modules if isinstance(m, FSDPModule))._ringcomm_composed.reshard_after_forward
-        each.reshard_after_forward = asked is None or asked
+        each.reshard_after_forward = each.asked_reshard is None or each.asked_reshard
     names = {id(p): name for name, p in top.named_parameters()}
     paths = {id(m): name for name, m in top.named_modules()}
-    inside = {id(each): {id(m) for outer in each.modules for m in outer.modules()} for each in below}
     for each in below:
-        each.around = [other for other in below if other is not each and id(each.modules[0]) in inside[id(other)]]
         each.name = paths[id(each.modules[0])]
         for group in each.groups:
             group.rename(names)
@@ -372,7 +339,7 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]
             "module; call it once"
         )
     inside = {id(m) for m in top.modules()}
-    units = {id(m._ringcomm_composed.unit): m._ringcomm_composed.unit for m in top.modules() if _is_composed(m)}
+    units = {id(m._ringcomm_unit): m._ringcomm_unit for m in top.modules() if isinstance(m, FSDPModule)}
     for unit in units.values():
         mine = {id(each) for each in unit.flat.units}
         if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):
@@ -392,10 +359,6 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]
             )
         _refuse_shared(top, unit, ranks.rank)
     return list(units.values())
-
-
-def _is_composed(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:

@@ -17,14 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.layout import ALIGN_BYTES, FlatLayout
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
-from ringcomm.parallel.standin import ShardedParameter
+from ringcomm.parallel.sharded_parameter import ShardedParameter
 
 LAST_STAGE = 3
+
+
+def accumulator_of(p: torch.Tensor) -> Any:
+    """The node of autograd that adds a gradient to ``p.grad``."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class FlatGroup:
@@ -62,8 +69,8 @@ class FlatGroup:
         self._nothing = (
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
         )
-        for p, name in zip(params, self.names, strict=True):
-            p._name = name
+        self.unit: Any = None  # that it belongs to
+        self.borrowed = False  # whether a module outside of the unit has read a parameter
         self._zeros = torch.zeros(
             max(1, ALIGN_BYTES // types.compute.itemsize), dtype=types.compute, device=self.device
         )
@@ -73,6 +80,8 @@ class FlatGroup:
         if send:
             ranks.broadcast(values)
         self._place(stage, values)
+        # Kept, for autograd does not: what adds gradients to parameters, in their final type, with our hooks.
+        self.accumulators = [accumulator_of(p) for p in params] if self.trainable else []
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
@@ -89,11 +98,15 @@ class FlatGroup:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
             self.whole = torch.empty(numel, dtype=compute, device=self.device)
+            self._views = [self.part(self.whole, i) for i in range(len(self.params))]
+            self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
             reuse = values.dtype == compute
             self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
             self.weight = self.whole[self.start : self.end]
+            self._views = [self.part(self.whole, i) for i in range(len(self.params))]
+            self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         self.separate = self.types.master != compute or self.master_device is not None
         if self.separate:
@@ -107,15 +120,15 @@ class FlatGroup:
 
     def _bind(self) -> None:
         """Parameters that can be computed with."""
-        for i, p in enumerate(self.params):
-            p.__class__ = self._classes[i]
-            p.data = self.part(self.whole, i)
+        for p, kind, view in zip(self.params, self._classes, self._views, strict=True):
+            p.__class__ = kind
+            p.data = view
 
     def _free(self) -> None:
         """Parameters that have a shape and no values: not a number to who looks all the same."""
-        for i, p in enumerate(self.params):
-            p.__class__ = self._classes[i]
-            p.data = self._nothing.expand(self.layout.segments[i].shape)
+        for p, kind, nothing in zip(self.params, self._classes, self._shapes, strict=True):
+            p.__class__ = kind
+            p.data = nothing
             p.__class__ = ShardedParameter
         self.whole.untyped_storage().resize_(0)
 
@@ -125,13 +138,22 @@ class FlatGroup:
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
 
+    def thaw(self) -> None:
+        """Trains parameters that were frozen."""
+        self.trainable = True
+        self._gradient = Gradient(self, self.stage, self.tree)
+        for p in self.params:
+            frozen = not p.requires_grad
+            p.requires_grad_(True)  # autograd adds gradients to such parameters only
+            self.accumulators.append(accumulator_of(p))
+            if frozen:
+                p.requires_grad_(False)
+
     def rename(self, names: Mapping[int, str]) -> None:
         """Other names for the parameters, by id: those that they have in a larger module."""
         self.names = [names[id(p)] for p in self.params]
         renamed = zip(self.layout.segments, self.names, strict=True)
         self.layout = replace(self.layout, segments=tuple(replace(segment, name=name) for segment, name in renamed))
-        for p, name in zip(self.params, self.names, strict=True):
-            p._name = name
         if self.trainable:
             self.gradient.layout = self.layout
             for standin, name in zip(self.gradient.standins, self.names, strict=True):
@@ -141,6 +163,10 @@ class FlatGroup:
         """A parameter's part of a whole buffer."""
         segment = self.layout.segments[i]
         return whole[segment.offset : segment.end].view(segment.shape)
+
+    def view(self, i: int) -> torch.Tensor:
+        """A parameter's part of the whole buffer, without history."""
+        return self._views[i]
 
     # ---- whole and shard ------------------------------------------------------------------------------------------
 
@@ -176,12 +202,19 @@ class FlatGroup:
             work.wait()
             self._bind()
 
-    def release(self) -> None:
-        """Stage 3: lets go of the other ranks' parameters."""
+    def release(self, keep: bool = True) -> None:
+        """Stage 3: lets go of the other ranks' parameters.
+
+        Args:
+            keep: whether what was written into the parameters meanwhile counts. All ranks write the same.
+        """
         if self.stage == LAST_STAGE:
             self.finish_gather()
             if self._allocated:
+                if keep:
+                    self.weight.copy_(self.whole[self.start : self.end])
                 self._free()
+                self.borrowed = False
                 self.ranks.note_gathered(-self.whole.nbytes)
 
     def publish(self) -> Any:
@@ -190,7 +223,7 @@ class FlatGroup:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
-        self.release()  # stage 3: what is whole now is the old values
+        self.release(keep=False)  # stage 3: what is whole now is the old values
         return None
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
@@ -209,12 +242,35 @@ class FlatGroup:
             part = values.detach().reshape(-1)[first - segment.offset : last - segment.offset]
             self.master[first - self.start : last - self.start].copy_(part)
 
+    def adopt(self, call: str) -> None:
+        """Up to stage 2: takes the values of tensors that were put in the place of `p.data`.
+
+        Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
+        """
+        for i, (p, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            if p.data_ptr() == address and p.dtype == self.types.compute:
+                continue
+            view = self._views[i]
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise InvalidArgumentError(
+                    f"{call}: rank {self.ranks.rank} found that `p.data` of {self.names[i]} was set to a tensor of "
+                    f"{tuple(p.shape)} {p.dtype} on {p.device} after the module was wrapped, expected "
+                    f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it is wrapped"
+                )
+            view.copy_(p.detach())
+            p.data = view
+            if self.separate:
+                self.load(i, view)
+
     def take_over(self) -> None:
-        """Keeps what was written into the parameters, which are whole."""
-        for i in range(len(self.params)):
-            self.load(i, self.part(self.whole, i))
+        """Keeps what was written into the parameters, which are whole: master weights follow where they differ."""
+        mine = self.whole[self.start : self.end]
         if self.separate:
-            self.weight.copy_(self.master)
+            master = self.master.to(self.device)
+            changed = master.to(mine.dtype) != mine
+            self.master.copy_(torch.where(changed, mine.to(master.dtype), master))
+        if self.stage == LAST_STAGE:
+            self.weight.copy_(mine)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 

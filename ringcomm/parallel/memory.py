@@ -24,6 +24,7 @@ from ringcomm.parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.parallel.optimizer import is_elementwise
 from ringcomm.parallel.optimizer_size import state_nbytes
 from ringcomm.parallel.partition import Recipe, blocks_of, kept_in_their_type
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.shard import units_of
@@ -81,7 +82,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     flat = flat_model_of(model)
     totals: Counter[str] = Counter()
     for p in model.parameters():
-        if getattr(p, "_ringcomm_flat", None) is None:
+        if place_of(p) is None:
             totals["parameters"] += p.nbytes
             totals["gradients"] += 0 if p.grad is None else p.grad.nbytes
     if flat is not None:
@@ -172,7 +173,7 @@ class Plan:
         launched = [*reversed(self.units[:-1]), self.units[-1]]
         self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
         self.buffers = list(model.buffers())
-        self.ignored = [] if flat is None else [p for p in model.parameters() if not hasattr(p, "_ringcomm_flat")]
+        self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
         for _ in range(_STEPS):
             self.ranks.traffic.clear()
             self._step()

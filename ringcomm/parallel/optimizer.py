@@ -25,6 +25,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.standin import ShardedGradient
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -82,7 +83,8 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 def _composed(p: Any) -> FlatModel | None:
     """The flat model of a parameter that an optimizer cannot step by itself."""
-    flat: FlatModel | None = getattr(p, "_ringcomm_flat", None)
+    place = place_of(p)
+    flat = None if place is None else place.flat
     alone = flat is None or not flat.composed or not (flat.stage or any(group.separate for group in flat.groups))
     return None if alone else flat
 
@@ -413,21 +415,21 @@ def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
 
 def _is_plain(p: Any, flat: FlatModel) -> bool:
     """Whether an optimizer of a composed model steps a parameter by itself, or never, as a frozen one."""
-    home = getattr(p, "_ringcomm_flat", None)
-    return flat.composed and (home is None or (home is flat and not hasattr(p, "_ringcomm")))
+    place = place_of(p)
+    return flat.composed and (place is None or (place.flat is flat and not place.group.trainable))
 
 
 def _place_of(p: Any, flat: FlatModel, call: str) -> tuple[FlatGroup, int]:
-    home = getattr(p, "_ringcomm", None)
-    if home is None or home[0] is not flat:
-        owned = getattr(p, "_ringcomm_flat", None) is flat
+    home = place_of(p)
+    owned = home is not None and home.flat is flat
+    if home is None or not owned or not home.group.trainable:
         what = "a frozen parameter" if owned else "a parameter that is not the model's"
         shape = tuple(getattr(p, "shape", ()))
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer over {what}, of shape {shape}, expected parameters of "
             "the model that require a gradient; make the optimizer from model.parameters()"
         )
-    return home[1], home[2]
+    return home.group, home.index
 
 
 def _refuse_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec, up
 from ringcomm.parallel.part import part_of
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.precision import MixedPrecision, Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
@@ -96,7 +97,7 @@ def named_parameters(
     out = {id(p) for p in ignored}
     found = [(name, p) for name, p in module.named_parameters() if id(p) not in out]
     for name, p in found:
-        if getattr(p, "_ringcomm_flat", None) is not None:
+        if place_of(p) is not None:
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it once"
             )

@@ -31,7 +31,7 @@ from ringcomm.parallel.partition import (
 )
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
-from ringcomm.parallel.unit import Unit
+from ringcomm.parallel.unit import Unit, mix_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -155,6 +155,9 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
     units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
     later = optimizer is None  # it may come later, as with fully_shard
     flat = FlatModel(module, ranks, wish.stage, wish.precision, units, wish.broadcast_buffers, composed=later)
+    for unit in units:
+        for each in unit.modules:
+            mix_in(each, unit)
     flat.send_buffers()
     keep_ordinary_state(flat)
     if later:

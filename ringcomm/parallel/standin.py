@@ -1,42 +1,14 @@
-"""What stands for a gradient that no rank has whole, and for a parameter while it is in shards."""
+"""What stands for a gradient that no rank has whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 
 _HARMLESS = ("detach", "alias")
-_FACTS = (
-    *(
-        "__get__",
-        "__set__",
-        "__delete__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "is_floating_point",
-    ),
-    *("is_complex", "element_size", "detach", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
-    *(
-        "__hash__",
-        "__repr__",
-        "__len__",
-        "is_contiguous",
-        "storage_offset",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "get_device",
-    ),
-    *("has_names", "is_same_size", "__dir__", "_is_view", "__format__", "__bool__", "type"),
-)
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
 
 
 class ShardedGradient(torch.Tensor):
@@ -71,37 +43,6 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
         return f"ShardedGradient({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class ShardedParameter(nn.Parameter):
-    """The class of a parameter of stage 3 outside of forward and backward: its shape can be asked for, not its
-    values."""
-
-    _name: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after ours
-            return args[0]
-        asked = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in _FACTS or (name == "__get__" and asked in _VALUES):
-            mine = next((each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, cls)), None)
-            raise InvalidArgumentError(
-                f"{name}: got {getattr(mine, '_name', 'a parameter')}, whose values are in the ranks' shards, expected "
-                "a whole parameter; call the module, enter ringcomm.whole(module), use state_dict(), or, of an "
-                "optimizer, pass it to ringcomm.shard"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if name == "detach":  # as state_dict() of an inner module does
-                result = result.as_subclass(cls)
-                result._name = args[0]._name
-            return result
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        del tensor_contents
-        return f"ShardedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _flat(values: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from ringcomm.arguments import COMMUNICATOR, FLAG, expects, number, or_none, who
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.arguments import DEVICE, DTYPE, MODULE
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import communicator_of
 
 
@@ -100,7 +101,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         found = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
         if comm is None:
             comm = communicator_of(None, "SyncBatchNorm", next((p.device for p in module.parameters()), None))
-        if any(getattr(p, "_ringcomm_flat", None) is not None for each in found for p in each.parameters()):
+        if any(place_of(p) is not None for each in found for p in each.parameters()):
             raise InvalidArgumentError(
                 f"SyncBatchNorm: rank {comm.rank} got a module that is wrapped already, expected a plain one; convert "
                 "it first and wrap it then"

@@ -1,21 +1,27 @@
-"""A unit: a run of modules whose parameters travel together, and the hooks that bring and take them away.
+"""A unit: a run of modules whose parameters travel together, and what happens around their calls.
 
     forward    gather before the run's first module, release after its last
-    backward   gather when the gradient of an output arrives, release and reduce when those of the inputs are there
+    backward   gather when the gradient of an output arrives; release and reduce when backward has reached a call that
+               came before all calls of the unit
 
-Every rank runs the same modules, so these places come in the same order everywhere. Up to stage 2 parameters are
-whole and there is nothing to bring.
+Autograd runs nodes in the reverse order of their creation, so the gradient of an earlier call's output means that later
+calls are done. Nothing stands in the graph itself: the sums of gradients are associated as in the plain module.
+
+A call is taken over in the module's class, in `__call__`: outside of what `torch.compile` and `nn.Module.compile`
+compile, and of a class's own `__call__`. Up to stage 2 parameters are whole and there is nothing to gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from ringcomm.errors import UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
@@ -23,6 +29,83 @@ from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.precision import MixedPrecision
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_classes: dict[tuple[type, type], type] = {}
+_lock = threading.Lock()
+_frames = torch._C._dynamo.eval_frame  # of the interpreter: the package torch._dynamo takes long to import
+
+
+def skipped(function: _F) -> _F:
+    """Lets Dynamo run a function as it is, and compile what it calls."""
+    action = _frames._FrameAction
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def eager(function: _F) -> _F:
+    """Keeps a function and what it calls from Dynamo. It costs less than torch.compiler.disable, and does not import
+    the compiler."""
+
+    @skipped
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _frames.set_eval_frame(before)
+
+    return run  # type: ignore[return-value]
+
+
+class UnitModule:
+    """What wrapping adds to the class of a unit's module. A copy of the module is one of the plain class."""
+
+    @skipped
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, by its unit."""
+        return self.__dict__["_ringcomm_unit"].call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        unit: Unit = self.__dict__["_ringcomm_unit"]
+        if unit.flat.stage == LAST_STAGE:
+            raise UnsupportedError(
+                f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
+                "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
+                "new module"
+            )
+        state = {key: value for key, value in self.__getstate__().items() if key != "_ringcomm_unit"}  # type: ignore[attr-defined]
+        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            state[name] = type(state[name])((k, hook) for k, hook in state[name].items() if not is_ours(hook))
+        return _new, (plain_class(type(self)),), state
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook of a module is one for state dicts of `module_state`."""
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    return getattr(getattr(function, "func", None), "__module__", "") == "ringcomm.parallel.module_state"
+
+
+def plain_class(kind: type) -> Any:
+    """The class that a module had before it was wrapped."""
+    return kind.__bases__[1] if kind in _classes.values() else kind
+
+
+def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
+    """Gives a module's class what wrapping adds. Its name stays: libraries look for it."""
+    kind = plain_class(type(module))
+    with _lock:
+        if (added, kind) not in _classes:
+            members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            _classes[added, kind] = type(kind.__name__, (added, kind), members)
+    module.__dict__["_ringcomm_unit"] = unit
+    module.__class__ = _classes[added, kind]
 
 
 class Unit:
@@ -37,35 +120,14 @@ class Unit:
     ) -> None:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
         self.reshard_after_forward = reshard_after_forward
+        self.asked_reshard: bool | None = None  # of `fully_shard`
         self.reshard_after_backward = True
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.calls: _Calls | None = None  # in this forward pass
-        self.pending = 0  # forward passes whose backward has not come by
+        self.first_call: int | None = None  # the number of its first call since the last backward pass
         self.in_backward = False
-        self.around: list[Unit] = []  # units that hold this one's modules, the outermost left out
         self.flat: FlatModel
-        self._handles: list[Any] = []
-
-    def hook(self, flat: FlatModel) -> None:
-        """Puts the hooks on the modules."""
-        self.flat = flat
-        for module in self.modules:
-            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after_forward))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError(
-            f"copy: rank {self.flat.ranks.rank} got a wrapped {type(self.flat.module).__name__}, expected a plain "
-            "one; copy it before it is wrapped, or load its state_dict() into a new one"
-        )
-
-    def unhook(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -73,13 +135,6 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the parameters can be read."""
         return all(group.is_whole for group in self.groups)
-
-    @property
-    def recomputing(self) -> bool:
-        """Whether a forward pass now is one of activation checkpointing; outside of a backward pass, one that failed
-        has left the marks."""
-        inside = self.in_backward or any(unit.in_backward for unit in self.around)
-        return inside and torch._C._current_graph_task_id() >= 0
 
     def start_gather(self) -> None:
         """Stage 3: starts to collect the parameters."""
@@ -97,26 +152,45 @@ class Unit:
         for group in self.groups:
             group.release()
 
-    # ---- forward --------------------------------------------------------------------------------------------------
+    # ---- a call ---------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    @skipped
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs ``forward`` of one of the modules, with its parameters."""
+        number = self._begin(module)
+        done = False
+        try:
+            args, kwargs = self.cast_inputs(args, kwargs)
+            output = forward(*args, **kwargs)
+            done = True
+        finally:
+            self._leave(number, done)
+        return self._finish(module, number, output)
+
+    @eager
+    def _begin(self, module: nn.Module) -> int | None:
+        """The call's number; None inside of a step of a pipeline, where parameters are whole."""
+        return None if self.flat.held else self.flat.begin_call(self, module)
+
+    @eager
+    def _leave(self, number: int | None, done: bool) -> None:
+        if number is not None:
+            self.flat.leave_call(done)
+
+    @eager
+    def _finish(self, module: nn.Module, number: int | None, output: Any) -> Any:
         flat = self.flat
-        if flat.held:
-            return self.cast_inputs(args, kwargs)
-        again = self.recomputing
-        if module is flat.module and not again:
-            flat.begin_forward()
-        if module is self.modules[0] and not again:
-            flat.enter(self)
-        else:
-            flat.timed(self.gather)
-        args, kwargs = self.cast_inputs(args, kwargs)
-        watches = flat.stage >= 2 and not again and torch.is_grad_enabled() and self is not flat.root
-        # Reentrant checkpointing computes a run again from its end on, each module with a backward pass of its own.
-        if watches and (module is self.modules[0] or torch._C._current_graph_task_id() < 0):
-            args, kwargs = self._watch_inputs((args, kwargs))
-        return args, kwargs
+        if number is None:
+            return self._cast_output(output)
+        if flat.end_call(self, module):
+            for x in tensors_of(output):
+                if x.grad_fn is not None:
+                    x.register_hook(partial(_reached, self, number))
+        if module is flat.module:
+            return flat.precision.cast(output, flat.precision.output_dtype)
+        return self._cast_output(output)
 
+    @eager
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
         """A call's arguments in the type that the unit computes in."""
         precision = self.precision or self.flat.precision
@@ -124,106 +198,29 @@ class Unit:
             return precision.cast((args, kwargs), precision.param_dtype)
         return args, kwargs
 
-    def _watch_inputs(self, inputs: Any) -> Any:
-        leaves, spec = tree_flatten(inputs)
-        watched = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if self.calls is None:
-            self.calls = _Calls()
-            self.pending += 1
-        self.calls.made += 1
-        if not watched:  # nothing tells when backward has passed it: the end of backward does
-            return inputs
-        for i, x in zip(watched, _Watch.apply(self, self.calls, *(leaves[i] for i in watched)), strict=True):
-            leaves[i] = x
-        return tree_unflatten(leaves, spec)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        del args
-        flat = self.flat
-        if flat.held or self.recomputing:
-            return self._cast_output(output)
-        if flat.stage >= 2 and torch.is_grad_enabled():
-            for x in _tensors(output):
-                if x.requires_grad:
-                    x.register_hook(self._before_backward)
-        if module is self.modules[-1] and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            self.release()
-        if module is flat.module:
-            flat.end_forward()
-            return flat.precision.cast(output, flat.precision.output_dtype)
-        return self._cast_output(output)
-
     def _cast_output(self, output: Any) -> Any:
-        """A hook's answer: the output in the unit's own type for it; None: as it is."""
-        dtype = None if self.precision is None else self.precision.output_dtype
-        return None if self.precision is None or dtype is None else self.precision.cast(output, dtype)
-
-    # ---- backward -------------------------------------------------------------------------------------------------
-
-    def _before_backward(self, _: torch.Tensor) -> None:
-        flat = self.flat
-        flat.begin_backward()
-        self.in_backward = True
-        if flat.stage == LAST_STAGE:
-            flat.timed(self.gather)
-            for unit in flat.before(self) if self.backward_prefetch is None else self.backward_prefetch:
-                unit.start_gather()
-
-    def after_backward(self, calls: _Calls) -> None:
-        """The gradients of a call's inputs are there, and after the last call those of the run's parameters."""
-        if not calls.all_passed(self.flat.backwards):
-            return
-        self.pending -= 1
-        if self.pending > 0:
-            return
-        self.in_backward = False
-        if self.reshard_after_backward:
-            self.release()
-        self.flat.flush(self)
+        precision = self.precision
+        return output if precision is None else precision.cast(output, precision.output_dtype)
 
 
-class _Calls:
-    """The calls of a unit's modules in one forward pass, and those that a backward pass has passed."""
-
-    def __init__(self) -> None:
-        self.made = self.passed = self.backward = 0
-
-    def all_passed(self, backward: int) -> bool:
-        """One more was passed: whether it was the last.
-
-        Args:
-            backward: the number of the backward pass; the same graph may see several.
-        """
-        if backward != self.backward:
-            self.backward, self.passed = backward, 0
-        self.passed += 1
-        return self.passed == self.made
+@eager
+def _reached(unit: Unit, number: int, _: torch.Tensor) -> None:
+    """Backward has come to the output of a call."""
+    unit.flat.reach(unit, number)
 
 
-class _Watch(torch.autograd.Function):
-    """The inputs as they are; tells the unit when their gradients have come."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, calls: _Calls, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.calls = unit, calls
-        return tuple(x.view_as(x) for x in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.after_backward(ctx.calls)
-        return (None, None, *grads)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
+def tensors_of(output: Any) -> list[torch.Tensor]:
     """The tensors in what a module returns, also in dataclasses, mappings and sequences of their own classes."""
+    if isinstance(output, torch.Tensor):
+        return [output]
     found = []
     for x in tree_flatten(output)[0]:
         if isinstance(x, torch.Tensor):
             found.append(x)
         elif is_dataclass(x) and not isinstance(x, type):
-            found += _tensors([getattr(x, field.name) for field in fields(x)])
+            found += tensors_of([getattr(x, field.name) for field in fields(x)])
         elif isinstance(x, Mapping):
-            found += _tensors(list(x.values()))
+            found += tensors_of(list(x.values()))
         elif isinstance(x, (list, tuple)):
-            found += _tensors(list(x))
+            found += tensors_of(list(x))
     return found

@@ -24,6 +24,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.parallel.optimizer import is_elementwise, refuse_unusable
 from ringcomm.parallel.optimizer_state import check_shape, unpacked
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import Ranks, communicator_of
 
 if TYPE_CHECKING:
@@ -286,7 +287,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return pieces
 
     def _refuse_unusable(self, p: torch.Tensor) -> None:
-        flat = getattr(p, "_ringcomm_flat", None)
+        place = place_of(p)
+        flat = None if place is None else place.flat
         master = flat is not None and any(group.separate for group in flat.groups)
         if flat is not None and (flat.stage > 0 or self._views or master):
             raise InvalidArgumentError(

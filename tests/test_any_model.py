@@ -1,0 +1,376 @@
+"""Models and loops of ordinary PyTorch code: the same bits at every stage, and those of one process that adds gradients
+up as autograd does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ringcomm
+
+STAGES = (0, 1, 2, 3)
+WORLD = 3
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A block with a second argument that all blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cross, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None, seen: list[Any] | None = None) -> Any:
+        y = torch.tanh(self.inner(x))
+        if memory is not None:
+            y = y + self.cross(memory) * x
+        if seen is not None:
+            seen.append(y.square().mean())
+        return x + y
+
+
+class Net(nn.Module):
+    """Blocks between an encoder and a head, called in a way of the subclass's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.run(x))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """What is between the ends."""
+        raise NotImplementedError
+
+
+class CrossAttention(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class Skips(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.blocks[0](self.encoder(x))
+        b = self.blocks[1](a)
+        return self.blocks[3](self.blocks[2](b, a) + a, b)
+
+
+class Shared(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for i in (0, 1, 0, 2, 1, 3):
+            x = self.blocks[i](x, x.detach() if i == 1 else None)
+        return x
+
+
+class AuxiliaryLosses(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, seen=seen)
+        assert len(seen) == len(self.blocks)
+        return self.head(x) + torch.stack(seen).sum()
+
+
+class Attribute(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+            block.router_loss = F.linear(x, block.inner.weight).square().mean()
+        return self.head(x.detach()) + sum(block.router_loss for block in self.blocks)
+
+
+class ReadByParent(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        before = F.linear(x, self.blocks[2].inner.weight)
+        for block in self.blocks:
+            x = block(x)
+        return x + before + F.linear(x, self.blocks[1].inner.weight.t())
+
+
+class Checkpointed(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, memory, use_reentrant=False)
+        return x
+
+
+class Reentrant(Net):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        x = checkpoint(lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=True)
+        return self.blocks[3](checkpoint(self.blocks[2], x, use_reentrant=True))
+
+
+class FrozenParts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].inner.requires_grad_(False)
+        self.encoder.requires_grad_(False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class InPlace(Net):
+    class Inner(Block):
+        def forward(self, x: torch.Tensor, memory: Any = None, seen: Any = None) -> Any:
+            x.mul_(1.5).add_(0.25)
+            return super().forward(x, memory, seen)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class UndefinedGradient(Net):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.Stop.apply(self.encoder(x))
+        for i, block in enumerate(self.blocks):
+            x = block(x, self.Stop.apply(x) if i == 1 else memory)
+        return x
+
+
+class BatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.blocks)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(block(x))
+        return x
+
+
+NETS: list[type[Net]] = [
+    *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant, FrozenParts),
+    *(InPlace, UndefinedGradient, BatchNorm),
+]
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def made(kind: type[nn.Module]) -> Any:
+    torch.manual_seed(3)
+    return kind()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1)
+
+
+def plain_loop(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        loss = model(batch(rank, step)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        yield loss.detach()
+
+
+def on_every_stage(
+    kind: type[nn.Module], loop: Callable[..., Any], stages: tuple[int, ...] = STAGES, **how: Any
+) -> list[dict[str, Any]]:
+    """What each stage has at the end on rank 0: losses, and parameters under their names. All stages are equal."""
+    models = {stage: [made(kind) for _ in range(WORLD)] for stage in stages}
+
+    def rank(comm: ringcomm.Communicator) -> list[dict[str, Any]]:
+        found = []
+        for stage in stages:
+            model = models[stage][comm.rank]
+            opt = adamw(model)
+            ringcomm.shard(model, opt, stage, comm, bucket_cap_mb=0.0005, **how)
+            losses = [*loop(model, opt, comm.rank)]
+            found.append({"losses": losses, **{k: v.clone() for k, v in model.state_dict().items()}})
+        return found
+
+    everyone = ringcomm.run_ranks(rank, WORLD, timeout=30)
+    for found in everyone:
+        for stage, each in zip(stages[1:], found[1:], strict=True):
+            for name, value in found[0].items():
+                assert same(value, each[name]), f"stage {stage}: {name}"
+    return everyone[0]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def in_one_process(kind: type[nn.Module], steps: int = 3) -> dict[str, torch.Tensor]:
+    """The same training by one process, which averages the ranks' gradients itself."""
+    models = [made(kind) for _ in range(WORLD)]
+    opts = [adamw(model) for model in models]
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            model(batch(rank, step)).square().mean().backward()
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            grads = [p.grad for p in params if p.grad is not None]
+            for p in params if grads else ():
+                p.grad = torch.stack(grads).sum(0) / WORLD
+        for model, opt in zip(models, opts, strict=True):
+            opt.step()
+            opt.zero_grad()
+            for mine, first in zip(model.buffers(), models[0].buffers(), strict=True):
+                mine.copy_(first)
+    return {name: p.detach() for name, p in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_every_stage_has_the_bits_of_every_other(kind: type[Net]) -> None:
+    found = on_every_stage(kind, plain_loop)
+    for name, value in in_one_process(kind).items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_unused_stays_as_it_was() -> None:
+    found = on_every_stage(CrossAttention, plain_loop)
+    plain = made(CrossAttention)
+    for name, p in plain.named_parameters():
+        assert ("unused" in name) == torch.equal(p, found[0][name]), name
+
+
+def two_passes_before_backward(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(2):
+        real, fake = model(batch(rank, step)).mean(), model(batch(rank, step + 10)).square().mean()
+        (real + fake).backward()
+        dropped = model(batch(rank, step + 20))
+        first, second = model(batch(rank, step)).mean(), model(batch(rank, step + 30)).square().mean()
+        second.backward(retain_graph=True)
+        first.backward()
+        opt.step()
+        opt.zero_grad()
+        yield (real + fake + dropped.sum() + first + second).detach()
+
+
+def penalties(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        x = batch(rank, step).requires_grad_()
+        out = model(x).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        again = torch.autograd.grad(model(x).square().sum(), x)[0]
+        loss = (slope.norm(dim=1) - 1).square().mean() + model(batch(rank, step + 5)).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        yield (loss + again.sum()).detach()
+
+
+def losses_on_parameters(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(2):
+        loss = model(batch(rank, step)).square().mean()
+        loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.3, 0.3)
+        for p in model.blocks[0].parameters():
+            p.data.mul_(0.9)
+        yield loss.detach()
+
+
+def freezing(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(4):
+        model.blocks[1].requires_grad_(step % 2 == 1)
+        yield from plain_loop(model, opt, rank)
+
+
+def failing(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for _ in range(2):
+        with pytest.raises((RuntimeError, TypeError)):
+            model(torch.zeros(2, WIDTH + 1))
+        yield from plain_loop(model, opt, rank)
+        with torch.no_grad():
+            model(batch(rank, 1))
+
+
+LOOPS = [two_passes_before_backward, penalties, losses_on_parameters, freezing, failing]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", [CrossAttention, Shared, ReadByParent])
+def test_every_loop_has_the_same_bits_at_every_stage(kind: type[Net], loop: Callable[..., Any]) -> None:
+    on_every_stage(kind, loop)
+
+
+def test_evaluation_begins_with_the_buffers_of_the_first_rank() -> None:
+    def rank(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        outputs = []
+        for wrap in (
+            lambda m: ringcomm.DistributedDataParallel(m, comm),
+            lambda m: ringcomm.shard(m, None, 0, comm)[0],
+        ):
+            model = wrap(made_norm())
+            model(batch(comm.rank, 0)).mean().backward()
+            model.eval()
+            with torch.no_grad():
+                outputs.append(model(batch(0, 1)))
+        return outputs
+
+    def made_norm() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+    first, *others = ringcomm.run_ranks(rank, WORLD, timeout=30)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_copies_are_plain_models(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = made(CrossAttention)
+        ringcomm.shard(model, adamw(model), stage, comm)
+        expected = model(batch(0, 0))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(twin) is CrossAttention
+            assert not any(hasattr(p, "_ringcomm") and p._ringcomm is not None for p in twin.parameters())
+            assert torch.equal(twin(batch(0, 0)), expected)
+            twin(batch(0, 0)).sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+            with torch.no_grad():
+                twin.head.weight.zero_()
+        assert torch.equal(model(batch(0, 0)), expected)
+
+    ringcomm.run_ranks(rank, 1, timeout=30)
