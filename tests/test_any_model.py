@@ -338,11 +338,9 @@ def test_every_loop_has_the_same_bits_at_every_stage(kind: type[Net], loop: Call
 def test_evaluation_begins_with_the_buffers_of_the_first_rank() -> None:
     def rank(comm: ringcomm.Communicator) -> list[torch.Tensor]:
         outputs = []
-        for wrap in (
-            lambda m: ringcomm.DistributedDataParallel(m, comm),
-            lambda m: ringcomm.shard(m, None, 0, comm)[0],
-        ):
-            model = wrap(made_norm())
+        for ddp in (True, False):
+            module = made_norm()
+            model = ringcomm.DistributedDataParallel(module, comm) if ddp else ringcomm.shard(module, None, 0, comm)[0]
             model(batch(comm.rank, 0)).mean().backward()
             model.eval()
             with torch.no_grad():

@@ -46,17 +46,22 @@ def _names(module: nn.Module, groups: Sequence[FlatGroup], prefix: str) -> dict[
 def _after_state_dict(
     groups: Sequence[FlatGroup], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Puts whole parameters in; a collective from stage 1 on."""
+    """Puts whole parameters in; a collective from stage 1 on. They are copies: torch refuses to write into them, as
+    into every tensor of inference mode, for what is written would not reach the model."""
     del metadata
+    if groups:
+        groups[0].unit.flat.adopt("state_dict")
     wholes: dict[FlatGroup, torch.Tensor] = {}
     for name, (group, i) in _names(module, groups, prefix).items():
         if not (group.separate or group.stage == LAST_STAGE) or name not in state:
             continue
         if state[name].requires_grad or state[name] in _done:  # keep_vars; done by a module inside
             continue
-        if group not in wholes:
-            wholes[group] = group.gather_owned(group.master)
-        state[name] = group.part(wholes[group], i)
+        with torch.inference_mode():
+            if group not in wholes:
+                whole = group.gather_owned(group.master)
+                wholes[group] = whole.clone() if whole is group.master else whole
+            state[name] = group.part(wholes[group], i)
         _done[state[name]] = True
 
 

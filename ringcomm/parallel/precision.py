@@ -64,15 +64,21 @@ class MixedPrecision:
         return Types(compute, master, self.reduce_dtype or master)
 
     def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
-        """``value`` with its floating point tensors in ``dtype``."""
+        """``value`` with its floating point tensors in ``dtype``. A container without others is the same object, so
+        that what is appended to it counts."""
         if dtype is None:
             return value
-        from torch.utils._pytree import tree_map
+        from torch.utils._pytree import tree_flatten, tree_unflatten
 
-        def one(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != dtype else x
-
-        return tree_map(one, value)
+        if type(value) in (tuple, list):
+            items = [self.cast(x, dtype) for x in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        if type(value) is dict:
+            named = {key: self.cast(x, dtype) for key, x in value.items()}
+            return value if all(named[key] is x for key, x in value.items()) else named
+        leaves, spec = tree_flatten(value)
+        cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
 
 
 def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:

@@ -172,10 +172,9 @@ def _checked(
     if optimizer is not None:
         refuse_unusable(optimizer, "shard", ranks.rank)
     params = named_parameters(module, "shard", ranks.rank)
-    if not any(p.requires_grad for _, p in params):
+    if not params:
         raise InvalidArgumentError(
-            f"shard: rank {ranks.rank} got a module without parameters that require a gradient, expected at least one; "
-            "call the module itself"
+            f"shard: rank {ranks.rank} got a module without parameters, expected at least one; call the module itself"
         )
     _refuse_foreign(optimizer, params, ranks.rank)
     lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
