@@ -11,6 +11,7 @@ scheme that came before: all gradients to one rank, and back.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +53,8 @@ Devices = Sequence[int | str | torch.device]
 class DistributedDataParallel(nn.Module):
     """Wraps a module so that plain ``loss.backward()`` leaves the mean of all ranks' gradients on every rank.
 
-    Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Every rank
+    Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Parameters
+    and buffers that the module names in ``_ddp_params_and_buffers_to_ignore`` stay as they are on each rank. Every rank
     makes the same number of backward passes outside ``no_sync`` unless it is inside ``join``. A parameter that a pass
     does not use counts as a zero gradient; one that no rank uses keeps ``grad`` as it was. The optimizer is an ordinary
     one over ``parameters()``; with a ``param_dtype`` of ``mixed_precision`` it works on the master weights from its
@@ -142,11 +144,41 @@ class DistributedDataParallel(nn.Module):
         precision = precision_of(
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
         )
-        flat = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
+        self._how = (precision, sends, bucket_cap_mb)
+        self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
-            flat.send_buffers()
-        self._flat = flat
+            self._made.send_buffers()
         self.module = module
+
+    @property
+    def _flat(self) -> FlatModel:
+        """The wrapped module's state; a copy's is made at its first use."""
+        if self._made is None:
+            precision, sends, bucket_cap_mb = self._how
+            comm = None if self.comm is None or self.comm.closed else self.comm
+            ranks = _ranks(self.module, comm, None, None)
+            self.comm = ranks.comm
+            self._made = _flat(self.module, ranks, bucket_cap_mb, precision, sends, False)
+        return self._made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it is wrapped anew when it is first trained, over torch's default group where it is unpickled."""
+        return {**super().__getstate__(), "_made": None, "comm": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm = self.comm
+        return twin
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DistributedDataParallel asks for of a module that it wraps."""
+        raise InvalidArgumentError(
+            f"DistributedDataParallel: got a module that ringcomm.{CALL} has wrapped, expected a plain one: gradients "
+            "would be averaged twice; wrap it once (of a Trainer or accelerate, pass the module itself)"
+        )
 
     @skipped
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +186,8 @@ class DistributedDataParallel(nn.Module):
         device = self._inputs_to
         if device is not None:
             args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        if self._made is None and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
+            return self.module(*args, **kwargs)
         return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
 
     @contextmanager
@@ -283,14 +317,15 @@ def _flat(
     init_sync: bool,
 ) -> FlatModel:
     """The module's one unit, at stage 0."""
-    params = named_parameters(module, CALL, ranks.rank)
+    ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
     if not any(p.requires_grad for _, p in params):
         raise InvalidArgumentError(
             f"{CALL}: rank {ranks.rank} got a module without parameters that require a gradient, expected at least "
             "one; call the module itself"
         )
     if init_sync:
-        ranks.agree(CALL, [*facts_of(module), f"{bucket_cap_mb=}, {precision}"])
+        ranks.agree(CALL, [*facts_of(module), f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
     recipe = Recipe(
         ranks=ranks,
@@ -306,6 +341,7 @@ def _flat(
     )
     unit = recipe.unit("", [module], params, False)
     flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
+    flat.ignore_buffers(ignored)
     keep_ordinary_state(flat)
     if any(group.separate for group in flat.groups):
         watch_optimizers()

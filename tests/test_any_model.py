@@ -372,3 +372,95 @@ def test_copies_are_plain_models(stage: int) -> None:
         assert torch.equal(model(batch(0, 0)), expected)
 
     ringcomm.run_ranks(rank, 1, timeout=30)
+
+
+def test_copies_of_ours_are_evaluated_and_trained() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        module = made(CrossAttention)
+        model = ringcomm.DistributedDataParallel(module, comm, bucket_cap_mb=1)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        opt = adamw(model)
+        for _ in plain_loop(model, opt, comm.rank):
+            average.update_parameters(model)
+        with torch.no_grad():
+            assert not torch.equal(average(batch(0, 0)), model(batch(0, 0)))
+        twin = copy.deepcopy(model)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        for each in (model, twin):
+            each(batch(comm.rank, 7)).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert p.grad is None if q.grad is None else torch.equal(p.grad, q.grad), name
+        assert type(pickle.loads(pickle.dumps(model)).module) is CrossAttention
+
+    ringcomm.run_ranks(rank, WORLD, timeout=30)
+
+
+def test_what_is_ignored_stays_on_its_rank() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        module = made(BatchNorm)
+        module._ddp_params_and_buffers_to_ignore = ["head.weight", "norms.0.running_mean"]
+        model = ringcomm.DistributedDataParallel(module, comm)
+        with torch.no_grad():
+            module.head.weight.fill_(comm.rank)
+            module.norms[0].running_mean.fill_(comm.rank)
+        model(batch(comm.rank, 0)).mean().backward()
+        assert (module.head.weight == comm.rank).all()
+        assert comm.rank == 0 or (module.norms[0].running_mean > 0.5).any()
+        grads = comm.all_gather(module.head.weight.grad)
+        assert not torch.equal(grads[: len(grads) // 3], grads[len(grads) // 3 : 2 * len(grads) // 3])
+
+    ringcomm.run_ranks(rank, WORLD, timeout=30)
+
+
+def test_a_model_that_is_wrapped_is_not_wrapped_again() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        for stage in STAGES:
+            model = made(CrossAttention)
+            ringcomm.shard(model, adamw(model), stage, comm)
+            for again in (
+                lambda model=model: ringcomm.shard(model, adamw(model), 1, comm),
+                lambda model=model: ringcomm.DistributedDataParallel(model, comm),
+                lambda model=model: hasattr(model, "_ddp_params_and_buffers_to_ignore"),  # as torch's asks
+            ):
+                with pytest.raises(ringcomm.InvalidArgumentError, match="wrapped"):
+                    again()
+        ours = ringcomm.DistributedDataParallel(made(CrossAttention), comm)
+        with pytest.raises(ringcomm.InvalidArgumentError, match="averaged twice"):
+            hasattr(ours, "_ddp_params_and_buffers_to_ignore")
+        with pytest.raises(ringcomm.InvalidArgumentError, match="wrapped already"):
+            ringcomm.shard(ours, adamw(ours), 0, comm)
+
+    ringcomm.run_ranks(rank, 1, timeout=30)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("how", ["model.compile", "torch.compile", "blocks"])
+def test_compiled_models_have_the_bits_of_eager_ones(how: str, order: str) -> None:
+    def compiled(model: Any) -> Any:
+        torch._dynamo.reset()
+        if how == "blocks":
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+            return model
+        if how == "model.compile":
+            model.compile(backend="aot_eager")
+            return model
+        return torch.compile(model, backend="aot_eager")
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        for stage in (1, 3):
+            results = []
+            for compiles in (False, True):
+                model = made(CrossAttention)
+                opt = adamw(model)
+                called = compiled(model) if compiles and order == "before" else model
+                ringcomm.shard(model, opt, stage, comm, bucket_cap_mb=0.0005)
+                called = compiled(model) if compiles and order == "after" else called
+                losses = [*plain_loop(called, opt, comm.rank)]
+                results.append({"losses": losses, **model.state_dict()})
+            for name, value in results[0].items():
+                assert same(value, results[1][name]), f"stage {stage}: {name}"
+
+    ringcomm.run_ranks(rank, 1, timeout=60)  # Dynamo is for one thread of a process

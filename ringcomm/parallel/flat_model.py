@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -71,6 +71,7 @@ class FlatModel:
         self._set_order()
         self.device = self.groups[0].device
         self.broadcast_buffers = broadcast_buffers
+        self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.optimizers: list[Attached] = []
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
@@ -123,6 +124,18 @@ class FlatModel:
             self._handles.append(node.register_prehook(partial(_before_of, weakref.ref(self), weakref.ref(group))))
             self._handles.append(node.register_hook(partial(_after_of, weakref.ref(self), weakref.ref(group), i)))
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The module's buffers, that all ranks get from the first one."""
+        found = [owner._buffers.get(key) for owner, key in self._buffer_places]
+        return [buffer for buffer in found if buffer is not None]
+
+    def ignore_buffers(self, names: Collection[str]) -> None:
+        """Leaves buffers of these names as they are on each rank."""
+        ignored = {id(buffer) for name, buffer in self.module.named_buffers() if name in names}
+        places = self._buffer_places
+        self._buffer_places = [(owner, key) for owner, key in places if id(owner._buffers[key]) not in ignored]
+
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """``call(*args)``, its time counted as communication."""
         start = time.perf_counter()
@@ -164,7 +177,11 @@ class FlatModel:
                 "that one alone; train this one outside"
             )
         self._last, self._seen = self._seen or self._last, []
-        sends = self.broadcast_buffers and self._sync_buffers and any(True for _ in self.module.buffers())
+        sends = (
+            self.broadcast_buffers
+            and self._sync_buffers
+            and any(owner._buffers.get(key) is not None for owner, key in self._buffer_places)
+        )
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
@@ -288,7 +305,7 @@ class FlatModel:
     def send_buffers(self) -> None:
         """Every rank gets the first one's buffers, in one message for each type."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self.module.buffers():
+        for buffer in self.buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer.detach())
         for buffers in by_type.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

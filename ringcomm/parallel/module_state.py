@@ -3,8 +3,7 @@ master weights' type."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,26 @@ def keep_ordinary_state(flat: FlatModel) -> None:
 def keep_state_of(module: nn.Module, groups: Sequence[FlatGroup]) -> None:
     """Puts the hooks for these groups on a module that holds their parameters."""
     if groups:
-        module.register_state_dict_post_hook(partial(_after_state_dict, groups))
-        module.register_load_state_dict_pre_hook(partial(_before_load, groups))
+        module.register_state_dict_post_hook(_Hook(_after_state_dict, groups))
+        module.register_load_state_dict_pre_hook(_Hook(_before_load, groups))
+
+
+class _Hook:
+    """A function of flat groups and what torch passes to a module's hook. In a copy of the module it does nothing."""
+
+    def __init__(self, function: Callable[..., None], groups: Sequence[FlatGroup]) -> None:
+        self.function, self.groups = function, groups
+
+    def __call__(self, *args: Any) -> None:
+        """Runs it."""
+        self.function(self.groups, *args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing, ())
+
+
+def _nothing(*_: Any) -> None:
+    """A copy's parameters are ordinary."""
 
 
 def _names(module: nn.Module, groups: Sequence[FlatGroup], prefix: str) -> dict[str, tuple[FlatGroup, int]]:

@@ -94,6 +94,12 @@ def named_parameters(
 
     Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
     """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
+                "a plain one: gradients would be averaged twice; pass the module inside of it"
+            )
     out = {id(p) for p in ignored}
     found = [(name, p) for name, p in module.named_parameters() if id(p) not in out]
     for name, p in found:

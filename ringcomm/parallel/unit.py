@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup
 
 if TYPE_CHECKING:
@@ -68,6 +68,25 @@ class UnitModule:
         """The module's call, by its unit."""
         return self.__dict__["_ringcomm_unit"].call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
+    @skipped
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What `nn.Module.__call__` runs, also where torch.compile or a checkpoint has kept that."""
+        unit: Unit = self.__dict__["_ringcomm_unit"]
+        call = super()._call_impl  # type: ignore[misc]
+        return call(*args, **kwargs) if unit.calling is self else unit.call(self, call, args, kwargs)  # type: ignore[arg-type]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`: the module's own call, without the unit's."""
+        self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What DistributedDataParallel, torch's or ours, asks for of a module that it wraps."""
+        raise InvalidArgumentError(
+            "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
+            "one: gradients would be averaged twice; wrap it once"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         unit: Unit = self.__dict__["_ringcomm_unit"]
         if unit.flat.stage == LAST_STAGE:
@@ -77,19 +96,11 @@ class UnitModule:
                 "new module"
             )
         state = {key: value for key, value in self.__getstate__().items() if key != "_ringcomm_unit"}  # type: ignore[attr-defined]
-        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
-            state[name] = type(state[name])((k, hook) for k, hook in state[name].items() if not is_ours(hook))
         return _new, (plain_class(type(self)),), state
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether a hook of a module is one for state dicts of `module_state`."""
-    function = getattr(hook, "hook", hook)  # torch wraps some
-    return getattr(getattr(function, "func", None), "__module__", "") == "ringcomm.parallel.module_state"
 
 
 def plain_class(kind: type) -> Any:
@@ -127,6 +138,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.first_call: int | None = None  # the number of its first call since the last backward pass
         self.in_backward = False
+        self.calling: nn.Module | None = None  # whose call runs
         self.flat: FlatModel
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -158,12 +170,14 @@ class Unit:
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs ``forward`` of one of the modules, with its parameters."""
         number = self._begin(module)
+        before, self.calling = self.calling, module
         done = False
         try:
             args, kwargs = self.cast_inputs(args, kwargs)
             output = forward(*args, **kwargs)
             done = True
         finally:
+            self.calling = before
             self._leave(number, done)
         return self._finish(module, number, output)
 
