@@ -229,7 +229,7 @@ class FlatModel:
         if gradient.opened:
             gradient.collect()
         else:
-            gradient.reconcile()  # nothing has arrived
+            gradient.take_in("backward")  # nothing has arrived
         self._launched.add(group)
         while self._next < len(self.order) and self.order[self._next] in self._launched:
             self._next += 1
