@@ -85,6 +85,7 @@ class FlatModel:
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
+        self._arrivals: list[tuple[dict[int, Any], int]] = []  # every parameter's hooks, and which of them is ours
         self._census = _census(module)
         for unit in self.units:
             unit.hook(self)
@@ -94,6 +95,7 @@ class FlatModel:
                 self._handles.append(p.register_hook(partial(self._before, group)))
                 call = partial(_after_of, weakref.ref(self), group.number, i)
                 self._handles.append(p.register_post_accumulate_grad_hook(call))
+                self._arrivals.append((p._post_accumulate_grad_hooks, self._handles[-1].id))
         for group in self.groups:
             for p in group.params:
                 p._ringcomm_flat = self
@@ -118,6 +120,9 @@ class FlatModel:
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
             )
+        for hooks, ours in self._arrivals:  # a user's hook sees the gradient of this rank before ours sends it off
+            if len(hooks) > 1 and next(reversed(hooks)) != ours:
+                hooks[ours] = hooks.pop(ours)
         self._last, self._seen = self._seen or self._last, []
         for unit in self.units:
             unit.calls = None
@@ -418,6 +423,7 @@ class FlatModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._arrivals.clear()
         for group in self.groups:
             for p in group.params:
                 for name in ("_ringcomm", "_ringcomm_flat"):
