@@ -256,7 +256,8 @@ class Gradient:
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """What was gathered to be read is no longer what there is."""
+        """The mean is another now: what was gathered to be read, and copies on the host, are made again when needed."""
+        torch.autograd.graph.increment_version(self.reduced)  # torch counts no changes inside of __torch_dispatch__
         if self.ranks.read is not None and self.ranks.read[0] is self:
             self.ranks.read = None
 
