@@ -284,6 +284,10 @@ class Gradient:
                     "last backward"
                 )
             return self._part(levels[0], i).view(-1), 0
+        return self._own(i)
+
+    def _own(self, i: int) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter's mean, and where it begins."""
         segment = self.layout.segments[i]
         first, last = max(segment.offset, self.start), min(segment.end, self.end)
         if first >= last:
@@ -367,10 +371,7 @@ class Gradient:
 
     def zero_reduced(self, i: int) -> None:
         """Makes one parameter's mean zero, as far as it is here."""
-        segment = self.layout.segments[i]
-        first, last = max(segment.offset, self.start), min(segment.end, self.end)
-        if first < last:
-            self.reduced[first - self.start : last - self.start].zero_()
+        self._own(i)[0].zero_()
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 

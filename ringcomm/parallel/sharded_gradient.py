@@ -91,7 +91,8 @@ class ShardedGradient(torch.Tensor):
         if self._gradient is None:
             raise InvalidArgumentError(
                 f"grad: got the gradient of {self._name} from the optimizer's parameters, which are this rank's part "
-                "alone; read the gradients of the model's parameters"
+                "alone, expected one of the model's parameters; use those, ringcomm.clip_grad_norm_ or "
+                "ringcomm.GradScaler"
             )
         return self._gradient
 
