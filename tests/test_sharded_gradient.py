@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_shard import STAGES, Tower, loss_of, sgd, state_of, tower
+from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
@@ -19,8 +21,40 @@ from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
+WIDTH = 14  # shards end inside of the blocks' matrices
 BF16 = ringcomm.MixedPrecision(torch.bfloat16)
-Use = Callable[[Tower, torch.optim.Optimizer], Any]
+Use = Callable[[Any, torch.optim.Optimizer], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+_BUILDING = threading.Lock()  # ranks are threads and share torch's generator
+
+
+def tower() -> Tower:
+    with _BUILDING:
+        torch.manual_seed(0)
+        return Tower()
 
 
 def on_ranks(use: Callable[[Any, Tower, torch.optim.Optimizer], Any], stage: int, **options: Any) -> list[Any]:
@@ -72,7 +106,11 @@ def reads(model: Tower, _: Any) -> list[torch.Tensor]:
     found = [g.norm() for g in grads] + [g * 2 for g in grads] + [g.clone() for g in grads]
     found += [g.isfinite().all() for g in grads] + [g.abs().max() for g in grads] + [g.to(torch.float64) for g in grads]
     found += [torch.cat([g.view(-1) for g in grads]), torch.stack([g.sum() for g in grads]), grads[2] @ grads[2].t()]
-    found += [torch.dot(grads[1], grads[3]), torch.tensor(grads[0].tolist()), torch.tensor(grads[1][0].item())]
+    found += [
+        torch.dot(model.inlet.bias.grad, model.blocks[1].norm.bias.grad),
+        torch.tensor(grads[0].tolist()),
+        torch.tensor(grads[1][0].item()),
+    ]
     return [*found, grads[0].new_zeros(2), torch.zeros_like(grads[0]), *grads[0].split(2), grads[0][1:, ::2].clone()]
 
 
@@ -110,7 +148,7 @@ def tensors(model: Tower, _: Any) -> None:
         g.add_(ramp).mul_(ramp).sub_(ramp, alpha=0.1).div_(ramp + 1).lerp_(ramp, 0.3).lerp_(ramp, ramp / 9)
         g.addcmul_(ramp, ramp, value=0.5).addcdiv_(ramp, ramp + 1, value=0.1).masked_fill_(ramp > 0.8, 0.125)
         g.clamp_(min=-ramp, max=ramp + 0.5).add_(ramp.flatten()[:1]).add_(g)
-    model.inlet.bias.grad.copy_(torch.linspace(-1, 1, 6))
+    model.inlet.bias.grad.copy_(torch.linspace(-1, 1, WIDTH))
     model.blocks[0].norm.bias.grad.copy_(model.blocks[2].norm.bias.grad)
     model.blocks[1].norm.bias.grad.add_(model.blocks[2].norm.weight.grad).mul_(model.blocks[0].linear.weight.grad[1])
 
@@ -132,16 +170,16 @@ def other_changes(model: Tower, _: Any) -> list[torch.Tensor]:
     g[0] = 3.0
     g[2, 1:4] += 0.5
     g.view(-1)[5:20].mul_(2)
-    g.t().add_(torch.arange(6, dtype=g.dtype)[:, None])
+    g.t().add_(torch.arange(WIDTH, dtype=g.dtype)[:, None])
     g.unsqueeze(0).flatten()[::7] = 0.25
     first, *_ = g.split(2)
     first.sub_(1)
     for row in g.unbind()[4:]:
         row.neg_()
     g[0].copy_(g[1])
-    g[torch.tensor([True, False, False, False, False, True])] = 0.125
-    g.index_add_(0, torch.tensor([1, 3]), torch.ones(2, 6, dtype=g.dtype))
-    g.cumsum_(1).addmm_(torch.eye(6, dtype=g.dtype), torch.ones(6, 6, dtype=g.dtype), alpha=0.01)
+    g[torch.arange(WIDTH) % 5 == 0] = 0.125
+    g.index_add_(0, torch.tensor([1, 3]), torch.ones(2, WIDTH, dtype=g.dtype))
+    g.cumsum_(1).addmm_(torch.eye(WIDTH, dtype=g.dtype), torch.ones(WIDTH, WIDTH, dtype=g.dtype), alpha=0.01)
     torch.mul(g, 0.5, out=g)
     torch.nn.init.uniform_(model.outlet.bias.grad, generator=torch.Generator().manual_seed(1))
     return [g.clone()]
@@ -180,7 +218,7 @@ def assigned(model: Tower, _: Any) -> list[torch.Tensor]:
     """As PCGrad does; some are the gradients of others."""
     for p in model.parameters():
         p.grad = p.grad * 0.5 + 0.01
-    model.inlet.bias.grad = torch.linspace(0, 1, 6, dtype=model.inlet.bias.dtype)
+    model.inlet.bias.grad = torch.linspace(0, 1, WIDTH, dtype=model.inlet.bias.dtype)
     model.outlet.bias.grad = None
     model.outlet.weight.grad = model.outlet.weight.grad.detach()
     model.blocks[1].norm.bias.grad = model.blocks[0].norm.bias.grad
@@ -284,7 +322,7 @@ def test_hooks_before_a_step_edit_gradients() -> None:
         def halve(*_: Any) -> None:
             for g in grads_of(model):
                 g.mul_(0.5)
-            model.inlet.bias.grad = torch.ones(6)
+            model.inlet.bias.grad = torch.ones(WIDTH)
 
         def clip(*_: Any) -> None:
             for g in grads_of(model):
@@ -327,13 +365,17 @@ def test_what_is_sent(stage: int) -> None:
                 assert isinstance(g.data, ShardedGradient)
         assert ranks.traffic["gradient all_gather calls"] == gathers
         groups = flat_model_of(model).order
+        layouts = [group.layout for group in groups]
         assert len(groups) > 3
+        assert any(s.offset < x.shard_numel < s.end for x in layouts for s in x.segments)  # cut between ranks
         for _ in range(2):
             for p in groups[0].params:
                 p.grad.norm()
         assert ranks.traffic["gradient all_gather calls"] == gathers + 1
         assert ranks.read[0] is groups[0].gradient
+        before = weakref.ref(ranks.read[1])
         torch._foreach_norm([p.grad for p in model.parameters()])  # each group once, one at a time
+        assert before() is None
         assert ranks.traffic["gradient all_gather calls"] <= gathers + 1 + len(groups)
         opt.step()
         assert ranks.read is None
@@ -358,7 +400,7 @@ def test_inside_of_no_sync_it_is_this_ranks_sum(stage: int, options: dict[str, A
             assert sorted(values) == sorted(each.norm() for each in sums)
             for g in grads_of(model):
                 g.mul_(0.5)
-            model.inlet.bias.grad = torch.ones(6, dtype=model.inlet.bias.dtype)
+            model.inlet.bias.grad = torch.ones(WIDTH, dtype=model.inlet.bias.dtype)
         assert ranks.traffic[gathers] == 0
         loss_of(model, comm.rank, 1).backward()
         return [g.clone() for g in grads_of(model)]
@@ -391,11 +433,11 @@ def test_a_gradient_that_was_assigned_before_any_backward_counts(precision: Any)
         opt.step()
         after = state_of(model)
         model.outlet.bias.grad = None
-        model.inlet.weight.grad = torch.full((6, 5), 0.25, dtype=model.inlet.weight.dtype)
+        model.inlet.weight.grad = torch.full((WIDTH, 5), 0.25, dtype=model.inlet.weight.dtype)
         loss_of(model, comm.rank, 0).backward()  # adds
         opt.step()
         opt.zero_grad()
-        model.outlet.weight.grad = torch.ones(2, dtype=model.outlet.bias.dtype).expand(6, 2).t()
+        model.outlet.weight.grad = torch.ones(2, dtype=model.outlet.bias.dtype).expand(WIDTH, 2).t()
         opt.step()
         return after + state_of(model)
 
@@ -414,11 +456,11 @@ def test_what_is_refused(stage: int) -> None:
     def check(comm: Any, model: Tower, opt: torch.optim.Optimizer) -> None:
         loss_of(model, comm.rank, 0).backward()
         g = model.inlet.weight.grad
-        with pytest.raises(InvalidArgumentError, match=rf"rank {comm.rank} got \(30,\) as the gradient of inlet.weigh"):
-            g.resize_(30)
+        with pytest.raises(InvalidArgumentError, match=rf"rank {comm.rank} got \(70,\) as the gradient of inlet.weigh"):
+            g.resize_(70)
         with pytest.raises(RuntimeError, match="size"):
             g.add_(torch.ones(7))
-        model.inlet.weight.grad = torch.ones(6, 5).to_sparse()
+        model.inlet.weight.grad = torch.ones(WIDTH, 5).to_sparse()
         with pytest.raises(InvalidArgumentError, match=r"torch.sparse_coo tensor as the gradient of inlet.weight"):
             opt.step()
         opt.zero_grad()

@@ -58,8 +58,7 @@ class Gradient:
         self.standing = stage > 0 or not self.plain  # what was reduced is not there as `p.grad` is
         named = zip(group.params, group.names, strict=True)
         self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
-        self._means: list[torch.Tensor] = []  # with their addresses: what `p.grad` is else
-        self._addresses: list[int] = []
+        self._means: list[tuple[torch.Tensor, int]] = []  # what `p.grad` is else, and where in memory
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
         self.counts = [0] * len(group.params)
         self.base = 0
@@ -170,9 +169,9 @@ class Gradient:
     def _mean(self, i: int) -> torch.Tensor:
         """A parameter's mean, where it is here as `p.grad` is to be."""
         if not self._means:
-            self._means = [self._part(self.buffer, k) for k in range(len(self.group.params))]
-            self._addresses = [mean.data_ptr() for mean in self._means]
-        return self._means[i]
+            means = (self._part(self.buffer, k) for k in range(len(self.group.params)))
+            self._means = [(mean, mean.data_ptr()) for mean in means]
+        return self._means[i][0]
 
     def drop(self) -> None:
         """Forgets everything."""
@@ -232,7 +231,7 @@ class Gradient:
         """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
         if grad is not self.shown[i]:
             return False
-        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._addresses[i]
+        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._means[i][1]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
@@ -244,13 +243,11 @@ class Gradient:
         if not (self.has_reduced or self.has_local):
             self.buffer.zero_()
             self.has_reduced = True
-        if self.has_reduced:
-            self.has.add(i)
-        else:
-            self.contributed.add(i)
+        (self.has if self.has_reduced else self.contributed).add(i)
         if grad is not self.standins[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
-        self._means = []
+        if self._means:  # the one before may have been given other memory
+            self._means[i] = self._part(self.buffer, i), self._means[i][1]
         self.shown[i] = self.group.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
