@@ -142,6 +142,7 @@ def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
 
 def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tensor) -> None:
     gradient = group.gradient
+    gradient.changed()
     copies = [attached.host.of(group) for attached in flat.optimizers]
     for first, last in _ranges(group, some, group.start, group.end):
         for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:

@@ -177,11 +177,7 @@ class FlatModel:
                 "that one alone; train this one outside"
             )
         self._last, self._seen = self._seen or self._last, []
-        sends = (
-            self.broadcast_buffers
-            and self._sync_buffers
-            and any(owner._buffers.get(key) is not None for owner, key in self._buffer_places)
-        )
+        sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
@@ -419,7 +415,7 @@ class FlatModel:
         if gradient.opened:
             gradient.collect()
         else:
-            gradient.reconcile()  # nothing has arrived
+            gradient.take_in("backward")  # nothing has arrived
         self._launched.add(group)
         while self._next < len(self.order) and self.order[self._next] in self._launched:
             self._next += 1

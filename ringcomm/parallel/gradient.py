@@ -4,7 +4,8 @@ shard.
     autograd   p.grad of every parameter, in the type of the forward pass
     collect    packed and cast into `local`: this rank's sums over one or more backward passes
     launch     `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
-    settle     `reduced` += the mean; p.grad is a view of it (stage 0), or stands for a gradient that is in shards
+    settle     `reduced` += the mean; p.grad is a view of it (stage 0), or a ShardedGradient
+    take_in    what the user has put into p.grad counts
 
 Means are added to what was reduced before, and local sums to local sums, so every stage does the same arithmetic.
 """
@@ -12,13 +13,15 @@ Means are added to what was reduced before, and local sums to local sums, so eve
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError, RingcommError
-from ringcomm.parallel.standin import ShardedGradient
+from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
@@ -52,7 +55,10 @@ class Gradient:
         alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
         self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
         self.views: list[torch.Tensor] | None = None
-        self.standins = [ShardedGradient.of(p, name) for p, name in zip(group.params, group.names, strict=True)]
+        self.standing = stage > 0 or not self.plain  # what was reduced is not there as `p.grad` is
+        named = zip(group.params, group.names, strict=True)
+        self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
+        self._means: list[tuple[torch.Tensor, int]] = []  # what `p.grad` is else, and where in memory
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
         self.counts = [0] * len(group.params)
         self.base = 0
@@ -60,7 +66,7 @@ class Gradient:
         self.contributed: set[int] = set()  # who has a gradient in the local sums
         self.has: set[int] = set()  # who has one in what was reduced
         self.opened = False
-        self.shown: dict[int, torch.Tensor] = {}  # what `show` has put into p.grad
+        self.shown: list[torch.Tensor | None] = [None] * len(group.params)  # what `show` has put into p.grad
         self.in_place = False  # whether autograd adds to the local sums
         self.work: Any = None
 
@@ -85,13 +91,12 @@ class Gradient:
         """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
         self.take_in("backward")
         self.opened = True
-        self.in_place = in_place = self.plain and not self.tree and self.has_local
-        for i, p in enumerate(self.group.params):
-            if in_place:
-                assert self.views is not None
-                p.grad = self.views[i]
-            elif self.has_reduced or self.has_local:
-                p.grad = None
+        self.in_place = self.plain and not self.tree and self.has_local
+        if self.has_reduced or self.has_local:
+            views = self.views if self.in_place else None
+            with torch._C.DisableTorchFunctionSubclass():
+                for i, p in enumerate(self.group.params):
+                    p.grad = None if views is None else views[i]
 
     def close(self) -> None:
         """After `open`, when nothing has arrived."""
@@ -106,18 +111,8 @@ class Gradient:
             leaf: with ``apart``, of which micro-batch of the step; None: each parameter's next.
         """
         params = self.group.params
-        fresh = []
-        for i, p in enumerate(params):
-            if p.grad is None or isinstance(p.grad, ShardedGradient):
-                continue
-            if self.views is not None and p.grad is self.views[i]:
-                continue
-            if p.grad.layout != torch.strided:
-                raise InvalidArgumentError(
-                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
-                    "dense one; build its module with sparse=False"
-                )
-            fresh.append((i, p.grad.detach()))
+        with torch._C.DisableTorchFunctionSubclass():
+            fresh = self._fresh([p.grad for p in params])
         self.opened = False
         if not fresh:
             return
@@ -136,20 +131,47 @@ class Gradient:
                     self._part(local, i).copy_(grad)
                 else:
                     self._part(local, i).add_(grad)
-        for i, _ in fresh:
-            params[i].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, _ in fresh:
+                params[i].grad = None
+
+    def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+        """What autograd has left that is not in the local sums yet."""
+        fresh = []
+        for i, grad in enumerate(grads):
+            if grad is None or isinstance(grad, ShardedGradient):
+                continue
+            if self.views is not None and grad is self.views[i]:
+                continue
+            if grad.layout != torch.strided:
+                raise InvalidArgumentError(
+                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
+                    "dense one; build its module with sparse=False"
+                )
+            fresh.append((i, grad.detach()))
+        return fresh
 
     def show(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
-        self.shown = {}
-        for i, p in enumerate(self.group.params):
-            if self.has_reduced and i in self.has:
-                standing = self.stage > 0 or not self.plain
-                self.shown[i] = self.standins[i] if standing else self._reduced_view(i)
-            elif self.has_local and i in self.contributed:
-                self.shown[i] = self.standins[i] if self.views is None else self.views[i]
-            if self.has_reduced or self.has_local:
-                p.grad = self.shown.get(i)
+        self.shown = [self._shown(i) for i in range(len(self.shown))]
+        if self.has_reduced or self.has_local:
+            with torch._C.DisableTorchFunctionSubclass():
+                for p, shown in zip(self.group.params, self.shown, strict=True):
+                    p.grad = shown
+
+    def _shown(self, i: int) -> torch.Tensor | None:
+        if self.has_reduced and i in self.has:
+            return self.standins[i] if self.standing else self._mean(i)
+        if self.has_local and i in self.contributed:
+            return self.standins[i] if self.views is None else self.views[i]
+        return None
+
+    def _mean(self, i: int) -> torch.Tensor:
+        """A parameter's mean, where it is here as `p.grad` is to be."""
+        if not self._means:
+            means = (self._part(self.buffer, k) for k in range(len(self.group.params)))
+            self._means = [(mean, mean.data_ptr()) for mean in means]
+        return self._means[i][0]
 
     def drop(self) -> None:
         """Forgets everything."""
@@ -162,20 +184,23 @@ class Gradient:
             self._no_levels()
         self._give_back(*self.levels)
         self._no_levels()
-        self.views, self.shown = None, {}
+        self.views, self.shown = None, [None] * len(self.shown)
         self.has_reduced = self.opened = False
         self.contributed.clear()
         self.has.clear()
+        self.changed()
 
     def reconcile(self) -> None:
         """Forgets what the user has set to None."""
         if not (self.has_reduced or self.has_local):
             return
         held = self.has | self.contributed
-        gone = [i for i in held if self.group.params[i].grad is None]
-        if len(gone) == len(held):
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = [i for i in held if self.group.params[i].grad is None]
+        if gone and len(gone) == len(held):
             return self.drop()
         for i in gone:
+            self.shown[i] = None
             self.has.discard(i)
             self.contributed.discard(i)
             for level in self.levels:
@@ -185,22 +210,114 @@ class Gradient:
                 self.zero_reduced(i)
 
     def take_in(self, call: str) -> None:
-        """What the user has put in the place of a reduced gradient counts, where that is whole."""
-        self.reconcile()
-        if self.opened or not (self.has_reduced or self.has_local):
-            return
-        for i, p in enumerate(self.group.params):
-            if p.grad is None or p.grad is self.shown.get(i):
-                continue
-            if self.stage > 0 or not self.plain or not self.has_reduced:
+        """What the user has put in the place of a gradient counts; what was set to None is forgotten."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [p.grad for p in self.group.params]
+            if self._unchanged(grads):
+                return
+            self.reconcile()
+            if self.opened:
+                return
+            for i, grad in enumerate(grads):
+                if grad is not None and not self._is_shown(i, grad):
+                    self._adopt(i, grad, call)
+
+    def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
+        if not all(map(operator.is_, grads, self.shown)):
+            return False
+        return self.standing or not self.has_reduced or all(map(self._is_shown, range(len(grads)), grads))
+
+    def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
+        if grad is not self.shown[i]:
+            return False
+        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._means[i][1]
+
+    def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
+        """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
+        if grad.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self.group.names[i]}, "
+                "expected a dense one; assign grad.to_dense()"
+            )
+        if not (self.has_reduced or self.has_local):
+            self.buffer.zero_()
+            self.has_reduced = True
+        (self.has if self.has_reduced else self.contributed).add(i)
+        if grad is not self.standins[i]:
+            self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
+        if self._means:  # the one before may have been given other memory
+            self._means[i] = self._part(self.buffer, i), self._means[i][1]
+        self.shown[i] = self.group.params[i].grad = self._shown(i)
+
+    # ---- reading and writing ----------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """The mean is another now: what was gathered to be read, and copies on the host, are made again when needed."""
+        torch.autograd.graph.increment_version(self.reduced)  # torch counts no changes inside of __torch_dispatch__
+        if self.ranks.read is not None and self.ranks.read[0] is self:
+            self.ranks.read = None
+
+    def whole(self, i: int) -> torch.Tensor:
+        """A parameter's gradient, in the type of the master weights; a collective, unless it was gathered just now."""
+        if self._is_local(i):
+            parts = [self._part(level, i) for level in self.levels if level is not None]
+            return reduce(lambda sums, level: level + sums, parts)  # as `_folded` adds
+        if self.ranks.read is None or self.ranks.read[0] is not self:
+            self.ranks.read = None  # one group is whole at a time
+            if self.stage > 0:
+                self.ranks.count("gradient all_gather", self.layout.numel * self.dtype.itemsize)
+            self.ranks.read = self, self.group.gather_owned(self.reduced)
+        return self._part(self.ranks.read[1], i)
+
+    def piece(self, i: int) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter's gradient, flat, and where in the gradient it begins."""
+        if self._is_local(i):
+            levels = [level for level in self.levels if level is not None]
+            if len(levels) > 1:
                 raise InvalidArgumentError(
-                    f"{call}: rank {self.ranks.rank} got another tensor as the gradient of {self.group.names[i]}, "
-                    "expected the one that backward has left; change gradients before they are reduced, with "
-                    "p.register_hook, or whole ones at stage 0"
+                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self.group.names[i]}, which is a "
+                    f"tree of {len(levels)} sums that were not reduced, expected a reduced one; change it after the "
+                    "last backward"
                 )
-            self._reduced_view(i).copy_(p.grad)
-            p.grad = self.shown[i] = self._reduced_view(i)
-            self.has.add(i)
+            return self._part(levels[0], i).view(-1), 0
+        return self._own(i)
+
+    def _own(self, i: int) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter's mean, and where it begins."""
+        segment = self.layout.segments[i]
+        first, last = max(segment.offset, self.start), min(segment.end, self.end)
+        if first >= last:
+            return self.reduced[:0], 0
+        return self.reduced[first - self.start : last - self.start], first - segment.offset
+
+    def write(self, i: int, values: torch.Tensor) -> None:
+        """Takes this rank's piece of new values for a parameter's gradient."""
+        if values.shape != self.layout.segments[i].shape:
+            raise InvalidArgumentError(
+                f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self.group.names[i]}, "
+                f"expected {self.layout.segments[i].shape}; keep its shape"
+            )
+        piece, start = self.piece(i)
+        piece.copy_(values.reshape(-1)[start : start + piece.numel()])
+        self.changed()
+
+    def _is_local(self, i: int) -> bool:
+        """Whether a parameter has sums of this rank alone, and no mean. Raises where it has neither."""
+        if self.has_reduced and i in self.has:
+            joining = self.ranks.joining
+            if joining is not None and joining.some_have_joined and self.stage > 0:
+                raise UnsupportedError(
+                    f"grad: rank {self.ranks.rank} is inside of join, where ranks that have joined do not hear of a "
+                    f"use of the gradient of {self.group.names[i]}, expected none; use ringcomm.clip_grad_norm_"
+                )
+            return False
+        if self.has_local and i in self.contributed and not self.opened:
+            return True
+        raise InvalidArgumentError(
+            f"grad: rank {self.ranks.rank} got the gradient of {self.group.names[i]}, which is forgotten or not "
+            "complete, expected one that backward has left; read p.grad after backward"
+        )
 
     # ---- between ranks --------------------------------------------------------------------------------------------
 
@@ -245,15 +362,13 @@ class Gradient:
         self._give_back(wire, out, *self.levels)
         self._no_levels()
         self.has_reduced = True
+        self.changed()
         self.has |= self.contributed
         self.contributed.clear()
 
     def zero_reduced(self, i: int) -> None:
         """Makes one parameter's mean zero, as far as it is here."""
-        segment = self.layout.segments[i]
-        first, last = max(segment.offset, self.start), min(segment.end, self.end)
-        if first < last:
-            self.reduced[first - self.start : last - self.start].zero_()
+        self._own(i)[0].zero_()
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
@@ -271,9 +386,6 @@ class Gradient:
     def _part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
         segment = self.layout.segments[i]
         return whole[segment.offset : segment.end].view(segment.shape)
-
-    def _reduced_view(self, i: int) -> torch.Tensor:
-        return self._part(self.buffer, i)
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """A whole buffer with these gradients, and zeros elsewhere."""

@@ -26,7 +26,7 @@ from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State
 from ringcomm.parallel.place import place_of
-from ringcomm.parallel.standin import ShardedGradient
+from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
@@ -242,6 +242,7 @@ class Attached:
         """
         self.host.arrive()
         ranks = self.flat.ranks
+        ranks.read = None  # a step may change what it is given
         plain = (ranks.world_size == 1 or self.flat.stage == 0) and (ranks.mesh is None or not ranks.mesh.model_axes)
         for entry, standin in zip(self.entries, self._standins, strict=True):
             gradient = entry.group.gradient
@@ -307,6 +308,8 @@ class Attached:
                 )
 
     def _begin_step(self) -> None:
+        for group in self.flat.order:
+            group.gradient.take_in("step")
         self._refuse_unreduced()
         self.flat.ranks.announce("step", self.flat.optimizers.index(self), more=self._options())
         self._begin_work()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ringcomm.mesh import Mesh
+    from ringcomm.parallel.gradient import Gradient
     from ringcomm.parallel.join import Join
 
 BACKEND = "ringcomm"
@@ -60,6 +61,7 @@ class Ranks:
         self.order = 0  # a checksum of what was collected so far: equal on all ranks, or they mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # of parameters that stage 3 has brought; the most so far
         self.joining: Join | None = None
+        self.read: tuple[Gradient, torch.Tensor] | None = None  # the gradient that was gathered last, and its values
         self.root = 0  # whose values all ranks get: the first that still has input
         self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
