@@ -94,12 +94,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
     elif isinstance(parameters, nn.Module):
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
-        attached = getattr(parameters, "_ringcomm", None)
-        if attached is None:
-            parameters = [p for group in parameters.param_groups for p in group["params"]]
-        else:
-            parameters = [group.params[i] for places in attached.places for group, i in places]
-            parameters += [p for plain in attached._plain for p in plain.values()]
+        parameters = [p for group in parameters.param_groups for p in group["params"]]
     found = list({id(p): p for p in parameters}.values())
     homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
     if not homes:

@@ -110,6 +110,7 @@ class FlatGroup:
         for i, p in enumerate(self.params):
             p.__class__ = self._classes[i]
             p.data = self.part(self.whole, i)
+        self._addresses = [p.data_ptr() for p in self.params]
 
     def _free(self) -> None:
         """Parameters that have a shape and no values: not a number to who looks all the same."""
@@ -121,6 +122,7 @@ class FlatGroup:
 
     def restage(self, stage: int) -> None:
         """Moves the buffers to another stage; gradients are forgotten."""
+        self.adopt_writes()
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
@@ -215,6 +217,32 @@ class FlatGroup:
             self.load(i, self.part(self.whole, i))
         if self.separate:
             self.weight.copy_(self.master)
+
+    # ---- what users write into the parameters ---------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """Keeps the values of parameters whose `data` was set to another tensor, and makes them views again. Not at
+        stage 3, where parameters have no values."""
+        if self.stage == LAST_STAGE or [p.data_ptr() for p in self.params] == self._addresses:
+            return
+        for i, p in enumerate(self.params):
+            if p.data_ptr() != self._addresses[i] and p.dtype == self.types.compute and p.device == self.device:
+                mine = self.part(self.whole, i)
+                if p.shape == mine.shape:
+                    mine.copy_(p.detach())
+                    p.data = mine
+
+    def adopt_writes(self) -> None:
+        """Takes over into the master weights what was written into the parameters since `publish`. Not at stage 3."""
+        self.rebind()
+        if not self.separate or self.stage == LAST_STAGE:
+            return
+        published = self.master.to(self.types.compute).to(self.device)
+        if self.device.type == "cpu" and torch.equal(published, self.weight):
+            return
+        kept = published == self.weight  # these keep the bits that the type of the parameters does not have
+        where = self.master.device
+        self.master.copy_(torch.where(kept.to(where), self.master, self.weight.to(where, self.master.dtype)))
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 

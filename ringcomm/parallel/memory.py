@@ -21,7 +21,7 @@ from ringcomm.parallel.arguments import MODULE, OPTIMIZER, STAGE
 from ringcomm.parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
-from ringcomm.parallel.optimizer import is_elementwise
+from ringcomm.parallel.optimizer import is_elementwise, states_of
 from ringcomm.parallel.optimizer_size import state_nbytes
 from ringcomm.parallel.partition import Recipe, blocks_of, kept_in_their_type
 from ringcomm.parallel.precision import MixedPrecision
@@ -92,7 +92,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     )
     for each in optimizers:
         totals["optimizer"] += sum(
-            v.nbytes for state in each.state.values() for v in state.values() if torch.is_tensor(v)
+            v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v)
         )
     return Memory(
         **{name: totals[name] for name in ("parameters", "master", "gradients", "optimizer")},
@@ -322,8 +322,7 @@ class Plan:
         """Optimizers, each with its group of every parameter, by id."""
         if flat is not None:
             attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
-            plain = [{id(p): n for n, each in enumerate(a._plain) for p in each.values()} for a in attached]
-            return [(a.optimizer, {**a._group_of, **ids}) for a, ids in zip(attached, plain, strict=True)]
+            return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
 
     def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:

@@ -55,6 +55,7 @@ def _after_state_dict(
         if state[name].requires_grad or state[name] in _done:  # keep_vars; done by a module inside
             continue
         if group not in wholes:
+            group.adopt_writes()
             wholes[group] = group.gather_owned(group.master)
         state[name] = group.part(wholes[group], i)
         _done[state[name]] = True
@@ -85,6 +86,8 @@ def _before_load(
         return
     if not fits:  # done by the module around
         return
+    for group in groups:
+        group.adopt_writes()
     for name, (group, i) in fits.items():
         group.load(i, state[name])
         state[name] = group.params[i]
