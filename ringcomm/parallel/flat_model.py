@@ -346,9 +346,10 @@ class FlatModel:
         """Notes whether the ranks' optimizers have different options, of which their next step speaks; on a device one
         backward pass later, which does not wait for it. Returns the rest of the message."""
         heard = flags[: 2 * OPTIONS_NBYTES]
-        looked = heard if self.device.type == "cpu" else self._options_heard
-        self._options_heard = heard
-        values = [] if looked is None else looked.tolist()
+        looked = heard
+        if self.device.type != "cpu":
+            looked, self._options_heard = self._options_heard, heard.clone()
+        values = [255] * 4 + [0] * 4 if looked is None else looked.tolist()
         pairs = zip(values[:OPTIONS_NBYTES], values[OPTIONS_NBYTES:], strict=True)
         self.options_differ = any(a + b != 255 for a, b in pairs)
         return flags[2 * OPTIONS_NBYTES :]

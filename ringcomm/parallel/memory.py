@@ -173,11 +173,13 @@ class Plan:
         self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
         self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if not hasattr(p, "_ringcomm_flat")]
+        optimizers = self._optimizers(flat, optimizer)
+        self.stepped = self._stepped(numbers for _, numbers in optimizers)
         for _ in range(_STEPS):
             self.ranks.traffic.clear()
             self._step()
         self.traffic = self.ranks.traffic
-        self.memory = self._memory(self._optimizers(flat, optimizer))
+        self.memory = self._memory(optimizers)
 
     # ---- the same groups, without memory ---------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class Plan:
             self._forward(ahead or (k > 0 and self.ranks.background))
             self._backward(sync)
         for group in self.order:
-            if self.stage in (1, 2):
+            for _ in range(self.stepped[group] if self.stage in (1, 2) else 0):
                 group.publish()
             group.gradient.drop()
             for p in group.params:
@@ -324,6 +326,11 @@ class Plan:
             attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
             return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
+
+    def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[FlatGroup]:
+        """How many optimizers step a group; without any, as if there was one of all parameters."""
+        homes = [{self._home[key][0] for key in numbers if key in self._home} for numbers in optimizers]
+        return Counter(group for each in homes or [{*self.groups}] for group in each)
 
     def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:
         totals: Counter[str] = Counter()

@@ -64,8 +64,17 @@ _lock = threading.Lock()
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether every element is updated from its own gradient and state alone, so that shards may cut tensors."""
-    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return owner.__module__.startswith("torch.optim.") and owner.__name__ in _ELEMENTWISE
+    owner = _steps_by(optimizer)
+    return _is_torchs(owner) and owner.__name__ in _ELEMENTWISE
+
+
+def _steps_by(optimizer: torch.optim.Optimizer) -> type:
+    """The class that has the optimizer's step()."""
+    return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+
+
+def _is_torchs(cls: type) -> bool:
+    return f"{cls.__module__}.".startswith("torch.optim.")
 
 
 def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> None:
@@ -103,9 +112,8 @@ def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
 def _tell(optimizer: torch.optim.Optimizer) -> None:
     """Warns once of a class that nobody here knows."""
     kind = type(optimizer)
-    owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
     with _lock:
-        if owner.__module__.startswith("torch.optim.") or kind in _told:
+        if _is_torchs(_steps_by(optimizer)) or kind in _told:
             return
         _told.add(kind)
     warnings.warn(
@@ -237,7 +245,8 @@ class Attached:
         self._seen = WholeStates(self)  # `optimizer.state` between two steps
         self._working = False
         self._loading: dict[FlatGroup, GroupState] = {}
-        self._facts: list[str] = []
+        self._watches = _watches
+        self._facts: list[Any] = []
         self._facts_bytes = b""
         self.places: list[list[tuple[FlatGroup, int]]] = []
         self.entries: list[Entry] = []
@@ -295,8 +304,13 @@ class Attached:
                 flat.on_reduced.append(self.host.fetch)
         self.flats = flats
 
-    def _ids_now(self) -> tuple[int, list[list[int]]]:
-        return _watches, [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+    def _ids_now(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+
+    def _others_were_wrapped(self) -> bool:
+        """Whether a model was wrapped since that has some of the parameters."""
+        before, self._watches = self._watches, _watches
+        return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
 
     def _place(self) -> None:
         """Makes the entries for the flat groups' stage, without state."""
@@ -399,7 +413,7 @@ class Attached:
         if self._working:
             self._leave()
         self.adopt_state()
-        if self._ids != self._ids_now():
+        if self._ids != self._ids_now() or self._others_were_wrapped():
             self.rebuild()
 
     def rebuild(self, states: dict[Any, State] | None = None) -> None:
@@ -452,7 +466,7 @@ class Attached:
     def parameters_with_state(self) -> Iterator[Any]:
         """The keys of the optimizer's state, by the model's parameters; known on every rank."""
         yield from filter(self.has_state, chain.from_iterable(self.outside))
-        known = {*chain.from_iterable(self._ids[1]), *self._shards}
+        known = {*chain.from_iterable(self._ids), *self._shards}
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, group: FlatGroup, i: int) -> bool:
@@ -531,7 +545,7 @@ class Attached:
             for p in chain.from_iterable(self.outside)
             if p in states or (p in self.state and self.place_of(p) is None)
         }
-        known = {*chain.from_iterable(self._ids[1]), *self._shards}
+        known = {*chain.from_iterable(self._ids), *self._shards}
         self.optimizer.state = defaultdict(dict, ordered | {k: v for k, v in self.state.items() if id(k) not in known})
 
     def after_state_dict(self) -> None:
@@ -556,7 +570,7 @@ class Attached:
                 if place is not None and state:
                     on_device = bool(group.get("capturable") or group.get("fused"))
                     found[place[0]][place[1]] = _loaded(place[0], state, on_device)
-        known = type(self.optimizer).__module__.startswith("torch.optim.")
+        known = _is_torchs(type(self.optimizer))
         self._loading = {
             home: GroupState.of(home, each, home.ranks.rank, checked=known) for home, each in found.items()
         }
