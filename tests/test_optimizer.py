@@ -40,9 +40,11 @@ class Net(nn.Module):
 
 
 def net(seed: int = 0) -> Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Net()
+    model, generator = Net(), torch.Generator().manual_seed(seed)  # the ranks are threads: one global generator
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, generator=generator))
+    return model
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
@@ -220,7 +222,7 @@ def test_one_optimizer_over_two_models() -> None:
             optimizer.zero_grad()
             (loss_of(one, number) * loss_of(two, number)).sqrt().backward()
             optimizer.step()
-        return values(one), values(two), optimizer.state_dict()
+        return copy.deepcopy((values(one), values(two), optimizer.state_dict()))
 
     one, two = net(), net(1)
     optimizer = adamw([*one.parameters(), *two.parameters()])
@@ -283,13 +285,13 @@ def test_state_is_by_the_models_parameters(make: Make) -> None:
         found: list[Any] = [len(optimizer.state), bool(optimizer.state), params[0] in optimizer.state]
         train(model, optimizer, 0, 1)
         found += [len(optimizer.state), bool(optimizer.state), params[0] in optimizer.state, "x" in optimizer.state]
-        found += [params.index(p) for p in optimizer.state] if len(found) == 7 else []
+        found += [[*map(id, params)].index(id(p)) for p in optimizer.state]
         found.append([copy.deepcopy(optimizer.state[p]) for p in params])
         found.append([[*state] for state in optimizer.state.values()])
         train(model, optimizer, 2)  # has read only
         return found
 
-    as_in_torch(lambda model, optimizer: loop(model, optimizer), make)
+    as_in_torch(loop, make)
 
 
 def test_what_is_written_into_the_state_counts() -> None:
@@ -327,10 +329,10 @@ def test_a_state_dict_goes_in_between_and_out() -> None:
         train(model, optimizer, 0, 1)
         kept = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, 2)
-        optimizer.load_state_dict(kept)
-        held = optimizer.state_dict()
+        optimizer.load_state_dict(copy.deepcopy(kept))
+        held = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, 3)
-        return kept, held["param_groups"], held["state"].keys()
+        return kept, held
 
     as_in_torch(loop)
 
@@ -432,7 +434,7 @@ def test_quantised_state_comes_back() -> None:
 class Rebinding(torch.optim.Optimizer):
     """As many write it by hand."""
 
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
+    def __init__(self, params: Any, lr: float = 0.002) -> None:
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
@@ -636,18 +638,6 @@ def test_hooks_and_closures_see_the_models_parameters() -> None:
         return loss
 
     as_in_torch(loop)
-
-
-class Fails(torch.optim.SGD):
-    broken = False
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-
-    def _init_group(self, *args: Any) -> Any:
-        if Fails.broken:
-            raise ArithmeticError("in step")
-        return super()._init_group(*args)
 
 
 def test_a_step_that_raises_leaves_an_ordinary_optimizer() -> None:

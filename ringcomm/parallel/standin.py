@@ -34,6 +34,7 @@ _FACTS = (
         "__deepcopy__",
         "get_device",
     ),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),  # take no values
     *("has_names", "is_same_size", "__dir__", "_is_view", "__format__", "__bool__", "type"),
 )
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
