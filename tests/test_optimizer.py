@@ -1,5 +1,5 @@
-"""A sharded optimizer is an ordinary one: it shows the model's parameters, has state by them, and steps with the bits of
-plain torch at every stage.
+"""A sharded optimizer is an ordinary one: it shows the model's parameters, has state by them, and steps with the bits
+of plain torch at every stage.
 
 Every rank gets the same inputs, so that the mean over two ranks is each rank's gradient, to the bit.
 """
@@ -257,7 +257,10 @@ def test_a_second_model_is_wrapped_when_the_optimizer_has_state() -> None:
     expected = loop(lambda model: None)
 
     def rank(comm: ringcomm.Communicator, stage: int) -> None:
-        assert same(loop(lambda model: ringcomm.shard(model, None, stage, comm, bucket_cap_mb=0.0003) and None), expected)
+        def wrap(model: nn.Module) -> None:
+            ringcomm.shard(model, None, stage, comm, bucket_cap_mb=0.0003)
+
+        assert same(loop(wrap), expected)
 
     for stage in STAGES:
         run(lambda comm, stage=stage: rank(comm, stage))
@@ -666,7 +669,9 @@ def test_different_options_of_the_ranks_are_named_before_the_step(stage: int) ->
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
         loss_of(model, 1).backward()
         mine, theirs = (0.1, 0.2) if comm.rank == 0 else (0.2, 0.1)
-        says = rf"step: rank {comm.rank} got lr={mine} in the optimizer's group 0 where rank {1 - comm.rank} has lr={theirs}"
+        says = (
+            f"rank {comm.rank} got lr={mine} in the optimizer's group 0 where rank {1 - comm.rank} has lr={theirs} in"
+        )
         with pytest.raises(MismatchError, match=says):
             optimizer.step()
         assert same(values(model), before)

@@ -64,8 +64,8 @@ class Saving:
 
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
-        for group in self.flat.groups:
-            group.adopt_writes()
+        for home in self.flat.groups:
+            home.adopt_writes()
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
         for name, module in with_extra_state(self.flat):

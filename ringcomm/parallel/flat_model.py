@@ -497,8 +497,8 @@ def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
-    """Bytes of the message that ends a synchronised backward pass: the optimizers' options, who was used, and at stage 3
-    the units' order."""
+    """Bytes of the message that ends a synchronised backward pass: the optimizers' options, who was used, and at stage
+    3 the units' order."""
     used = sum(len(group.params) for group in groups)
     return 2 * OPTIONS_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
 

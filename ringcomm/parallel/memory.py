@@ -91,9 +91,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         [optimizer] if optimizer is not None else [] if flat is None else [a.optimizer for a in flat.optimizers]
     )
     for each in optimizers:
-        totals["optimizer"] += sum(
-            v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v)
-        )
+        totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
     return Memory(
         **{name: totals[name] for name in ("parameters", "master", "gradients", "optimizer")},
         buffers=sum(buffer.nbytes for buffer in model.buffers()),

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel
-from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State, WholeStates
 from ringcomm.parallel.standin import ShardedGradient
@@ -443,7 +443,7 @@ class Attached:
         if self._working:
             self._leave()
         self.adopt_state()
-        states = {}
+        states: dict[Any, State] = {}
         for group in self._mine:
             states |= {group.params[i]: state for i, state in self.whole_state(group).items() if state}
         self._whole.clear()
@@ -489,6 +489,12 @@ class Attached:
         entries = [entry for entry in self.entries if entry.group is group and not entry.is_own]
         pieces = [(entry, self.state.get(entry.param, {})) for entry in entries]
         return GroupState.gathered(group, pieces, self._stepped[group])
+
+    def clear_state(self) -> None:
+        """Forgets all state; no collective."""
+        self.state.clear()
+        self._whole.clear()
+        self._stepped = {group: set() for group in self._mine}
 
     def close(self) -> None:
         """Gives every rank its part of the state that is by parameter."""
@@ -850,4 +856,3 @@ def _fact(value: Any) -> Any:
     if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
         return tuple(map(float, value))
     return value if isinstance(value, str) else None
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -213,7 +213,7 @@ def _shared(
     return sorted(keys.items(), key=lambda item: item[0]), merged, present, having
 
 
-class WholeStates(MutableMapping[Any, Any], defaultdict[Any, Any]):
+class WholeStates(defaultdict[Any, Any]):
     """`optimizer.state` of a sharded optimizer between two steps: by the model's parameters, with whole values.
 
     Which parameters have state is known on every rank. Their values are gathered when they are asked for, which is a
@@ -256,23 +256,55 @@ class WholeStates(MutableMapping[Any, Any], defaultdict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return self._attached.has_state(key)
 
+    def keys(self) -> Any:
+        """Parameters with state."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """A collective for each."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """A collective for each."""
+        return ItemsView(self)
+
+    def clear(self) -> None:
+        """Nothing has state."""
+        self._attached.clear_state()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        return MutableMapping.setdefault(self, key, default)
+
+    def popitem(self) -> Any:
+        """As of a dict."""
+        return MutableMapping.popitem(self)
+
     def get(self, key: Any, default: Any = None) -> Any:
         """A collective where there is state."""
-        return self[key] if key in self else default
+        if key in self:
+            return self[key]
+        return default
 
     def pop(self, key: Any, *default: Any) -> Any:
         """A collective where there is state."""
         if key not in self and default:
             return default[0]
-        found = self[key] if key in self else None
+        found = self.get(key)
         del self[key]
         return found
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def copy(self) -> Any:
         """A plain one."""
         return defaultdict(dict, self.items())
 
-    __copy__ = copy
+    def __copy__(self) -> Any:
+        return self.copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
