@@ -95,7 +95,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
-    found = list({id(p): p for p in parameters}.values())
+    found = list({id(p): p for p in parameters if hasattr(p, "_ringcomm") or p.grad is not None}.values())
     homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
     if not homes:
         return found, None

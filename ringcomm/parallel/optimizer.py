@@ -257,7 +257,7 @@ class Attached:
         self.adopt_state()
         self.close()
         optimizer._ringcomm = self
-        _Hooks(self)
+        self._hooks = _Hooks(self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -410,11 +410,15 @@ class Attached:
 
     def settle(self) -> None:
         """Takes notice of what has happened since: a step that raised, new parameters, state that was put in."""
-        if self._working:
-            self._leave()
-        self.adopt_state()
+        self._recover()
         if self._ids != self._ids_now() or self._others_were_wrapped():
             self.rebuild()
+
+    def _recover(self) -> None:
+        """After a step that raised, the model gets what that has changed before, as in plain torch."""
+        if self._working:
+            self.after_step()
+        self.adopt_state()
 
     def rebuild(self, states: dict[Any, State] | None = None) -> None:
         """Looks up the parameters anew, after a change of the optimizer's groups or of the models' flat groups.
@@ -422,6 +426,8 @@ class Attached:
         Args:
             states: what `take_state` gave before that change; None: the flat groups are the same, and it is asked now.
         """
+        for flat in _flats_of(self.optimizer.param_groups):
+            refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
         states = self.take_state() if states is None else states
         self._find("step")
         self._place()
@@ -440,9 +446,7 @@ class Attached:
 
     def take_state(self) -> dict[Any, State]:
         """The whole state of the models' parameters, to be given to `rebuild`; a collective."""
-        if self._working:
-            self._leave()
-        self.adopt_state()
+        self._recover()
         states: dict[Any, State] = {}
         for group in self._mine:
             states |= {group.params[i]: state for i, state in self.whole_state(group).items() if state}
@@ -452,11 +456,27 @@ class Attached:
                 states[entry.param] = self.state.pop(entry.param)
         return states
 
+    def detach(self) -> None:
+        """Makes the optimizer a plain one, with the whole state; a collective. Before its models are unwrapped."""
+        states = self.take_state()
+        for flat in self.flats:
+            flat.optimizers.remove(self)
+            flat.on_reduced.remove(self.host.fetch)
+        known = self._known()
+        plain = {key: value for key, value in self.state.items() if id(key) not in known}
+        ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
+        self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
+        self._hooks.remove(self.optimizer)
+
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def place_of(self, p: Any) -> tuple[FlatGroup, int] | None:
         """Where a parameter is whose state is in shards."""
         return self._sharded.get(id(p))
+
+    def _known(self) -> set[int]:
+        """Ids of the keys of `state` that are parameters."""
+        return {*chain.from_iterable(self._ids), *self._shards}
 
     def has_state(self, key: Any) -> bool:
         """Whether a key of `optimizer.state` is there; the same on every rank."""
@@ -466,7 +486,7 @@ class Attached:
     def parameters_with_state(self) -> Iterator[Any]:
         """The keys of the optimizer's state, by the model's parameters; known on every rank."""
         yield from filter(self.has_state, chain.from_iterable(self.outside))
-        known = {*chain.from_iterable(self._ids), *self._shards}
+        known = self._known()
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, group: FlatGroup, i: int) -> bool:
@@ -551,7 +571,7 @@ class Attached:
             for p in chain.from_iterable(self.outside)
             if p in states or (p in self.state and self.place_of(p) is None)
         }
-        known = {*chain.from_iterable(self._ids), *self._shards}
+        known = self._known()
         self.optimizer.state = defaultdict(dict, ordered | {k: v for k, v in self.state.items() if id(k) not in known})
 
     def after_state_dict(self) -> None:
@@ -741,36 +761,50 @@ class Attached:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
                     flat.ranks.announce("zero_grad", flat.optimizers.index(self))
+            self._forget_and_count()
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none=set_to_none)
         for group in self._mine:
             group.gradient.reconcile()
-        held = {group: mine & group.gradient.has_any for group, mine in self._mine.items()}
+
+    def _forget_and_count(self) -> None:
+        """Parameters that had a gradient count as used, with a gradient of zero."""
         for group, mine in self._mine.items():
+            group.gradient.reconcile()
+            held = mine & group.gradient.has_any
             for i in mine:
                 group.params[i].grad = None
             group.gradient.reconcile()
-        type(self.optimizer).zero_grad(self.optimizer, set_to_none=set_to_none)  # what is left
-        if not set_to_none:
-            for group, some in held.items():
-                group.gradient.contributed |= some  # count as used, with a gradient of zero
+            group.gradient.contributed |= held
 
 
 SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
 
 
 class _Hooks:
-    """Puts `Attached` between an optimizer and its users."""
+    """What puts `Attached` between an optimizer and its users."""
 
     def __init__(self, attached: Attached) -> None:
         optimizer = attached.optimizer
         self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
         after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # the others see the model's parameters
-        optimizer.register_state_dict_pre_hook(lambda _: attached.before_state_dict())
-        optimizer.register_state_dict_post_hook(lambda _, state: attached.after_state_dict(), prepend=True)
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state))
-        optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True)
+        self._handles = [
+            self._before,
+            after,
+            optimizer.register_state_dict_pre_hook(lambda _: attached.before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, state: attached.after_state_dict(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
+        ]
         optimizer.register_step_pre_hook = MethodType(self._register_before, optimizer)
         optimizer.zero_grad = MethodType(_zero_grad, optimizer)
+
+    def remove(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is a plain one again."""
+        for handle in self._handles:
+            handle.remove()
+        for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
+            delattr(optimizer, name)
 
     def _register_before(self, optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
         """Other hooks before a step come before ours: they see the model's parameters."""
@@ -838,8 +872,7 @@ def _loaded(group: FlatGroup, state: State, on_device: bool) -> State:
 
 
 def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Numbers, flags and names among a group's options, and how many parameters it has."""
-    yield "parameters", len(group["params"])
+    """Numbers, flags and names among a group's options."""
     for key, value in group.items():
         if key != "params":
             found = _fact(value)
