@@ -707,3 +707,131 @@ def test_zero_gradients_that_nobody_has_reduced() -> None:
             optimizer.step()
 
     sharded(check, lambda params: torch.optim.Adam(params, lr=0.1))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Two points, and what lies between them is computed with: train() and eval() move the parameters outside of
+    step()."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "training": True})
+
+    @torch.no_grad()
+    def move(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] != training:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+                        p.lerp_(self.state[p]["z"], weight)
+                group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, 1 / group["k"])
+                    p.sub_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1) * -1)
+                    z.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_that_moves_the_parameters_for_evaluation() -> None:
+    def loop(model: nn.Module, optimizer: Any) -> Any:
+        seen = []
+        for number in range(3):
+            train(model, optimizer, number)
+            with ringcomm.whole(model, write=True) if stage_of(model) == 3 else torch.no_grad():
+                optimizer.move(False)
+            seen += [loss_of(model, 9).detach(), values(model)]
+            with ringcomm.whole(model, write=True) if stage_of(model) == 3 else torch.no_grad():
+                optimizer.move(True)
+        return seen
+
+    as_in_torch(loop, ScheduleFree, atom="tensor")
+
+
+def stage_of(model: nn.Module) -> int:
+    """-1: it is plain."""
+    return ringcomm.stage_of(model) if hasattr(next(model.parameters()), "_ringcomm_flat") else -1
+
+
+def test_detached_it_is_a_plain_optimizer() -> None:
+    def check(comm: ringcomm.Communicator, model: Net, optimizer: torch.optim.Optimizer) -> None:
+        train(model, optimizer, 0, 1)
+        expected = copy.deepcopy(optimizer.state_dict())
+        optimizer._ringcomm.detach()
+        assert same(optimizer.state_dict(), expected)
+        assert not [name for name in vars(optimizer) if name.startswith("_ringcomm") and name != "_ringcomm_seen"]
+        assert type(optimizer.state) is type(torch.optim.SGD([torch.zeros(1)]).state)
+        ringcomm.shard(model, optimizer)
+        assert same(optimizer.state_dict(), expected)
+        train(model, optimizer, 2)
+
+    sharded(check)
+
+
+def test_clipping_an_optimizer_with_frozen_parameters() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        mine = [*params]
+        mine[1].requires_grad_(False)
+        return adamw(mine)
+
+    def check(comm: ringcomm.Communicator, model: Net, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        loss_of(model, 0).backward()
+        norm = ringcomm.clip_grad_norm_(optimizer, 0.1)
+        again = ringcomm.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return [norm, again, *values(model)]
+
+    found = sharded(check, make)
+    assert all(same(each, found[0][0]) for stage in found for each in stage)
+    assert found[0][0][0] > 0.1
+    torch.testing.assert_close(found[0][0][1], torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_a_loss_scaler_over_two_models() -> None:
+    def loop(wrap: Callable[[nn.Module, torch.optim.Optimizer], None]) -> Any:
+        one, two = net(), net(1)
+        optimizer = adamw([*one.parameters(), *two.parameters()])
+        wrap(one, optimizer)
+        wrap(two, optimizer)
+        scaler = ringcomm.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(one, number) + loss_of(two, number) * (float("inf") if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0 * 2 * 2 / 2 * 2
+        return values(one), values(two), optimizer.state_dict()
+
+    expected = loop(lambda model, optimizer: None)
+
+    def rank(comm: ringcomm.Communicator, stage: int) -> None:
+        def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.0003)
+
+        assert same(loop(wrap), expected)
+
+    for stage in STAGES:
+        run(lambda comm, stage=stage: rank(comm, stage))
+
+
+def test_state_goes_out_and_in_by_parameter() -> None:
+    """As where the flat groups are made anew."""
+
+    def check(comm: ringcomm.Communicator, model: Net, optimizer: torch.optim.Optimizer) -> None:
+        train(model, optimizer, 0, 1)
+        before = copy.deepcopy(optimizer.state_dict())
+        optimizer._ringcomm.rebuild()
+        assert same(optimizer.state_dict(), before)
+        states = optimizer._ringcomm.take_state()
+        assert {*map(id, states)} == {*map(id, model.parameters())}
+        optimizer._ringcomm.rebuild(states)
+        assert same(optimizer.state_dict(), before)
+        train(model, optimizer, 2)
+
+    sharded(check)
