@@ -715,7 +715,7 @@ def test_what_is_not_sharded_is_refused(tmp_path: Path) -> None:
 
     def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
         with pytest.raises(InvalidArgumentError, match="got a AdamW that is not the module's"):
-            checkpoint.save(tmp_path / "c", model, adamw(groups_of(model)))
+            checkpoint.save(tmp_path / "c", model, adamw(groups_of(Net())))
         with pytest.raises(InvalidArgumentError, match="with other parameters than those of the Net"):
             checkpoint.save(tmp_path / "c", model.blocks)
         with pytest.raises(InvalidArgumentError, match="with other parameters"):

@@ -560,13 +560,6 @@ REFUSED = {
         "got other ranks than for a module below",
     ),
     "copy": (lambda c, m: __import__("copy").deepcopy(by_blocks(c, m)), "copy: rank . got a Net of stage 3"),
-    "roots": (
-        lambda c, m: (
-            [fully_shard(b, comm=c) for b in m.blocks],
-            torch.optim.SGD(m.blocks.parameters(), lr=0.1).step(),
-        ),
-        "parameters of 3 modules of fully_shard",
-    ),
 }
 
 

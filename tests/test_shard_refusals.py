@@ -37,31 +37,19 @@ def everywhere(fn: Sharded, stages: tuple[int, ...] = STAGES, world_size: int = 
 # ---- before anything is wrapped ------------------------------------------------------------------------------------
 
 
-def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters())
-
-
 def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(list(model.parameters()))
 
 
 def foreign(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3, 7))], lr=0.1)
-
-
-def frozen(model: nn.Module) -> torch.optim.Optimizer:
-    opt = sgd(model)
-    model.blocks[1].linear.weight.requires_grad_(False)
-    return opt
+    return torch.optim.SGD([nn.Parameter(torch.zeros(3, 7))], lr=0.1)
 
 
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
-        (lbfgs, UnsupportedError, "LBFGS"),
         (sparse_adam, UnsupportedError, "SparseAdam"),
-        (foreign, InvalidArgumentError, r"\(3, 7\) that is not the module's"),
-        (frozen, InvalidArgumentError, "blocks.1.linear.weight, which is frozen"),
+        (foreign, InvalidArgumentError, "an optimizer with none of the module's parameters"),
         (lambda model: list(model.parameters()), InvalidArgumentError, "list, expected a torch.optim.Optimizer"),
     ],
 )
@@ -130,9 +118,8 @@ def test_wrapping_twice_is_refused(stage: int) -> None:
         for module in (model, model.blocks[0], nn.Sequential(model)):
             with pytest.raises(InvalidArgumentError, match="wrapped already"):
                 ringcomm.shard(module, None, stage, comm)
-        other = tower()
-        with pytest.raises(InvalidArgumentError, match="sharded already"):
-            ringcomm.shard(other, opt, stage, comm)
+        with pytest.raises(InvalidArgumentError, match="an optimizer that is sharded already"):
+            ringcomm.shard(model, opt, stage, comm)
         assert all(map(torch.equal, before, state_of(model)))
         step_of(model, opt, comm.rank, 0)
 
@@ -315,14 +302,6 @@ def test_the_optimizers_state_of_another_model_changes_nothing(stage: int) -> No
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 
 
-def test_adding_a_parameter_group_is_refused() -> None:
-    def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
-        with pytest.raises(UnsupportedError, match=f"add_param_group: rank {comm.rank}"):
-            opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-    everywhere(check)
-
-
 def test_torch_clipping_is_that_of_ringcomm() -> None:
     def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
         loss_of(model, comm.rank, 0).backward()
@@ -419,7 +398,7 @@ def test_other_functions_refuse_what_is_not_wrapped() -> None:
         ):
             with pytest.raises(InvalidArgumentError, match="got a Tower that is not wrapped"):
                 call()
-        with pytest.raises(InvalidArgumentError, match="not the module's"):
+        with pytest.raises(InvalidArgumentError, match="with none of the module's"):
             ringcomm.restage(wrapped, sgd(model), 2)
         with pytest.raises(InvalidArgumentError, match="stage=7"):
             ringcomm.restage(wrapped, opt, 7)

@@ -264,13 +264,18 @@ class Loading:
             self.attached._stepped = self.stepped
         for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(hyperparameters)
-        settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        inside = [group["params"] for group in optimizer.param_groups]
+        states = optimizer.state
+        if self.attached is not None:
+            inside, states = self.attached.inside, self.attached.state
+        pairs = zip(optimizer.param_groups, inside, strict=True)
+        settings = {id(p): group for group, params in pairs for p in params}
         for param, state in self.states:
-            optimizer.state.pop(param, None)
+            states.pop(param, None)
             if state:
                 group = settings[id(param)]
                 on_host = not (group.get("capturable") or group.get("fused"))
-                optimizer.state[param] = {
+                states[param] = {
                     key: value.to(param.device) if torch.is_tensor(value) and not (key == "step" and on_host) else value
                     for key, value in state.items()
                 }

@@ -139,12 +139,19 @@ class Held:
                 "a plain optimizer or that of ringcomm.shard; use its consolidate_state_dict() and state_dict()"
             )
         attached = attached_of(optimizer, call)
+        if attached is not None and len(attached.flats) > 1:
+            raise UnsupportedError(
+                f"{call}: rank {flat.ranks.rank} got an optimizer over {len(attached.flats)} sharded modules, expected "
+                "one over this one; save its state_dict(), or make an optimizer for each"
+            )
         if attached is not None and attached in flat.optimizers:
+            attached.settle()
+            attached.close()
             pieces = [Piece(e.group, e.start, e.end, e.segments, e.param) for e in attached.entries]
             names = [[name_of(group, i) for group, i in places] for places in attached.places]
             own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
             held = Held(pieces, names, attached=attached)
-            for plain, of_group in zip(attached._plain, names, strict=True):
+            for plain, of_group in zip(attached.plain, names, strict=True):
                 trained = [p for p in plain.values() if p.requires_grad]
                 _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
                 of_group += [own[id(p)] for p in trained]

@@ -64,6 +64,8 @@ class Saving:
 
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
+        for home in self.flat.groups:
+            home.adopt_writes()
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
         for name, module in with_extra_state(self.flat):
@@ -94,7 +96,10 @@ class Saving:
             yield from zip(self.optimizer.param_groups, self.held.names, strict=True)
 
     def _state(self, param: torch.Tensor) -> State:
-        return {} if self.optimizer is None else self.optimizer.state.get(param, {})
+        if self.optimizer is None:
+            return {}
+        states = self.optimizer.state if self.held.attached is None else self.held.attached.state
+        return states.get(param, {})
 
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
         """This rank's share of everything."""

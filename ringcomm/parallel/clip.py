@@ -96,13 +96,8 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
     elif isinstance(parameters, nn.Module):
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
-        attached = getattr(parameters, "_ringcomm", None)
-        if attached is None:
-            parameters = [p for group in parameters.param_groups for p in group["params"]]
-        else:
-            parameters = [group.params[i] for places in attached.places for group, i in places]
-            parameters += [p for plain in attached._plain for p in plain.values()]
-    found = list({id(p): p for p in parameters}.values())
+        parameters = [p for group in parameters.param_groups for p in group["params"]]
+    found = list({id(p): p for p in parameters if _is_trained(p) or p.grad is not None}.values())
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, None

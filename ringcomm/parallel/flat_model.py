@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
+OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
 
@@ -75,6 +77,8 @@ class FlatModel:
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.optimizers: list[Attached] = []
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
+        self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
+        self._options_heard: torch.Tensor | None = None
         self.sync = True
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
@@ -476,8 +480,6 @@ class FlatModel:
             if group.gradient.opened:
                 self._collect(group)
             group.gradient.show()
-        for attached in self.optimizers:
-            attached.show()
         self._reset()
 
     def _say_who_was_used(self) -> tuple[torch.Tensor, Any]:
@@ -489,7 +491,8 @@ class FlatModel:
         if self.stage == LAST_STAGE:  # the largest of a byte and of its complement add up to 255 where all are equal
             order = self.ranks.order.to_bytes(ORDER_NBYTES, "little")
             mine += [*order, *(255 - byte for byte in order)]
-        flags = torch.tensor(mine, dtype=torch.uint8, device=self.device)
+        options = self._options_checksum()
+        flags = torch.tensor([*options, *mine], dtype=torch.uint8, device=self.device)
         if self.ranks.data_world_size == 1:
             return flags, None
         self.ranks.count("flags", flags.nbytes)
@@ -501,6 +504,7 @@ class FlatModel:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
+        flags = self._hear_options(flags)
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
         looks = self.stage == LAST_STAGE and self.device.type == "cpu"
         if not (missing or looks):  # the common case does not wait for a device
@@ -518,6 +522,29 @@ class FlatModel:
         heard = iter(values)
         for group in self.order:
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
+
+    def _options_checksum(self) -> list[int]:
+        """Of the optimizers' options and its complement, as for the order; zeros of a rank that has joined, whose
+        options follow the others' at each step."""
+        if self.ranks.joining is not None and self.ranks.joining.shadowing:
+            return [0] * (2 * OPTIONS_NBYTES)
+        found = 0
+        for attached in self.optimizers:
+            found = zlib.crc32(attached.options_bytes(), found)
+        some = found.to_bytes(OPTIONS_NBYTES, "little")
+        return [*some, *(255 - byte for byte in some)]
+
+    def _hear_options(self, flags: torch.Tensor) -> torch.Tensor:
+        """Notes whether the ranks' optimizers have different options, of which their next step speaks; on a device one
+        backward pass later, which does not wait for it. Returns the rest of the message."""
+        heard = flags[: 2 * OPTIONS_NBYTES]
+        looked = heard
+        if self.device.type != "cpu":
+            looked, self._options_heard = self._options_heard, heard.clone()
+        values = [255] * 4 + [0] * 4 if looked is None else looked.tolist()
+        pairs = zip(values[:OPTIONS_NBYTES], values[OPTIONS_NBYTES:], strict=True)
+        self.options_differ = any(a + b != 255 for a, b in pairs)
+        return flags[2 * OPTIONS_NBYTES :]
 
     def _reset(self) -> None:
         ended, self._accumulating, self._scheduled, self._next = self._accumulating, False, False, 0
@@ -610,8 +637,7 @@ class FlatModel:
             group.restage(stage)
         self._find_homes()
         for attached, state in zip(self.optimizers, states, strict=True):
-            attached.place()
-            attached.put_state(state)
+            attached.rebuild(state)
 
     def detach(self) -> None:
         """Takes every hook away; the parameters stay where they are."""
@@ -632,14 +658,9 @@ class FlatModel:
                 f"forward: rank {self.ranks.rank} got {wrong} after the module was wrapped, expected the module as it "
                 "was; change it first and wrap it then"
             )
-        self.adopt("forward")
+        for group in self.groups:
+            group.rebind("forward")
         self._unfreeze()
-
-    def adopt(self, call: str) -> None:
-        """Takes values that were put in the place of `p.data`."""
-        if self.stage < LAST_STAGE:
-            for group in self.groups:
-                group.adopt(call)
 
     def _what_changed(self) -> str | None:
         for owner, params, children in self._census:
@@ -701,8 +722,10 @@ def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
-    """Bytes of the message that ends a synchronised backward pass: who was used, and at stage 3 the units' order."""
-    return sum(len(group.params) for group in groups) + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
+    """Bytes of the message that ends a synchronised backward pass: the optimizers' options, who was used, and at stage
+    3 the units' order."""
+    used = sum(len(group.params) for group in groups)
+    return 2 * OPTIONS_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:

@@ -134,6 +134,7 @@ class FlatGroup:
 
     def restage(self, stage: int) -> None:
         """Moves the buffers to another stage; gradients are forgotten."""
+        self.adopt_writes("restage")
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
@@ -242,11 +243,21 @@ class FlatGroup:
             part = values.detach().reshape(-1)[first - segment.offset : last - segment.offset]
             self.master[first - self.start : last - self.start].copy_(part)
 
-    def adopt(self, call: str) -> None:
-        """Up to stage 2: takes the values of tensors that were put in the place of `p.data`.
+    # ---- what users write into the parameters ---------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """Keeps what was written into the parameters, which are whole."""
+        if self.stage == LAST_STAGE:
+            self.weight.copy_(self.whole[self.start : self.end])
+        self._follow()
+
+    def rebind(self, call: str) -> None:
+        """Up to stage 2: keeps the values of tensors that were put in the place of `p.data`.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
+        if self.stage == LAST_STAGE:
+            return
         for i, (p, address) in enumerate(zip(self.params, self._addresses, strict=True)):
             if p.data_ptr() == address and p.dtype == self.types.compute:
                 continue
@@ -259,18 +270,24 @@ class FlatGroup:
                 )
             view.copy_(p.detach())
             p.data = view
-            if self.separate:
-                self.load(i, view)
 
-    def take_over(self) -> None:
-        """Keeps what was written into the parameters, which are whole: master weights follow where they differ."""
-        mine = self.whole[self.start : self.end]
-        if self.separate:
-            master = self.master.to(self.device)
-            changed = master.to(mine.dtype) != mine
-            self.master.copy_(torch.where(changed, mine.to(master.dtype), master))
-        if self.stage == LAST_STAGE:
-            self.weight.copy_(mine)
+    def adopt_writes(self, call: str) -> None:
+        """Keeps what was written into the parameters since `publish`: the master weights follow."""
+        self.rebind(call)
+        if self.borrowed:
+            self.release()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Master weights become what the parameters were set to. Elsewhere they keep the bits that the parameters' type
+        does not have."""
+        if not self.separate:
+            return
+        published = self.master.to(self.types.compute).to(self.device)
+        if self.device.type == "cpu" and torch.equal(published, self.weight):
+            return
+        kept, where = published == self.weight, self.master.device
+        self.master.copy_(torch.where(kept.to(where), self.master, self.weight.to(where, self.master.dtype)))
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 

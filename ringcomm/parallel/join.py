@@ -238,8 +238,6 @@ class Join:
         for group, kept in zip(flat.order, theirs, strict=True):
             if not kept:
                 self._forget(group.number)
-        for attached in flat.optimizers:
-            attached.show()
         flat.send_buffers()
         if flat.stage == 0:
             for group in flat.order:
@@ -250,8 +248,10 @@ class Join:
                 self._send_state(attached)
 
     def _send_state(self, attached: Attached) -> None:
+        attached.settle()
+        attached.close()
         for entry in attached.entries:
-            for value in attached.optimizer.state.get(entry.param, {}).values():
+            for value in attached.state.get(entry.param, {}).values():
                 if torch.is_tensor(value):
                     self._send(value)
 

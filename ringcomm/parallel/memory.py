@@ -21,7 +21,7 @@ from ringcomm.parallel.arguments import MODULE, OPTIMIZER, STAGE
 from ringcomm.parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec
-from ringcomm.parallel.optimizer import is_elementwise
+from ringcomm.parallel.optimizer import is_elementwise, states_of
 from ringcomm.parallel.optimizer_size import state_nbytes
 from ringcomm.parallel.partition import Recipe, blocks_of, kept_in_their_type
 from ringcomm.parallel.place import place_of
@@ -92,9 +92,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         [optimizer] if optimizer is not None else [] if flat is None else [a.optimizer for a in flat.optimizers]
     )
     for each in optimizers:
-        totals["optimizer"] += sum(
-            v.nbytes for state in each.state.values() for v in state.values() if torch.is_tensor(v)
-        )
+        totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
     return Memory(
         **{name: totals[name] for name in ("parameters", "master", "gradients", "optimizer")},
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
@@ -174,11 +172,13 @@ class Plan:
         self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
         self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
+        optimizers = self._optimizers(flat, optimizer)
+        self.stepped = self._stepped(numbers for _, numbers in optimizers)
         for _ in range(_STEPS):
             self.ranks.traffic.clear()
             self._step()
         self.traffic = self.ranks.traffic
-        self.memory = self._memory(self._optimizers(flat, optimizer))
+        self.memory = self._memory(optimizers)
 
     # ---- the same groups, without memory ---------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Plan:
             self._forward(ahead or (k > 0 and self.ranks.background))
             self._backward(sync)
         for group in self.order:
-            if self.stage in (1, 2):
+            for _ in range(self.stepped[group] if self.stage in (1, 2) else 0):
                 group.publish()
             group.gradient.drop()
             for p in group.params:
@@ -323,9 +323,13 @@ class Plan:
         """Optimizers, each with its group of every parameter, by id."""
         if flat is not None:
             attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
-            plain = [{id(p): n for n, each in enumerate(a._plain) for p in each.values()} for a in attached]
-            return [(a.optimizer, {**a._group_of, **ids}) for a, ids in zip(attached, plain, strict=True)]
+            return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
+
+    def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[FlatGroup]:
+        """How many optimizers step a group; without any, as if there was one of all parameters."""
+        homes = [{self._home[key][0] for key in numbers if key in self._home} for numbers in optimizers]
+        return Counter(group for each in homes or [{*self.groups}] for group in each)
 
     def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:
         totals: Counter[str] = Counter()

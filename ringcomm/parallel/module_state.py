@@ -66,8 +66,8 @@ def _after_state_dict(
     """Puts whole parameters in; a collective from stage 1 on. They are copies: torch refuses to write into them, as
     into every tensor of inference mode, for what is written would not reach the model."""
     del metadata
-    if groups:
-        groups[0].unit.flat.adopt("state_dict")
+    for group in groups:
+        group.rebind("state_dict")
     wholes: dict[FlatGroup, torch.Tensor] = {}
     for name, (group, i) in _names(module, groups, prefix).items():
         if not (group.separate or group.stage == LAST_STAGE) or name not in state:
@@ -76,6 +76,7 @@ def _after_state_dict(
             continue
         with torch.inference_mode():
             if group not in wholes:
+                group.adopt_writes("state_dict")
                 whole = group.gather_owned(group.master)
                 wholes[group] = whole.clone() if whole is group.master else whole
             state[name] = group.part(wholes[group], i)
@@ -107,6 +108,8 @@ def _before_load(
         return
     if not fits:  # done by the module around
         return
+    for group in groups:
+        group.adopt_writes()
     for name, (group, i) in fits.items():
         group.load(i, state[name])
         state[name] = group.params[i]

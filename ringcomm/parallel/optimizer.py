@@ -1,14 +1,23 @@
-"""The user's own optimizer on flat shards: its parameters become this rank's part of the flat groups.
+"""The user's own optimizer over a sharded model: it shows the model's parameters, and works on shards inside of step().
 
-An element-wise optimizer gets one long parameter for each run of segments of one parameter group. One that looks at
-whole tensors gets each parameter that lies on this rank, in its shape. Steps, state and learning rates stay the
-optimizer's; its `state_dict()` is the ordinary one, by parameter and in the parameters' shapes.
+Between two steps `optimizer.param_groups` holds what the user has passed. For the time of step() this rank's part of
+the flat groups takes the place of the sharded model's parameters:
+
+    element-wise optimizers     one long parameter for each run of segments of one parameter group
+    other optimizers, stage 0   the model's own parameters, where these are the master weights
+    other optimizers            each parameter that lies on this rank, in its shape
+
+The state of shards is kept here. `optimizer.state` answers by the model's parameters with whole values, and
+`state_dict()` is the ordinary one.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Hashable, Iterator
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,43 +33,137 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
-from ringcomm.parallel.optimizer_state import GroupState, State
+from ringcomm.parallel.optimizer_state import GroupState, State, WholeStates
 from ringcomm.parallel.place import place_of
-from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
-    "LBFGS": "whose line search needs all parameters in one place",
     "SparseAdam": "which takes sparse gradients",
     "ZeroRedundancyOptimizer": "which deals the parameters out by itself",
 }
+_SUM = "which adds up over all parameters in step()"
+_REFUSED_FROM_STAGE_1 = {
+    "LBFGS": "whose line search needs all parameters in one place",
+    "Prodigy": _SUM,  # and all whose name begins with it
+    "DAdapt": _SUM,
+}
+_CLIPS_BY = {  # options that make a class of this name divide by the norm of all gradients
+    "Lamb": ("max_grad_norm", "pre_norm"),
+    "LAMB": ("max_grad_norm", "pre_norm"),
+    "FusedLAMB": ("max_grad_norm",),
+    "Adan": ("max_grad_norm",),
+}
 _watching: list[Any] = []  # the handle of the hook on every optimizer's step, once there is one
-_watches = 0  # calls of `watch_optimizers`: what an optimizer was looked at after need not be looked at again
+_watches = 0  # models that were wrapped: what an optimizer was looked at after need not be looked at again
+_told: set[type] = set()  # classes of optimizers that were warned of
 _lock = threading.Lock()
+
+
+# ---- which optimizer can be sharded ----------------------------------------------------------------------------------
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether every element is updated from its own gradient and state alone, so that shards may cut tensors."""
-    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return owner.__module__.startswith("torch.optim.") and owner.__name__ in _ELEMENTWISE
+    owner = _steps_by(optimizer)
+    return _is_torchs(owner) and owner.__name__ in _ELEMENTWISE
+
+
+def _steps_by(optimizer: torch.optim.Optimizer) -> type:
+    """The class that has the optimizer's step()."""
+    return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+
+
+def _is_torchs(cls: type) -> bool:
+    return f"{cls.__module__}.".startswith("torch.optim.")
+
+
+def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> None:
+    """Raises for what no shard can serve at a stage."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer"
+        )
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _REFUSED and cls.__module__.startswith(("torch.optim.", "torch.distributed.", "ringcomm.")):
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {cls.__name__}, {_REFUSED[cls.__name__]}, expected one that updates each "
+                "tensor by itself; use another optimizer"
+            )
+    why = _why_only_whole(optimizer)
+    if stage and why is not None:
+        raise UnsupportedError(
+            f"{call}: rank {rank} got {type(optimizer).__name__}, {why}, and stage={stage}, where a rank has only a "
+            "part of them, expected stage 0; shard the model with stage=0, or use another optimizer"
+        )
+
+
+def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer needs all parameters on every rank; None: it does not, as far as its class tells."""
+    for cls in type(optimizer).__mro__:
+        for name, why in _REFUSED_FROM_STAGE_1.items():
+            if cls.__name__.startswith(name):
+                return why
+        for option in _CLIPS_BY.get(cls.__name__, ()):
+            if any(group.get(option) for group in optimizer.param_groups):
+                return f"which clips by the norm of all gradients in step() ({option})"
+    return None
+
+
+def _tell(optimizer: torch.optim.Optimizer) -> None:
+    """Warns once of a class that nobody here knows."""
+    kind = type(optimizer)
+    with _lock:
+        if _is_torchs(_steps_by(optimizer)) or kind in _told:
+            return
+        _told.add(kind)
+    warnings.warn(
+        f"ringcomm.shard: step() of {kind.__name__} sees only the parameters that lie on this rank from stage 1 on; "
+        "if it adds up over all parameters, such as for a global norm, use stage 0",
+        stacklevel=2,
+    )
+
+
+# ---- which optimizer is sharded --------------------------------------------------------------------------------------
 
 
 def attached_of(optimizer: Any, call: str) -> Attached | None:
-    """What an optimizer is attached to; one over parameters of `fully_shard` is attached now. None: to nothing."""
+    """What an optimizer is attached to; one over parameters that it cannot step by itself is attached now. None: to
+    nothing."""
     found: Attached | None = getattr(optimizer, "_ringcomm", None)
     if found is not None:
         return found
-    flats = {id(flat): flat for group in optimizer.param_groups for p in group["params"] if (flat := _composed(p))}
-    if not flats:
+    flat = next((flat for flat in _flats_of(optimizer.param_groups) if _needs_shards(flat)), None)
+    if flat is None:
         return None
-    flat = next(iter(flats.values()))
-    if len(flats) > 1:
+    refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
+    return Attached(optimizer)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
+    """The states that this rank holds."""
+    attached: Attached | None = getattr(optimizer, "_ringcomm", None)
+    if attached is None:
+        return [state for state in optimizer.state.values() if isinstance(state, dict)]
+    whole = [state for states in attached._whole.values() for state in states.values()]
+    return [state for state in attached.state.values() if isinstance(state, dict)] + whole
+
+
+def attach(optimizer: torch.optim.Optimizer, flat: FlatModel, call: str) -> None:
+    """Attaches an optimizer to a model, or one that is attached to others to this one too.
+
+    Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: no shard can serve it.
+    """
+    refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
+    attached: Attached | None = getattr(optimizer, "_ringcomm", None)
+    if attached is None:
+        Attached(optimizer)
+    elif flat in attached.flats:
         raise InvalidArgumentError(
-            f"{call}: rank {flat.ranks.rank} got an optimizer over parameters of {len(flats)} modules of fully_shard, "
-            "expected one; call fully_shard on the module that holds them all, last"
+            f"{call}: rank {flat.ranks.rank} got an optimizer that is sharded already, expected a plain one; pass it "
+            "once"
         )
-    refuse_unusable(optimizer, call, flat.ranks.rank)
-    return Attached(flat, optimizer, call)
+    else:
+        attached.rebuild()
 
 
 def watch_optimizers() -> None:
@@ -81,333 +184,650 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         optimizer._ringcomm_seen = now
 
 
-def _composed(p: Any) -> FlatModel | None:
-    """The flat model of a parameter that an optimizer cannot step by itself."""
-    place = place_of(p)
-    flat = None if place is None else place.flat
-    alone = flat is None or not flat.composed or not (flat.stage or any(group.separate for group in flat.groups))
-    return None if alone else flat
+def _flats_of(param_groups: list[dict[str, Any]]) -> list[FlatModel]:
+    """The models that have some of the parameters."""
+    places = (place_of(p) for group in param_groups for p in group["params"])
+    return [*dict.fromkeys(place.flat for place in places if place is not None)]
 
 
-def refuse_unusable(optimizer: Any, call: str, rank: int) -> None:
-    """Raises for what no shard can serve."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(
-            f"{call}: rank {rank} got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer"
-        )
-    if hasattr(optimizer, "_ringcomm"):
-        raise InvalidArgumentError(
-            f"{call}: rank {rank} got an optimizer that is sharded already, expected a plain one; pass it once"
-        )
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _REFUSED and cls.__module__.startswith(("torch.optim.", "torch.distributed.", "ringcomm.")):
-            raise UnsupportedError(
-                f"{call}: rank {rank} got {cls.__name__}, {_REFUSED[cls.__name__]}, expected one that updates each "
-                "tensor by itself; use another optimizer"
-            )
+def _needs_shards(flat: FlatModel) -> bool:
+    """Whether an optimizer cannot step the model's own parameters."""
+    return flat.stage > 0 or any(group.separate for group in flat.groups)
+
+
+# ---- an optimizer that is sharded ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Entry:
-    """One parameter of the sharded optimizer."""
+    """What stands in the optimizer during step() for some of the model's parameters.
+
+    Attributes:
+        values, address: the part of the master weights that ``param`` is, and where it lies.
+        gradient: the part of the reduced gradient.
+    """
 
     group: FlatGroup
     start: int  # in the group's buffer
     end: int
     segments: tuple[int, ...]
     param: nn.Parameter
+    values: torch.Tensor
+    gradient: torch.Tensor
+    address: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the model's own parameter."""
+        return self.param is self.group.params[self.segments[0]]
 
 
 class Attached:
-    """An optimizer whose parameters are those of a flat model.
+    """An optimizer over parameters of wrapped models, and others that stay as they are.
 
-    Of a model of fully_shard it may have others too, such as ignored and frozen ones, which stay as they are.
-
-    Raises:  InvalidArgumentError: a parameter that is not the model's, by name where it has one.
-             UnsupportedError: an optimizer that no shard can serve.
+    Attributes:
+        flats: the wrapped models.
+        places: by group of the optimizer, the wrapped models' parameters.
+        plain: by group, those that the optimizer steps as they are, by their place among the group's: frozen ones, and
+            those of no wrapped model.
+        entries: what stands for ``places`` during step().
+        inside: by group, the optimizer's parameters during step().
+        state: the optimizer's state during step().
     """
 
-    def __init__(self, flat: FlatModel, optimizer: torch.optim.Optimizer, call: str) -> None:
-        self.flat, self.optimizer = flat, optimizer
-        self.elementwise = is_elementwise(optimizer)
-        # By group, parameters that stay as they are, by their place among the group's.
-        self._plain = [
-            {k: p for k, p in enumerate(group["params"]) if _is_plain(p, flat)} for group in optimizer.param_groups
-        ]
-        self.places = [
-            [_place_of(p, flat, call) for k, p in enumerate(group["params"]) if k not in plain]
-            for group, plain in zip(optimizer.param_groups, self._plain, strict=True)
-        ]
-        self._group_of = {
-            id(group.params[i]): number for number, group_ in enumerate(self.places) for group, i in group_
-        }
-        self.entries: list[Entry] = []
-        self._working = False
-        self._stepped: dict[FlatGroup, set[int]] = {group: set() for group in flat.order}  # who ever had a gradient
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.elementwise = optimizer, is_elementwise(optimizer)
+        self.flats: list[FlatModel] = []
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
-        before = optimizer.state_dict() if optimizer.state else None
-        self.place()
-        flat.optimizers.append(self)
-        flat.on_reduced.append(self.host.fetch)
-        for group in flat.order:
-            if group.gradient.has_reduced:  # backward was before
-                self.host.fetch(group)
+        self._stepped: dict[FlatGroup, set[int]] = {}  # who ever had a gradient in a step
+        self._whole: dict[FlatGroup, dict[int, State]] = {}  # state that is by parameter now, until the next step
+        self._seen = WholeStates(self)  # `optimizer.state` between two steps
+        self._working = False
+        self._loading: dict[FlatGroup, GroupState] = {}
+        self._watches = _watches
+        self._facts: list[Any] = []
+        self._facts_bytes = b""
+        self.places: list[list[tuple[FlatGroup, int]]] = []
+        self.entries: list[Entry] = []
+        self.inside: list[list[nn.Parameter]] = []
+        self._find("shard")
+        self._place()
+        self._join()
+        self.adopt_state()
+        self.close()
         optimizer._ringcomm = self
-        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(args, kwargs))
-        optimizer.register_step_post_hook(lambda _, args, kwargs: self._after_step())
-        optimizer.register_state_dict_post_hook(lambda _, state: self._ordinary(state))
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._sharded(state))
-        optimizer.zero_grad = MethodType(_zero_grad, optimizer)
-        optimizer.add_param_group = MethodType(_refuse_param_group, optimizer)
-        if before is not None:
-            optimizer.load_state_dict(before)
+        self._hooks = _Hooks(self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
-    def place(self) -> None:
-        """Makes the optimizer's parameters anew for the flat groups' stage, without state."""
-        self.entries = []
-        params: list[list[nn.Parameter]] = [list(plain.values()) for plain in self._plain]
-        state = self.optimizer.state
-        stays = {p: state[p] for plain in params for p in plain if p in state}
-        state.clear()
-        state.update(stays)
-        for group in self.flat.groups:
-            if not group.trainable:
-                continue
-            owners = [self._group_of.get(id(p), -1) for p in group.params]
-            for number, start, end, segments in self._pieces(group, owners):
-                values = group.master[start - group.start : end - group.start]
-                if not self.elementwise:
-                    values = values.view(group.layout.segments[segments[0]].shape)
-                param = nn.Parameter(values)
-                self.entries.append(Entry(group, start, end, segments, param))
-                params[number].append(param)
-        self.host.place([group for group in self.flat.order if any(id(p) in self._group_of for p in group.params)])
-        for number, mine in enumerate(params):
-            self.optimizer.param_groups[number]["params"] = mine
-        self._represent()
+    @property
+    def flat(self) -> FlatModel:
+        """The first of the wrapped models."""
+        return self.flats[0]
 
-    def _represent(self) -> None:
-        self._standins = [
-            ShardedGradient.of(entry.param, entry.group.names[entry.segments[0]]) for entry in self.entries
+    @property
+    def groups(self) -> list[FlatGroup]:
+        """The flat groups with parameters of the optimizer."""
+        return list(self._mine)
+
+    def _find(self, call: str) -> None:
+        """Looks up where the optimizer's parameters are."""
+        groups = self.optimizer.param_groups
+        for flat in _flats_of(groups):
+            refuse_unusable(self.optimizer, call, flat.ranks.rank, flat.stage)
+        self.outside = [list(group["params"]) for group in groups]
+        self._ids = self._ids_now()
+        homes = [[_place_of(p) for p in group["params"]] for group in groups]
+        self.places = [[place for place in each if place is not None] for each in homes]
+        self.plain = [
+            {k: p for k, (p, place) in enumerate(zip(group["params"], each, strict=True)) if place is None}
+            for group, each in zip(groups, homes, strict=True)
         ]
+        self.group_of = {id(group.params[i]): n for n, each in enumerate(self.places) for group, i in each}
+        self._mine: dict[FlatGroup, set[int]] = {}
+        for group, i in chain.from_iterable(self.places):
+            self._mine.setdefault(group, set()).add(i)
+        if any(group.stage for group in self._mine):
+            _tell(self.optimizer)
 
-    def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:
-        """Cuts the optimizer's parameters where neighbouring segments are of different kinds, such as with and without
-        a gradient: each then has its own count of steps, and one without a gradient is left out of a step."""
-        entries, parts_of = [], {}
+    def _join(self) -> None:
+        """The wrapped models hear of the optimizer."""
+        flats = _flats_of(self.optimizer.param_groups)
+        for flat in self.flats:
+            if flat not in flats:
+                flat.optimizers.remove(self)
+                flat.on_reduced.remove(self.host.fetch)
+        for flat in flats:
+            if flat not in self.flats:
+                flat.optimizers.append(self)
+                flat.on_reduced.append(self.host.fetch)
+        self.flats = flats
+
+    def _ids_now(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+
+    def _others_were_wrapped(self) -> bool:
+        """Whether a model was wrapped since that has some of the parameters."""
+        before, self._watches = self._watches, _watches
+        return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
+
+    def _place(self) -> None:
+        """Makes the entries for the flat groups' stage, without state."""
+        self._stepped = {group: set() for group in self._mine}
+        self.host.place(self.groups)
+        self.entries = [
+            self._entry(group, start, end, segments)
+            for group in self._mine
+            for _, start, end, segments in self._pieces(group)
+        ]
+        for group in self._mine:
+            if group.gradient.has_reduced:  # backward was before
+                self.host.fetch(group)
+        self._line_up()
+
+    def _line_up(self) -> None:
+        """By group of the optimizer, what it has in step(): what stays in its order, then the shards."""
+        own = {id(entry.param) for entry in self.entries if entry.is_own}
+        self.inside = [
+            [p for k, p in enumerate(params) if k in plain or id(p) in own]
+            for params, plain in zip(self.outside, self.plain, strict=True)
+        ]
         for entry in self.entries:
-            stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.group))]
-            parts = [entry] if len(stretches) < 2 else self._cut(entry, stretches)
-            entries += parts
-            parts_of[id(entry.param)] = [part.param for part in parts]
-        if len(entries) == len(self.entries):
-            return
-        self.entries = entries
-        for group in self.optimizer.param_groups:
-            group["params"] = [part for p in group["params"] for part in parts_of.get(id(p), [p])]
-        self._represent()
+            if not entry.is_own:
+                self.inside[self.group_of[id(entry.group.params[entry.segments[0]])]].append(entry.param)
+        self._sharded = {
+            id(group.params[i]): (group, i)
+            for group, i in chain.from_iterable(self.places)
+            if id(group.params[i]) not in own
+        }
+        self._shards = {id(entry.param) for entry in self.entries if not entry.is_own}
 
-    def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
-        starts = [entry.start, *(entry.group.layout.segments[some[0]].offset for some in stretches[1:])]
-        state = self.optimizer.state.pop(entry.param, {})
-        parts = []
-        for some, start, end in zip(stretches, starts, [*starts[1:], entry.end], strict=True):
-            piece = slice(start - entry.start, end - entry.start)
-            param = nn.Parameter(entry.param.detach()[piece])
-            if state:
-                self.optimizer.state[param] = {key: _cut_state(v, entry.param, piece) for key, v in state.items()}
-            parts.append(Entry(entry.group, start, end, tuple(some), param))
-        return parts
-
-    def _pieces(self, group: FlatGroup, owners: list[int]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    def _pieces(self, group: FlatGroup) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        owners = [self.group_of.get(id(p), -1) for p in group.params]
         if self.elementwise:
             yield from group.layout.runs(group.start, group.end, owners)
             return
-        for fragment in group.layout.fragments(group.start, group.end):
+        for i, start, end in self._tensors(group, group.stage):
+            if owners[i] >= 0:
+                yield owners[i], start, end, (i,)
+
+    def _tensors(self, group: FlatGroup, stage: int) -> Iterator[tuple[int, int, int]]:
+        """Segments that lie on this rank at a stage."""
+        for fragment in group.layout.fragments(*group.owned(stage)):
             segment = group.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(
-                    f"optimizer: rank {self.flat.ranks.rank} got {type(self.optimizer).__name__}, which looks at whole "
+                    f"optimizer: rank {group.ranks.rank} got {type(self.optimizer).__name__}, which looks at whole "
                     f"tensors, and a part of {segment.name}; pass atom='tensor' to shard or fully_shard"
                 )
-            if owners[fragment.segment] >= 0:
-                yield owners[fragment.segment], segment.offset, segment.end, (fragment.segment,)
+            yield fragment.segment, segment.offset, segment.end
 
-    def show(self) -> None:
-        """Gives the optimizer the gradients that were reduced; parts of them only while it works on them.
+    def refuse_stage(self, call: str, stage: int) -> None:
+        """Raises where the optimizer cannot go to a stage."""
+        refuse_unusable(self.optimizer, call, self.flat.ranks.rank, stage)
+        if not self.elementwise:
+            for group in self._mine:
+                for _ in self._tensors(group, stage):
+                    pass
 
-        A norm of this rank's part alone would be wrong, so whoever else looks gets an error.
-        """
-        self.host.arrive()
-        ranks = self.flat.ranks
-        ranks.read = None  # a step may change what it is given
-        plain = (ranks.world_size == 1 or self.flat.stage == 0) and (ranks.mesh is None or not ranks.mesh.model_axes)
-        for entry, standin in zip(self.entries, self._standins, strict=True):
-            gradient = entry.group.gradient
-            if not gradient.has_reduced or gradient.has.isdisjoint(entry.segments):
-                entry.param.grad = None
-            elif self._working or (plain and self.host.of(entry.group) is None):
-                copy = self.host.of(entry.group)
-                source = gradient.reduced if copy is None else copy
-                first = entry.start - entry.group.start
-                entry.param.grad = source[first : first + entry.end - entry.start].view(entry.param.shape)
-            else:
-                entry.param.grad = standin
+    def _entry(self, group: FlatGroup, start: int, end: int, segments: tuple[int, ...]) -> Entry:
+        values = group.master[start - group.start : end - group.start]
+        host = self.host.of(group)
+        gradient = (group.gradient.reduced if host is None else host)[start - group.start : end - group.start]
+        if self.elementwise:
+            param = nn.Parameter(values)
+        else:
+            shape, first = group.layout.segments[segments[0]].shape, group.params[segments[0]]
+            values, gradient = values.view(shape), gradient.view(shape)
+            param = first if group.stage == 0 and not group.separate else _like(first, values)
+        return Entry(group, start, end, segments, param, values, gradient, values.data_ptr())
 
-    # ---- a step ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Inside, the optimizer's parameters have their gradients, if the user has not set them to None."""
-        self._begin_work()
-        try:
-            yield
-        finally:
-            self._end_work()
-
-    def _begin_work(self) -> None:
-        for group in self.flat.order:
-            group.gradient.take_in("step")
-        if any(0 < len(group.gradient.has) < len(group.params) for group in self.flat.order):
-            self.separate(lambda group, i: i in group.gradient.has)
-        self._working = True
-        self.host.refresh()
-        self.show()
-
-    def _end_work(self) -> None:
-        self._working = False
-        self.show()
-
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begins the step; where it has a closure, after that, which makes the gradients."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._begin_step()
-            return None
-
-        def then_begin() -> Any:
-            loss = closure()
-            self._begin_step()
-            return loss
-
-        return args[:1], {**kwargs, "closure": then_begin}
-
-    def _refuse_unreduced(self) -> None:
-        """Raises for gradients that no reduction has seen: the step would leave them out."""
-        ranks = self.flat.ranks
-        if ranks.joining is not None and ranks.joining.shadowing:  # this rank's go with the others' next reduction
-            return
-        for group, i in chain.from_iterable(self.places):
-            gradient = group.gradient
-            if group.params[i].grad is not None and (gradient.has_local or not gradient.has_reduced):
-                raise InvalidArgumentError(
-                    f"step: rank {ranks.rank} got a gradient of {group.names[i]} that was not reduced, expected the "
-                    "mean over all ranks; call the last backward() before a step outside of no_sync"
-                )
-
-    def _begin_step(self) -> None:
-        for group in self.flat.order:
-            group.gradient.take_in("step")
-        self._refuse_unreduced()
-        self.flat.ranks.announce("step", self.flat.optimizers.index(self), more=self._options())
-        self._begin_work()
+    def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:
+        """Cuts entries where neighbouring segments are of different kinds, such as with and without a gradient: each
+        then has its own count of steps, and one without a gradient is left out of a step."""
+        entries: list[Entry] = []
         for entry in self.entries:
-            gradient = entry.group.gradient
-            if gradient.has_reduced:
-                self._stepped[entry.group] |= gradient.has
+            stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.group))]
+            entries += [entry] if len(stretches) < 2 else self._cut(entry, stretches)
+        if len(entries) > len(self.entries):
+            self.entries = entries
+            self._line_up()
 
-    def _options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of every group."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+    def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
+        starts = [entry.start, *(entry.group.layout.segments[some[0]].offset for some in stretches[1:])]
+        state = self.state.pop(entry.param, {})
+        parts = []
+        for some, start, end in zip(stretches, starts, [*starts[1:], entry.end], strict=True):
+            piece = slice(start - entry.start, end - entry.start)
+            part = self._entry(entry.group, start, end, tuple(some))
+            if state:
+                self.state[part.param] = {key: _cut_state(v, entry.param, piece) for key, v in state.items()}
+            parts.append(part)
+        return parts
 
-    def _after_step(self) -> None:
-        self._end_work()
-        works = [group.publish() for group in self.flat.groups if group.trainable]
-        for work in works:
-            if work is not None:
-                self.flat.timed(work.wait)
+    # ---- between two steps ----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Takes notice of what has happened since: a step that raised, new parameters, state that was put in."""
+        self._recover()
+        if self._ids != self._ids_now() or self._others_were_wrapped():
+            self.rebuild()
+
+    def _recover(self) -> None:
+        """After a step that raised, the model gets what that has changed before, as in plain torch."""
+        if self._working:
+            self.after_step()
+        self.adopt_state()
+
+    def rebuild(self, states: dict[Any, State] | None = None) -> None:
+        """Looks up the parameters anew, after a change of the optimizer's groups or of the models' flat groups.
+
+        Args:
+            states: what `take_state` gave before that change; None: the flat groups are the same, and it is asked now.
+        """
+        for flat in _flats_of(self.optimizer.param_groups):
+            refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
+        states = self.take_state() if states is None else states
+        self._find("step")
+        self._place()
+        self._join()
+        for p, state in states.items():
+            place = self._sharded.get(id(p))
+            if place is None:
+                self.state[p] = state
+            else:
+                self._whole.setdefault(place[0], {})[place[1]] = state
+        for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
+            group, i = self._sharded[id(p)]
+            self._whole.setdefault(group, {})[i] = self.state.pop(p)
+        self._show_state()
+        self.close()
+
+    def take_state(self) -> dict[Any, State]:
+        """The whole state of the models' parameters, to be given to `rebuild`; a collective."""
+        self._recover()
+        states: dict[Any, State] = {}
+        for group in self._mine:
+            states |= {group.params[i]: state for i, state in self.whole_state(group).items() if state}
+        self._whole.clear()
+        for entry in self.entries:
+            if entry.is_own and entry.param in self.state:
+                states[entry.param] = self.state.pop(entry.param)
+        return states
+
+    def detach(self) -> None:
+        """Makes the optimizer a plain one, with the whole state; a collective. Before its models are unwrapped."""
+        states = self.take_state()
+        for flat in self.flats:
+            flat.optimizers.remove(self)
+            flat.on_reduced.remove(self.host.fetch)
+        known = self._known()
+        plain = {key: value for key, value in self.state.items() if id(key) not in known}
+        ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
+        self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
+        self._hooks.remove(self.optimizer)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def take_state(self) -> list[GroupState]:
-        """The whole state, by flat group; a collective. Uses as much memory as the state has without shards."""
-        by_group: dict[FlatGroup, list[tuple[Entry, State]]] = {group: [] for group in self.flat.order}
-        for entry in self.entries:
-            by_group[entry.group].append((entry, self.optimizer.state.get(entry.param, {})))
-        return [GroupState.gathered(group, pieces, self._stepped[group]) for group, pieces in by_group.items()]
+    def place_of(self, p: Any) -> tuple[FlatGroup, int] | None:
+        """Where a parameter is whose state is in shards."""
+        return self._sharded.get(id(p))
 
-    def put_state(self, states: list[GroupState]) -> None:
-        """Gives this rank its part of the whole state."""
-        by_group = dict(zip(self.flat.order, states, strict=True))
-        self._stepped = {group: set(state.present) for group, state in by_group.items()}
-        self.separate(lambda group, i: by_group[group].kind(i))
-        for entry in self.entries:
-            state = by_group[entry.group].piece(entry.start, entry.end, entry.segments, entry.param)
-            if state:
-                self.optimizer.state[entry.param] = state
+    def _known(self) -> set[int]:
+        """Ids of the keys of `state` that are parameters."""
+        return {*chain.from_iterable(self._ids), *self._shards}
 
-    def _ordinary(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """An ordinary state dict of the same optimizer on the model's parameters; a collective."""
-        whole = dict(zip(self.flat.order, self.take_state(), strict=True))
-        state, groups, index = {}, [], 0
-        for group, places, plain in zip(state_dict["param_groups"], self.places, self._plain, strict=True):
-            of_plain = iter(group["params"])  # in front, in order
-            shared = iter(places)
-            indices = list(range(index, index + len(places) + len(plain)))
-            for k, number in enumerate(indices):
-                if k in plain:
-                    found = state_dict["state"].get(next(of_plain))
+    def has_state(self, key: Any) -> bool:
+        """Whether a key of `optimizer.state` is there; the same on every rank."""
+        place = self._sharded.get(id(key))
+        return self._has_state(*place) if place is not None else id(key) not in self._shards and key in self.state
+
+    def parameters_with_state(self) -> Iterator[Any]:
+        """The keys of the optimizer's state, by the model's parameters; known on every rank."""
+        yield from filter(self.has_state, chain.from_iterable(self.outside))
+        known = self._known()
+        yield from [key for key in self.state if id(key) not in known]
+
+    def _has_state(self, group: FlatGroup, i: int) -> bool:
+        whole = self._whole.get(group)
+        return i in self._stepped[group] if whole is None else bool(whole.get(i))
+
+    def whole_state(self, group: FlatGroup) -> dict[int, State]:
+        """The whole state of a group's parameters; what is written into it counts. A collective from stage 1 on."""
+        if group not in self._whole:
+            found = self._gathered(group)
+            self._whole[group] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
+            for entry in self.entries:
+                if entry.group is group and not entry.is_own:
+                    self.state.pop(entry.param, None)
+        return self._whole[group]
+
+    def _gathered(self, group: FlatGroup) -> GroupState:
+        if not self._stepped[group]:
+            return GroupState(group)
+        entries = [entry for entry in self.entries if entry.group is group and not entry.is_own]
+        pieces = [(entry, self.state.get(entry.param, {})) for entry in entries]
+        return GroupState.gathered(group, pieces, self._stepped[group])
+
+    def clear_state(self) -> None:
+        """Forgets all state; no collective."""
+        self.state.clear()
+        self._whole.clear()
+        self._stepped = {group: set() for group in self._mine}
+
+    def close(self) -> None:
+        """Gives every rank its part of the state that is by parameter."""
+        for group in list(self._whole):
+            states = {i: state for i, state in self._whole[group].items() if state}
+            self._put(group, GroupState.of(group, states, group.ranks.rank, checked=False))
+            del self._whole[group]
+
+    def _put(self, group: FlatGroup, whole: GroupState) -> None:
+        self._stepped[group] = set(whole.present)
+        self.separate(lambda other, i: other is not group or whole.kind(i))
+        for entry in self.entries:
+            if entry.group is group and not entry.is_own:
+                self.state.pop(entry.param, None)
+                state = whole.piece(entry.start, entry.end, entry.segments, entry.param)
+                if state:
+                    self.state[entry.param] = state
+
+    def _show_state(self) -> None:
+        self.optimizer.state = self._seen if self._sharded else self.state
+
+    def adopt_state(self) -> None:
+        """Takes over another mapping that was put in the place of `optimizer.state`, by parameter, as
+        load_state_dict() does."""
+        found = self.optimizer.state
+        if found is self._seen or (found is self.state and not self._sharded):
+            return
+        if found is not self.state:
+            self.state = defaultdict(dict)
+            self._whole = {group: {} for group in self._mine}
+            for key, value in found.items():
+                place = self._sharded.get(id(key))
+                if place is None:
+                    self.state[key] = value
                 else:
-                    home, i = next(shared)
-                    found = whole[home].of_parameter(i)
-                if found:
-                    state[number] = found
-            index += len(indices)
-            groups.append({**group, "params": indices})
-        return {**state_dict, "state": state, "param_groups": groups}
+                    self._whole[place[0]][place[1]] = _in_master_type(place[0], value)
+            self._whole = {group: states for group, states in self._whole.items() if states or self._stepped[group]}
+        self._show_state()
 
-    def _sharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict for this rank's parameters, from an ordinary one."""
+    def before_state_dict(self) -> None:
+        """Puts the whole state in, of which torch makes the ordinary state dict; a collective."""
+        self.settle()
+        states: dict[Any, Any] = {}
+        for group in self._mine:
+            whole = self._whole.get(group)
+            found = self._gathered(group) if whole is None else None
+            for i in sorted(self._mine[group]):
+                if id(group.params[i]) in self._sharded:
+                    state = whole.get(i) if whole is not None else found.of_parameter(i) if found is not None else None
+                    if state:
+                        states[group.params[i]] = state
+        ordered = {
+            p: states.get(p, self.state.get(p))
+            for p in chain.from_iterable(self.outside)
+            if p in states or (p in self.state and self.place_of(p) is None)
+        }
+        known = self._known()
+        self.optimizer.state = defaultdict(dict, ordered | {k: v for k, v in self.state.items() if id(k) not in known})
+
+    def after_state_dict(self) -> None:
+        self._show_state()
+
+    def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Checks the state of sharded parameters, and keeps it from torch, which would cast it to the model's type."""
+        self.settle()
         groups = state_dict["param_groups"]
-        expected = [len(places) + len(plain) for places, plain in zip(self.places, self._plain, strict=True)]
-        got = [len(group["params"]) for group in groups]
+        expected, got = [len(params) for params in self.outside], [len(group["params"]) for group in groups]
         if expected != got:
             raise InvalidArgumentError(
                 f"load_state_dict: rank {self.flat.ranks.rank} got an optimizer's state for groups of {got} "
                 f"parameters, expected {expected}; load the state of the same model and groups"
             )
-        parameters: dict[FlatGroup, dict[int, State]] = {group: {} for group in self.flat.order}
-        of_plain: dict[int, State] = {}
-        for group, places, plain in zip(groups, self.places, self._plain, strict=True):
-            shared = iter(places)
-            for k, index in enumerate(group["params"]):
-                home, i = (None, 0) if k in plain else next(shared)
-                if index in state_dict["state"]:
-                    found = state_dict["state"][index]
-                    if home is None:
-                        of_plain[id(plain[k])] = found
-                    else:
-                        parameters[home][i] = found
-        whole = {home: GroupState.of(home, each, self.flat.ranks.rank) for home, each in parameters.items()}
-        self._stepped = {home: set(state.present) for home, state in whole.items()}
-        self.separate(lambda group, i: whole[group].kind(i))
-        entries = {id(entry.param): entry for entry in self.entries}
-        state, ours, number = {}, [], 0
-        for group, mine in zip(groups, self.optimizer.param_groups, strict=True):
-            indices = list(range(number, number + len(mine["params"])))
-            number += len(indices)
-            ours.append({**group, "params": indices})
-            for index, p in zip(indices, mine["params"], strict=True):
-                entry = entries.get(id(p))
-                if entry is None:
-                    piece = of_plain.get(id(p), {})
-                else:
-                    piece = whole[entry.group].piece(entry.start, entry.end, entry.segments, entry.param)
-                if piece:
-                    state[index] = piece
-        return {**state_dict, "state": state, "param_groups": ours}
+        found: dict[FlatGroup, dict[int, State]] = {group: {} for group in self._mine}
+        rest = dict(state_dict["state"])
+        for group, params in zip(groups, self.outside, strict=True):
+            for index, p in zip(group["params"], params, strict=True):
+                place = self._sharded.get(id(p))
+                state = rest.pop(index, None) if place is not None else None
+                if place is not None and state:
+                    on_device = bool(group.get("capturable") or group.get("fused"))
+                    found[place[0]][place[1]] = _loaded(place[0], state, on_device)
+        known = _is_torchs(type(self.optimizer))
+        self._loading = {
+            home: GroupState.of(home, each, home.ranks.rank, checked=known) for home, each in found.items()
+        }
+        return {**state_dict, "state": rest}
+
+    def after_load(self) -> None:
+        """torch has loaded the rest."""
+        loading, self._loading = self._loading, {}
+        self.adopt_state()
+        self._whole.clear()
+        for group, whole in loading.items():
+            self._put(group, whole)
+        self._enter()  # some optimizers bring an older state into their own form
+        try:
+            self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
+        finally:
+            self._leave()
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, the optimizer has what it has in step(), with gradients if the user has not set them to None."""
+        self._begin_work()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _begin_work(self) -> None:
+        self.settle()
+        self.close()
+        for group in self._mine:
+            group.adopt_writes("step")
+            group.gradient.take_in("step")
+        if any(0 < len(group.gradient.has) < len(group.params) for group in self._mine):
+            self.separate(lambda group, i: i in group.gradient.has)
+        self.host.refresh()
+        self.host.arrive()
+        self._enter()
+
+    def _enter(self) -> None:
+        """The shards take the place of the model's parameters."""
+        self._working = True
+        self._forget_whole_gradients()
+        for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
+            group["params"][:] = params
+        self.optimizer.state = self.state
+        for entry in self.entries:
+            gradient = entry.group.gradient
+            if not entry.is_own:
+                has = gradient.has_reduced and not gradient.has.isdisjoint(entry.segments)
+                entry.param.grad = entry.gradient if has else None
+
+    def _leave(self) -> None:
+        """The model's parameters come back, with whatever step() has set them to."""
+        self._working = False
+        self._forget_whole_gradients()
+        if self.optimizer.state is not self.state:  # step() has put in another
+            self.state = defaultdict(dict, self.optimizer.state)
+        moved = [entry for entry in self.entries if entry.param.data_ptr() != entry.address]
+        for entry in moved:
+            with torch.no_grad():
+                entry.values.copy_(entry.param)
+            entry.param.data = entry.values
+        for group, params in zip(self.optimizer.param_groups, self.outside, strict=True):
+            group["params"][:] = params
+        for entry in self.entries:
+            if not entry.is_own:
+                entry.param.grad = None
+        self._show_state()
+
+    def _forget_whole_gradients(self) -> None:
+        """A step may change the gradients that it is given."""
+        for flat in self.flats:
+            flat.ranks.read = None
+
+    def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Begins the step; where it has a closure, after each call of that, which sees the model's parameters."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin_step()
+            return None
+
+        def with_the_model() -> Any:
+            if self._working:
+                self.after_step()
+            loss = closure()
+            self._begin_step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": with_the_model}
+
+    def _begin_step(self) -> None:
+        self.settle()
+        for group in self._mine:
+            group.gradient.take_in("step")
+        self._refuse_unreduced()
+        if any(flat.options_differ for flat in self.flats):
+            for flat in self.flats:
+                flat.ranks.agree("step", self._option_lines(), SAME_OPTIONS)
+        for flat in self.flats:
+            if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
+                flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())
+        self._begin_work()
+        for group, mine in self._mine.items():
+            if group.gradient.has_reduced:
+                self._stepped[group] |= group.gradient.has & mine
+
+    def after_step(self) -> None:
+        """The model gets what the step has computed."""
+        self._leave()
+        works = [(group, group.publish()) for group in self._mine]
+        for group, work in works:
+            if work is not None:
+                group.unit.flat.timed(work.wait)
+
+    def _refuse_unreduced(self) -> None:
+        """Raises for gradients that no reduction has seen: the step would leave them out."""
+        for group, mine in self._mine.items():
+            ranks, gradient = group.ranks, group.gradient
+            if ranks.joining is not None and ranks.joining.shadowing:  # go with the others' next reduction
+                continue
+            if gradient.has_reduced and not gradient.has_local:
+                continue
+            put = [i for i in mine if group.params[i].grad is not None]
+            if put:
+                raise InvalidArgumentError(
+                    f"step: rank {ranks.rank} got a gradient of {group.names[min(put)]} that was not reduced, expected "
+                    "the mean over all ranks; call the last backward() before a step outside of no_sync"
+                )
+
+    # ---- options --------------------------------------------------------------------------------------------------
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of every group."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def _option_lines(self) -> list[str]:
+        """What the ranks must have alike, a line for each option."""
+        return [
+            f"{key}={value!r} in the optimizer's group {number}"
+            for number, group in enumerate(self.optimizer.param_groups)
+            for key, value in _comparable(group)
+        ]
+
+    def options_bytes(self) -> bytes:
+        """The same as bytes: equal where the ranks' options are."""
+        found = [each for group in self.optimizer.param_groups for each in _comparable(group)]
+        if found != self._facts or not self._facts_bytes:
+            self._facts, self._facts_bytes = found, repr(found).encode()
+        return self._facts_bytes
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; with ``set_to_none=False`` they count as zero."""
+        self.settle()
+        if not set_to_none:
+            for flat in self.flats:
+                if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
+                    flat.ranks.announce("zero_grad", flat.optimizers.index(self))
+            self._forget_and_count()
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none=set_to_none)
+        for group in self._mine:
+            group.gradient.reconcile()
+
+    def _forget_and_count(self) -> None:
+        """Parameters that had a gradient count as used, with a gradient of zero."""
+        for group, mine in self._mine.items():
+            group.gradient.reconcile()
+            held = mine & group.gradient.has_any
+            for i in mine:
+                group.params[i].grad = None
+            group.gradient.reconcile()
+            group.gradient.contributed |= held
+
+
+SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
+
+
+class _Hooks:
+    """What puts `Attached` between an optimizer and its users."""
+
+    def __init__(self, attached: Attached) -> None:
+        optimizer = attached.optimizer
+        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
+        after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # the others see the model's parameters
+        self._handles = [
+            self._before,
+            after,
+            optimizer.register_state_dict_pre_hook(lambda _: attached.before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, state: attached.after_state_dict(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
+        ]
+        optimizer.register_step_pre_hook = MethodType(self._register_before, optimizer)
+        optimizer.zero_grad = MethodType(_zero_grad, optimizer)
+
+    def remove(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is a plain one again."""
+        for handle in self._handles:
+            handle.remove()
+        for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
+            delattr(optimizer, name)
+
+    def _register_before(self, optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
+        """Other hooks before a step come before ours: they see the model's parameters."""
+        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        return handle
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Forgets the gradients."""
+    optimizer._ringcomm.zero_grad(set_to_none)
+
+
+def _place_of(p: Any) -> tuple[FlatGroup, int] | None:
+    """Where a parameter of a wrapped model is that is trained."""
+    place = place_of(p)
+    return None if place is None or not place.group.trainable else (place.group, place.index)
+
+
+def _like(p: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter with the attributes that the user has given to another."""
+    param = nn.Parameter(values)
+    kept = {k: v for k, v in vars(p).items() if not k.startswith("_ringcomm")}
+    param.__dict__.update(kept)
+    return param
 
 
 def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
@@ -416,47 +836,50 @@ def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
     return (value[piece] if value.shape == param.shape else value).clone()
 
 
-def _is_plain(p: Any, flat: FlatModel) -> bool:
-    """Whether an optimizer of a composed model steps a parameter by itself, or never, as a frozen one."""
-    place = place_of(p)
-    return flat.composed and (place is None or (place.flat is flat and not place.group.trainable))
+def _in_master_type(group: FlatGroup, state: Any) -> Any:
+    """A parameter's state as torch leaves it, cast to the parameter's type, in the type of the master weights."""
+    if not isinstance(state, dict):
+        return state
+    narrow, wide = group.types.compute, group.types.master
+    return {
+        key: value.to(wide) if key != "step" and torch.is_tensor(value) and value.dtype == narrow else value
+        for key, value in state.items()
+    }
 
 
-def _place_of(p: Any, flat: FlatModel, call: str) -> tuple[FlatGroup, int]:
-    home = place_of(p)
-    owned = home is not None and home.flat is flat
-    if home is None or not owned or not home.group.trainable:
-        what = "a frozen parameter" if owned else "a parameter that is not the model's"
-        shape = tuple(getattr(p, "shape", ()))
-        raise InvalidArgumentError(
-            f"{call}: rank {flat.ranks.rank} got an optimizer over {what}, of shape {shape}, expected parameters of "
-            "the model that require a gradient; make the optimizer from model.parameters()"
-        )
-    return home.group, home.index
+def _loaded(group: FlatGroup, state: State, on_device: bool) -> State:
+    """A parameter's state as torch loads it, where the parameter is a master weight. What is no float keeps its type:
+    it may be quantised."""
+    device = group.master.device
+
+    def one(key: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: one(k, v) for k, v in value.items()}
+        if not torch.is_tensor(value):
+            return copy.deepcopy(value)
+        if key == "step":
+            return value.to(dtype=torch.float32, device=device) if on_device else value.clone()
+        floats = type(value) is torch.Tensor and value.is_floating_point()
+        return value.to(device, group.types.master if floats else value.dtype)
+
+    return {key: one(key, value) for key, value in state.items()}
 
 
-def _refuse_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
-    del param_group
-    raise UnsupportedError(
-        f"add_param_group: rank {optimizer._ringcomm.flat.ranks.rank} got a sharded {type(optimizer).__name__}, "
-        "expected one that is not sharded yet; make all groups first"
-    )
+def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Numbers, flags and names among a group's options."""
+    for key, value in group.items():
+        if key != "params":
+            found = _fact(value)
+            if found is not None:
+                yield key, found
 
 
-def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
-    """Forgets the gradients, of the model's parameters and the optimizer's own."""
-    attached: Attached = optimizer._ringcomm
-    if not set_to_none:
-        attached.flat.ranks.announce("zero_grad", attached.flat.optimizers.index(attached))
-    for group in attached.flat.order:
-        group.gradient.reconcile()
-    held = [(group, i) for places in attached.places for group, i in places if i in group.gradient.has_any]
-    type(optimizer).zero_grad(optimizer, set_to_none=True)
-    for places in attached.places:
-        for group, i in places:
-            group.params[i].grad = None
-    for group in attached.flat.order:
-        group.gradient.reconcile()
-    if not set_to_none:
-        for group, i in held:
-            group.gradient.contributed.add(i)  # counts as used, with a gradient of zero
+def _fact(value: Any) -> Any:
+    """A value that can be compared between ranks; None: it cannot, or only by waiting for a device."""
+    if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
+        return float(value)
+    if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():
+        return float(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
+        return tuple(map(float, value))
+    return value if isinstance(value, str) else None

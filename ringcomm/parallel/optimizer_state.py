@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
+    from ringcomm.parallel.optimizer import Attached
 
 State = dict[str, Any]
 _MOMENTS = {  # torch's names of what has a value for each element
@@ -66,6 +68,13 @@ class GroupState:
                     owned[key][piece.start - group.start : piece.end - group.start] = value.reshape(-1)
                     holders.setdefault(key, set()).update(stepped & {*piece.segments})
                 else:
+                    if len(piece.segments) > 1 and not _is_number(value) and torch.is_tensor(value):
+                        raise UnsupportedError(
+                            f"optimizer state: rank {group.ranks.rank} got {key} of shape {tuple(value.shape)} for "
+                            f"{len(piece.segments)} parameters that are stepped as one of shape "
+                            f"{tuple(piece.param.shape)}, expected that shape or one number; use stage 0 without "
+                            "ringcomm.shard(model, optimizer)"
+                        )
                     for segment in stepped & {*piece.segments}:
                         other.setdefault(segment, {})[key] = value
         known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
@@ -78,19 +87,24 @@ class GroupState:
         return GroupState(group, owned, other, known, holders)
 
     @staticmethod
-    def of(group: FlatGroup, parameters: dict[int, State], rank: int) -> GroupState:
-        """From the state of each parameter."""
+    def of(group: FlatGroup, parameters: dict[int, State], rank: int, checked: bool) -> GroupState:
+        """From the state of each parameter.
+
+        Args:
+            checked: whether moments must be of their parameter's shape.
+        """
         found = GroupState(group, present=set(parameters))
         for i, state in parameters.items():
             segment = group.layout.segments[i]
             for key, value in state.items():
                 if not _is_alike(key, value, segment):
-                    check_shape(key, value, segment.name, segment.shape, rank)
+                    if checked:
+                        check_shape(key, value, segment.name, segment.shape, rank)
                     found.other.setdefault(i, {})[key] = value
                     continue
                 if key not in found.alike:
-                    dtype = group.types.master if value.is_floating_point() else value.dtype
-                    found.alike[key] = torch.zeros(group.layout.numel, dtype=dtype, device=group.master.device)
+                    device = group.master.device
+                    found.alike[key] = torch.zeros(group.layout.numel, dtype=value.dtype, device=device)
                 found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(group.master.device)
                 found.holders.setdefault(key, set()).add(i)
         return found
@@ -123,16 +137,18 @@ class GroupState:
         counters = [(key, v.item() if torch.is_tensor(v) else v) for key, v in others if _is_number(v)]
         return (i in self.present, *counters)
 
-    def of_parameter(self, i: int) -> State:
-        """The state of one parameter, in its shape."""
+    def of_parameter(self, i: int, copy: bool = True) -> State:
+        """The state of one parameter, in its shape; without ``copy`` what every element has is a part of ours."""
         if i not in self.present:
             return {}
         segment = self.group.layout.segments[i]
         alike = {
-            key: value[segment.offset : segment.end].clone().view(segment.shape)
+            key: value[segment.offset : segment.end].view(segment.shape)
             for key, value in self.alike.items()
             if i in self.holders[key]
         }
+        if copy:
+            alike = {key: value.clone() for key, value in alike.items()}
         rest = {key: value.clone() if torch.is_tensor(value) else value for key, value in self.other.get(i, {}).items()}
         return {**rest, **alike}
 
@@ -142,7 +158,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_alike(key: str, value: Any, param: Any) -> bool:
-    return torch.is_tensor(value) and key != "step" and tuple(value.shape) == tuple(param.shape)
+    """Whether a state has a value for each element; a tensor of a class of its own, such as a quantised one, may not
+    be cut."""
+    return type(value) is torch.Tensor and key != "step" and tuple(value.shape) == tuple(param.shape)
 
 
 def check_shape(key: str, value: Any, name: str, shape: Sequence[int], rank: int) -> None:
@@ -193,3 +211,103 @@ def _shared(
         for key, segments in theirs_holders.items():
             having.setdefault(key, set()).update(segments)
     return sorted(keys.items(), key=lambda item: item[0]), merged, present, having
+
+
+class WholeStates(defaultdict[Any, Any]):
+    """`optimizer.state` of a sharded optimizer between two steps: by the model's parameters, with whole values.
+
+    Which parameters have state is known on every rank. Their values are gathered when they are asked for, which is a
+    collective from stage 1 on; what is written into them counts from the next step on, which every rank must have
+    written alike. Other keys are those of the optimizer's own mapping.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        super().__init__(dict)
+        self._attached = attached
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._attached.place_of(key)
+        if place is None:
+            return self._attached.state[key]
+        return self._attached.whole_state(place[0]).setdefault(place[1], {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        place = self._attached.place_of(key)
+        if place is None:
+            self._attached.state[key] = value
+        else:
+            self._attached.whole_state(place[0])[place[1]] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        place = self._attached.place_of(key)
+        if place is None:
+            del self._attached.state[key]
+        else:
+            del self._attached.whole_state(place[0])[place[1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._attached.parameters_with_state()])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._attached.parameters_with_state())
+
+    def __contains__(self, key: Any) -> bool:
+        return self._attached.has_state(key)
+
+    def keys(self) -> Any:
+        """Parameters with state."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """A collective for each."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """A collective for each."""
+        return ItemsView(self)
+
+    def clear(self) -> None:
+        """Nothing has state."""
+        self._attached.clear_state()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        return MutableMapping.setdefault(self, key, default)
+
+    def popitem(self) -> Any:
+        """As of a dict."""
+        return MutableMapping.popitem(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """A collective where there is state."""
+        if key in self:
+            return self[key]
+        return default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """A collective where there is state."""
+        if key not in self and default:
+            return default[0]
+        found = self.get(key)
+        del self[key]
+        return found
+
+    def copy(self) -> Any:
+        """A plain one."""
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return f"WholeStates of {len(self)} parameters"

@@ -129,18 +129,20 @@ class GradScaler(torch.amp.GradScaler):
         if attached is None:
             refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
             return super()._unscale_grads_(optimizer, *args, **kwargs)
-        if attached.flat.ranks.mesh is None:
-            refuse_parts(attached.flat.module.parameters(), "GradScaler", "an overflow")
-        if attached.flat.ranks.joining is not None:
-            raise UnsupportedError(
-                f"GradScaler: rank {attached.flat.ranks.rank} is inside of join, where the other ranks do not hear of "
-                "a loss scale, expected none; train in bfloat16 there"
-            )
+        for flat in attached.flats:
+            if flat.ranks.mesh is None:
+                refuse_parts(flat.module.parameters(), "GradScaler", "an overflow")
+            if flat.ranks.joining is not None:
+                raise UnsupportedError(
+                    f"GradScaler: rank {flat.ranks.rank} is inside of join, where the other ranks do not hear of a "
+                    "loss scale, expected none; train in bfloat16 there"
+                )
         with attached.working():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
             attached.host.bring_back()
         if not found:
             found[attached.flat.device] = torch.zeros((), dtype=torch.float32, device=attached.flat.device)
         for flag in found.values():
-            attached.flat.ranks.reduce_over_all(flag.view(1), "max", everywhere=True)
+            for flat in attached.flats:
+                flat.ranks.reduce_over_all(flag.view(1), "max", everywhere=True)
         return found

@@ -17,7 +17,7 @@ from ringcomm.parallel.arguments import ATOM, MODULE, OFFLOAD, PRECISION, RANKS,
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_ordinary_state
-from ringcomm.parallel.optimizer import Attached, is_elementwise, refuse_unusable, watch_optimizers
+from ringcomm.parallel.optimizer import attach, is_elementwise, refuse_unusable, watch_optimizers
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.partition import (
     Recipe,
@@ -106,12 +106,11 @@ def shard(
         accumulation, atom, _host(offload),
     )  # fmt: skip
     flat = flat_model_of(module)
-    if flat is not None and flat.composed and optimizer is not None:  # a module of fully_shard
-        refuse_unusable(optimizer, "shard", flat.ranks.rank)
-    else:
+    if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish)
     if optimizer is not None:
-        Attached(flat, optimizer, "shard")
+        _refuse_foreign(optimizer, flat.module, "shard", flat.ranks.rank)
+        attach(optimizer, flat, "shard")
     return module, optimizer
 
 
@@ -137,7 +136,7 @@ class _Wish:
 
 def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, wish: _Wish) -> FlatModel:
     blocks = _blocks(module, wish.units)
-    params = _checked(module, optimizer, ranks, wish.facts(blocks))
+    params = _checked(module, optimizer, ranks, wish.stage, wish.facts(blocks))
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
     cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
     groups = [] if optimizer is None else optimizer.param_groups
@@ -160,23 +159,23 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
             mix_in(each, unit)
     flat.send_buffers()
     keep_ordinary_state(flat)
-    if later:
-        watch_optimizers()
+    watch_optimizers()
     return flat
 
 
 def _checked(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, asks: list[str]
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, stage: int, asks: list[str]
 ) -> list[tuple[str, nn.Parameter]]:
     """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
     if optimizer is not None:
-        refuse_unusable(optimizer, "shard", ranks.rank)
+        refuse_unusable(optimizer, "shard", ranks.rank, stage)
     params = named_parameters(module, "shard", ranks.rank)
     if not params:
         raise InvalidArgumentError(
             f"shard: rank {ranks.rank} got a module without parameters, expected at least one; call the module itself"
         )
-    _refuse_foreign(optimizer, params, ranks.rank)
+    if optimizer is not None:
+        _refuse_foreign(optimizer, module, "shard", ranks.rank)
     lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
     ranks.agree("shard", facts_of(module), CUT if lonely else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
@@ -188,7 +187,7 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
     names = {id(p): name for name, p in params}
     kind = type(optimizer).__name__
     return [
-        f"group {number} of {kind} with {', '.join(names[id(p)] for p in group['params'])}"
+        f"group {number} of {kind} with {', '.join(names.get(id(p), 'another') for p in group['params'])}"
         for number, group in enumerate(optimizer.param_groups if optimizer is not None else ())
     ]
 
@@ -253,21 +252,13 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     return [(names[id(each)], each) for each in units]
 
 
-def _refuse_foreign(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, nn.Parameter]], rank: int) -> None:
-    known = {id(p): (name, p) for name, p in params}
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for p in group["params"]:
-            if id(p) not in known:
-                raise InvalidArgumentError(
-                    f"shard: rank {rank} got an optimizer whose group {number} has a parameter of shape "
-                    f"{tuple(p.shape)} that is not the module's, expected the module's own; make the optimizer from "
-                    "module.parameters()"
-                )
-            if not p.requires_grad:
-                raise InvalidArgumentError(
-                    f"shard: rank {rank} got an optimizer over {known[id(p)][0]}, which is frozen, expected parameters "
-                    "that require a gradient; leave it out of the optimizer"
-                )
+def _refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
+    known = {id(p) for p in module.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got an optimizer with none of the module's parameters, expected some of them; make "
+            "the optimizer from module.parameters()"
+        )
 
 
 def _wrapped(module: nn.Module, call: str) -> FlatModel:
@@ -291,11 +282,11 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     """
     flat = _wrapped(module, "restage")
     if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
-        raise InvalidArgumentError(
-            f"restage: rank {flat.ranks.rank} got an optimizer that is not the module's; pass what ringcomm.shard "
-            "returned"
-        )
+        _refuse_foreign(optimizer, flat.module, "restage", flat.ranks.rank)
+        attach(optimizer, flat, "restage")
     flat.ranks.agree("restage", [f"stage={stage}"])
+    for attached in flat.optimizers:
+        attached.refuse_stage("restage", stage)
     flat.restage(stage)
 
 

@@ -49,23 +49,19 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _name: str
-    _gradient: Gradient | None
+    _home: Gradient
     _index: int
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
 
     @staticmethod
-    def of(p: torch.Tensor, name: str, gradient: Gradient | None = None, index: int = 0) -> ShardedGradient:
-        """The one that stands for the gradient of ``p``.
-
-        Args:
-            gradient, index: where it is: a flat group's gradient, and which of its segments; None: nowhere to be read.
-        """
+    def of(p: torch.Tensor, name: str, gradient: Gradient, index: int) -> ShardedGradient:
+        """The one that stands for the gradient of ``p``: segment ``index`` of a flat group's gradient."""
         return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, gradient, index, ()))
 
     @staticmethod
     def _made(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, what: Any) -> ShardedGradient:
         made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
-        made._name, made._gradient, made._index, made._views = what
+        made._name, made._home, made._index, made._views = what
         return made
 
     @classmethod
@@ -85,16 +81,6 @@ class ShardedGradient(torch.Tensor):
         return func(*_read(args), **_read(kwargs))
 
     # ---- what it stands for ---------------------------------------------------------------------------------------
-
-    @property
-    def _home(self) -> Gradient:
-        if self._gradient is None:
-            raise InvalidArgumentError(
-                f"grad: got the gradient of {self._name} from the optimizer's parameters, which are this rank's part "
-                "alone, expected one of the model's parameters; use those, ringcomm.clip_grad_norm_ or "
-                "ringcomm.GradScaler"
-            )
-        return self._gradient
 
     def _through(self, whole: torch.Tensor) -> torch.Tensor:
         """What this is of the whole gradient."""
@@ -121,7 +107,7 @@ class ShardedGradient(torch.Tensor):
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
-        what = (self._name, self._gradient, self._index, (*self._views, *steps))
+        what = (self._name, self._home, self._index, (*self._views, *steps))
         return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
@@ -138,7 +124,7 @@ class ShardedGradient(torch.Tensor):
     def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
         """This rank's piece of an argument."""
         if isinstance(x, ShardedGradient):
-            if x._gradient is self._gradient and x._index == self._index and not x._views:
+            if x._gradient is self._home and x._index == self._index and not x._views:
                 return piece
             x = x._read()
         if not isinstance(x, torch.Tensor):
