@@ -420,7 +420,7 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again() -> None:
             model = made(CrossAttention)
             ringcomm.shard(model, adamw(model), stage, comm)
             for again in (
-                lambda model=model: ringcomm.shard(model, adamw(model), 1, comm),
+                lambda model=model: ringcomm.shard(nn.Sequential(model, nn.Linear(2, 2)), None, 1, comm),
                 lambda model=model: ringcomm.DistributedDataParallel(model, comm),
                 lambda model=model: hasattr(model, "_ddp_params_and_buffers_to_ignore"),  # as torch's asks
             ):

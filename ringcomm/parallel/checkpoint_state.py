@@ -65,7 +65,7 @@ class Saving:
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
         for home in self.flat.groups:
-            home.adopt_writes()
+            home.adopt_writes("checkpoint")
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
         for name, module in with_extra_state(self.flat):

@@ -274,9 +274,10 @@ class FlatGroup:
     def adopt_writes(self, call: str) -> None:
         """Keeps what was written into the parameters since `publish`: the master weights follow."""
         self.rebind(call)
-        if self.borrowed:
-            self.release()
-        self._follow()
+        if self.stage < LAST_STAGE or self.is_whole:
+            self.take_over()
+        else:
+            self._follow()
 
     def _follow(self) -> None:
         """Master weights become what the parameters were set to. Elsewhere they keep the bits that the parameters' type

@@ -109,7 +109,7 @@ def _before_load(
     if not fits:  # done by the module around
         return
     for group in groups:
-        group.adopt_writes()
+        group.adopt_writes("load_state_dict")
     for name, (group, i) in fits.items():
         group.load(i, state[name])
         state[name] = group.params[i]

@@ -124,7 +124,7 @@ class ShardedGradient(torch.Tensor):
     def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
         """This rank's piece of an argument."""
         if isinstance(x, ShardedGradient):
-            if x._gradient is self._home and x._index == self._index and not x._views:
+            if x._home is self._home and x._index == self._index and not x._views:
                 return piece
             x = x._read()
         if not isinstance(x, torch.Tensor):
