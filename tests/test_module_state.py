@@ -81,10 +81,11 @@ def test_ordinary(check: Callable[..., None], stage: int, precision: ringcomm.Mi
     on_ranks(check, stage, mixed_precision=precision)
 
 
-def test_what_no_rank_has_whole_is_not_read() -> None:
-    def check(model: nn.Module, _: dict[str, torch.Tensor]) -> None:
+def test_what_an_inner_module_gives_is_read_by_all_ranks() -> None:
+    def check(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         part = model.blocks[0][0].state_dict()["weight"]
+        assert torch.equal(part + 0, expected["blocks.0.0.weight"])
         with pytest.raises(ringcomm.InvalidArgumentError, match=r"got blocks\.0\.0\.weight, whose values are in"):
-            part.sum()
+            part.data_ptr()
 
     on_ranks(check, 3)

@@ -97,7 +97,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
-    found = list({id(p): p for p in parameters if _is_trained(p) or p.grad is not None}.values())
+    found = list({id(p): p for p in parameters if p.requires_grad or p.grad is not None}.values())
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, None

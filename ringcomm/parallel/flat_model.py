@@ -597,6 +597,7 @@ class FlatModel:
             yield
         except BaseException:
             self.sync, self.held = before, False
+            self._accumulating = True
             self._abandon()
             raise
         self.sync, self.held = before, False
