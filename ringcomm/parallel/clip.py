@@ -95,10 +95,11 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
-    found = list({id(p): p for p in parameters if hasattr(p, "_ringcomm") or p.grad is not None}.values())
+    found = list({id(p): p for p in parameters}.values())
     homes = {id(p._ringcomm[0]): p._ringcomm[0] for p in found if hasattr(p, "_ringcomm")}
     if not homes:
         return found, None
+    found = [p for p in found if hasattr(p, "_ringcomm") or p.grad is not None]  # a frozen one has no share in a norm
     if len(homes) > 1 or not all(hasattr(p, "_ringcomm") or next(iter(homes.values())).composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringcomm.errors import InvalidArgumentError, RingcommError
-from ringcomm.parallel.standin import ShardedGradient
+from ringcomm.parallel.standin import PartialModelGradient, ShardedGradient
 
 if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
@@ -273,7 +273,8 @@ class Gradient:
         return whole[segment.offset : segment.end].view(segment.shape)
 
     def _reduced_view(self, i: int) -> torch.Tensor:
-        return self._part(self.buffer, i)
+        view = self._part(self.buffer, i)
+        return view.as_subclass(PartialModelGradient) if self.ranks.cuts_model else view
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """A whole buffer with these gradients, and zeros elsewhere."""

@@ -34,7 +34,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State, WholeStates
-from ringcomm.parallel.standin import ShardedGradient
+from ringcomm.parallel.standin import PartialModelGradient, ShardedGradient
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
@@ -97,6 +97,16 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
         )
 
 
+def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
+    """Raises for an optimizer that has nothing of a module."""
+    known = {id(p) for p in module.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got an optimizer with none of the module's parameters, expected some of them; make "
+            "the optimizer from module.parameters()"
+        )
+
+
 def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Why an optimizer needs all parameters on every rank; None: it does not, as far as its class tells."""
     for cls in type(optimizer).__mro__:
@@ -154,6 +164,7 @@ def attach(optimizer: torch.optim.Optimizer, flat: FlatModel, call: str) -> None
     Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: no shard can serve it.
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
+    refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
     attached: Attached | None = getattr(optimizer, "_ringcomm", None)
     if attached is None:
         Attached(optimizer)
@@ -646,7 +657,7 @@ class Attached:
         self.optimizer.state = self.state
         for entry in self.entries:
             gradient = entry.group.gradient
-            if not entry.is_own:
+            if not entry.is_own or isinstance(entry.param.grad, PartialModelGradient):
                 has = gradient.has_reduced and not gradient.has.isdisjoint(entry.segments)
                 entry.param.grad = entry.gradient if has else None
 
@@ -663,8 +674,9 @@ class Attached:
         for group, params in zip(self.optimizer.param_groups, self.outside, strict=True):
             group["params"][:] = params
         for entry in self.entries:
-            if not entry.is_own:
-                entry.param.grad = None
+            shown = entry.group.gradient.shown.get(entry.segments[0]) if entry.is_own else None
+            if not entry.is_own or isinstance(shown, PartialModelGradient):
+                entry.param.grad = shown
         self._show_state()
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -74,6 +74,21 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class PartialModelGradient(torch.Tensor):
+    """A gradient of which this rank has the mean, while other ranks have other parameters of the model. It is an
+    ordinary tensor to all but torch's loss scaler, which would skip a step here and not there."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise InvalidArgumentError(
+                "GradScaler: got gradients of a part of the model, expected those of all its ranks, which must skip a "
+                "step together; use ringcomm.GradScaler"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class ShardedParameter(nn.Parameter):
     """The class of a parameter of stage 3 outside of forward and backward: its shape can be asked for, not its
     values."""
