@@ -55,7 +55,8 @@ class Gradient:
         alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
         self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
         self.views: list[torch.Tensor] | None = None
-        self.standing = stage > 0 or not self.plain  # what was reduced is not there as `p.grad` is
+        # Whether `p.grad` is not what was reduced: that has another type, or is a part of what the model's ranks have.
+        self.standing = stage > 0 or not self.plain or self.ranks.cuts_model
         named = zip(group.params, group.names, strict=True)
         self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
         self._means: list[tuple[torch.Tensor, int]] = []  # what `p.grad` is else, and where in memory

@@ -97,6 +97,16 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
         )
 
 
+def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
+    """Raises for an optimizer that has nothing of a module."""
+    known = {id(p) for p in module.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got an optimizer with none of the module's parameters, expected some of them; make "
+            "the optimizer from module.parameters()"
+        )
+
+
 def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Why an optimizer needs all parameters on every rank; None: it does not, as far as its class tells."""
     for cls in type(optimizer).__mro__:
@@ -154,6 +164,7 @@ def attach(optimizer: torch.optim.Optimizer, flat: FlatModel, call: str) -> None
     Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: no shard can serve it.
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
+    refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
     attached: Attached | None = getattr(optimizer, "_ringcomm", None)
     if attached is None:
         Attached(optimizer)
@@ -380,7 +391,8 @@ class Attached:
         else:
             shape, first = group.layout.segments[segments[0]].shape, group.params[segments[0]]
             values, gradient = values.view(shape), gradient.view(shape)
-            param = first if group.stage == 0 and not group.separate else _like(first, values)
+            own = group.stage == 0 and not group.gradient.standing
+            param = first if own else _like(first, values)
         return Entry(group, start, end, segments, param, values, gradient, values.data_ptr())
 
     def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:

@@ -78,6 +78,11 @@ class Ranks:
         return self.comm.world_size
 
     @property
+    def cuts_model(self) -> bool:
+        """Whether other ranks of the mesh have other parts of the model."""
+        return self.mesh is not None and bool(self.mesh.model_axes)
+
+    @property
     def data_world_size(self) -> int:
         """Over how many ranks gradients are averaged."""
         return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)

@@ -17,7 +17,7 @@ from ringcomm.parallel.arguments import ATOM, MODULE, OFFLOAD, PRECISION, RANKS,
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.module_state import keep_ordinary_state
-from ringcomm.parallel.optimizer import attach, is_elementwise, refuse_unusable, watch_optimizers
+from ringcomm.parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.partition import (
     Recipe,
@@ -109,7 +109,6 @@ def shard(
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish)
     if optimizer is not None:
-        _refuse_foreign(optimizer, flat.module, "shard", flat.ranks.rank)
         attach(optimizer, flat, "shard")
     return module, optimizer
 
@@ -175,7 +174,7 @@ def _checked(
             f"shard: rank {ranks.rank} got a module without parameters, expected at least one; call the module itself"
         )
     if optimizer is not None:
-        _refuse_foreign(optimizer, module, "shard", ranks.rank)
+        refuse_foreign(optimizer, module, "shard", ranks.rank)
     lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
     ranks.agree("shard", facts_of(module), CUT if lonely else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
@@ -252,15 +251,6 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     return [(names[id(each)], each) for each in units]
 
 
-def _refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
-    known = {id(p) for p in module.parameters()}
-    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidArgumentError(
-            f"{call}: rank {rank} got an optimizer with none of the module's parameters, expected some of them; make "
-            "the optimizer from module.parameters()"
-        )
-
-
 def _wrapped(module: nn.Module, call: str) -> FlatModel:
     flat = flat_model_of(module)
     if flat is None:
@@ -282,7 +272,6 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     """
     flat = _wrapped(module, "restage")
     if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
-        _refuse_foreign(optimizer, flat.module, "restage", flat.ranks.rank)
         attach(optimizer, flat, "restage")
     flat.ranks.agree("restage", [f"stage={stage}"])
     for attached in flat.optimizers:
