@@ -32,16 +32,24 @@ def test_an_overflow_over_the_data_axis_alone() -> None:
     cases.run({"dp": 1, "tp": 2}, body)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}])
-def test_loss_scaling_of_torch_at_stage_0(axes: dict[str, int]) -> None:
-    """It would look at this rank's gradients alone, and skip the step here and not elsewhere."""
+def test_torchs_loss_scaler_skips_a_step_on_all_ranks(axes: dict[str, int], stage: int) -> None:
+    """Also where the gradients that overflow are another rank's."""
 
     def body(model: Net, mesh: Any) -> None:
-        job = Job(model, mesh, 0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        job.forward_backward(0, scaler)
-        with pytest.raises(InvalidArgumentError, match=r"ringcomm\.GradScaler"):
-            scaler.unscale_(job.optimizer)
+        job = Job(model, mesh, stage)
+        for overflows in (False, True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            before = [p.detach().clone() for p in job.pipe.parameters()]
+            job.forward_backward(0, scaler)
+            if overflows and mesh.comm.rank == 1:
+                next(p for p in job.pipe.parameters() if p.grad is not None).grad.mul_(torch.inf)
+            scaler.step(job.optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (4.0 if overflows else 8.0)
+            assert overflows == all(map(torch.equal, before, job.pipe.parameters()))
+            job.optimizer.zero_grad()
 
     cases.run(axes, body)
 
