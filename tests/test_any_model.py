@@ -462,3 +462,75 @@ def test_compiled_models_have_the_bits_of_eager_ones(how: str, order: str) -> No
                 assert same(value, results[1][name]), f"stage {stage}: {name}"
 
     ringcomm.run_ranks(rank, 1, timeout=60)  # Dynamo is for one thread of a process
+
+
+class Quantised(nn.Parameter):
+    """A frozen weight of 8 bits whose scale is beside it, as quantising libraries keep them."""
+
+    scale: float
+
+
+class WithQuantised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8)
+        self.packed = Quantised(values, requires_grad=False)
+        self.packed.scale = 0.1
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(self.encoder(x), self.packed.float() * self.packed.scale)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_quantised_weights_stay_as_they_are() -> None:
+    found = on_every_stage(WithQuantised, plain_loop)
+    plain = made(WithQuantised)
+    assert torch.equal(found[0]["packed"], plain.packed)
+
+
+def some_inputs(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    """Backward to some parameters, gradients of others by autograd.grad, and conversions that change nothing."""
+    for step in range(2):
+        chosen = [*model.blocks[1].inner.parameters(), model.head.weight]
+        loss = model.to(torch.float32).to("cpu")(batch(rank, step)).square().mean()
+        others = torch.autograd.grad(
+            loss, [model.encoder.weight, *model.blocks[2].inner.parameters()], retain_graph=True
+        )
+        loss.backward(inputs=chosen)
+        assert {id(p) for p in model.parameters() if p.grad is not None} == {id(p) for p in chosen}
+        opt.step()
+        opt.zero_grad()
+        yield loss.detach()
+        yield from (grad.clone() for grad in others)
+
+
+def called_with_other_values(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(2):
+        yield from plain_loop(model, opt, rank)
+        values = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+        with torch.no_grad():
+            yield torch.func.functional_call(model, values, (batch(rank, step),))
+            yield torch.func.functional_call(model, dict(model.named_parameters()), (batch(rank, step),))
+
+
+def averages(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    """Weights are averaged, evaluated in the model's place, and taken back."""
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(3):
+        yield from plain_loop(model, opt, rank)
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 0.3)
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(average)
+        with torch.no_grad():
+            yield model(batch(0, step)).clone()
+        model.load_state_dict(own)
+
+
+@pytest.mark.parametrize("loop", [some_inputs, called_with_other_values, averages])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_more_loops_have_the_same_bits_at_every_stage(loop: Callable[..., Any], mixed: bool) -> None:
+    precision = ringcomm.MixedPrecision(torch.bfloat16, output_dtype=torch.float32) if mixed else None
+    on_every_stage(CrossAttention, loop, mixed_precision=precision)

@@ -90,7 +90,8 @@ class Recipe:
 def named_parameters(
     module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = ()
 ) -> list[tuple[str, nn.Parameter]]:
-    """A module's parameters, each once, under the first of its names.
+    """A module's parameters, each once, under the first of its names; without frozen ones of a class of their own, such
+    as quantised weights, which stay as they are on every rank.
 
     Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
     """
@@ -101,7 +102,7 @@ def named_parameters(
                 "a plain one: gradients would be averaged twice; pass the module inside of it"
             )
     out = {id(p) for p in ignored}
-    found = [(name, p) for name, p in module.named_parameters() if id(p) not in out]
+    found = [(name, p) for name, p in module.named_parameters() if id(p) not in out and not _is_opaque(p)]
     for name, p in found:
         if place_of(p) is not None:
             raise InvalidArgumentError(
@@ -113,6 +114,12 @@ def named_parameters(
                 "module.to_empty(device=...) and initialise it first"
             )
     return found
+
+
+def _is_opaque(p: torch.Tensor) -> bool:
+    """Whether a parameter's values may not be what its memory says."""
+    plain = type(p) in (nn.Parameter, torch.Tensor) and type(p.data) is torch.Tensor
+    return not p.requires_grad and not plain
 
 
 def kept_in_their_type(module: nn.Module) -> frozenset[int]:
