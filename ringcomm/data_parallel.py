@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.utils._pytree import tree_map
 
 from ringcomm.arguments import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -28,7 +29,7 @@ from ringcomm.parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.parallel.comm_hook import CommHook, Hook
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
-from ringcomm.parallel.join import join
+from ringcomm.parallel.join import Join, join
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import (
@@ -50,7 +51,7 @@ CALL = "DistributedDataParallel"
 Devices = Sequence[int | str | torch.device]
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that plain ``loss.backward()`` leaves the mean of all ranks' gradients on every rank.
 
     Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Parameters
@@ -128,6 +129,8 @@ class DistributedDataParallel(nn.Module):
         device_ids: Devices | None = None,
     ) -> None:
         super().__init__()
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # what Joinable.__init__ sets
+        self._join_hook: _JoinHook | None = None
         if comm is not None and not isinstance(comm, Communicator):
             comm, device_ids = None, _only(device_ids, comm)
         _refuse(
@@ -144,6 +147,7 @@ class DistributedDataParallel(nn.Module):
         precision = precision_of(
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
         )
+        self._alone: dist.ProcessGroup | None = None
         self._how = (precision, sends, bucket_cap_mb)
         self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
@@ -163,7 +167,7 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: it is wrapped anew when it is first trained, over torch's default group where it is unpickled."""
-        return {**super().__getstate__(), "_made": None, "comm": None}
+        return {**super().__getstate__(), "_made": None, "comm": None, "_alone": None, "_join_hook": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = type(self).__new__(type(self))
@@ -186,6 +190,8 @@ class DistributedDataParallel(nn.Module):
         device = self._inputs_to
         if device is not None:
             args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        if self._join_hook is not None and self._join_config.enable:
+            self._join_hook.enter()
         if self._made is None and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
             return self.module(*args, **kwargs)
         return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
@@ -204,6 +210,31 @@ class DistributedDataParallel(nn.Module):
     ) -> AbstractContextManager[None]:
         """Inside, ranks may have different numbers of inputs: see `ringcomm.join`."""
         return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def join_hook(self, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
+        """For torch.distributed.algorithms.Join over this model alone."""
+        self._join_hook = _JoinHook(self, divide_by_initial_world_size)
+        return self._join_hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's Join has the tensor in which it counts the ranks that go on."""
+        return self._flat.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For torch's Join: a group of this rank alone. The ranks that have joined follow the others by `join`'s own
+        messages, so there is nothing that torch's Join has to count."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgumentError(
+                f"Join: rank {self._flat.ranks.rank} got a model over a communicator, expected torch.distributed to be "
+                "initialised; use ringcomm.join(model)"
+            )
+        if self._alone is None:
+            self._alone = dist.new_subgroups(1)[0]
+        return self._alone
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Puts ``hook(state, bucket)``, of torch's form, in the place of the buckets' all_reduce; once.
@@ -257,6 +288,31 @@ class DistributedDataParallel(nn.Module):
     def buckets(self) -> list[FlatGroup]:
         """The buckets, in the order of their reductions."""
         return list(self._flat.order)
+
+
+class _JoinHook(JoinHook):
+    """Lets a model be trained inside of torch.distributed.algorithms.Join, as inside of `join`."""
+
+    def __init__(self, model: DistributedDataParallel, over_all: bool) -> None:
+        self.model, self.over_all = model, over_all
+        self.joining: Join | None = None
+
+    def enter(self) -> None:
+        """Before this rank's first pass, or at its end where it has none."""
+        if self.joining is None:
+            throw = self.model._join_config.throw_on_early_termination
+            self.joining = Join.entered(self.model._flat, self.over_all, throw)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """This rank has no more input: it answers the others until all have none."""
+        del is_last_joiner
+        self.enter()
+        assert self.joining is not None
+        try:
+            self.joining.shadow()
+        finally:
+            self.joining.leave()
+            self.model._join_hook = None
 
 
 def _refuse(**given: Any) -> None:

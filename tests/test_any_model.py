@@ -494,7 +494,7 @@ def some_inputs(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
     """Backward to some parameters, gradients of others by autograd.grad, and conversions that change nothing."""
     for step in range(2):
         chosen = [*model.blocks[1].inner.parameters(), model.head.weight]
-        loss = model.to(torch.float32).to("cpu")(batch(rank, step)).square().mean()
+        loss = model.to(model.head.weight.dtype).to("cpu")(batch(rank, step)).square().mean()
         others = torch.autograd.grad(
             loss, [model.encoder.weight, *model.blocks[2].inner.parameters()], retain_graph=True
         )

@@ -440,3 +440,37 @@ def test_the_naive_way_survives_a_backward_pass_that_raises() -> None:
     found = on_ranks(rank)
     assert all(torch.equal(each, found[0]) for each in found)
     assert found[0].any()
+
+
+def _uneven_with_torchs_join(with_join: str, over_all: bool) -> list[torch.Tensor]:
+    import torch.distributed as dist
+    from torch.distributed.algorithms import Join
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside = (
+        Join([model], divide_by_initial_world_size=over_all)
+        if with_join == "torch"
+        else model.join(divide_by_initial_world_size=over_all)
+    )
+    for _ in range(2):
+        with inside:
+            for step in range((3, 0, 1)[rank]):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), float(rank + step))).square().mean().backward()
+                optimizer.step()
+        inside = Join([model], divide_by_initial_world_size=over_all) if with_join == "torch" else model.join(over_all)
+    with Join([model], enable=False) if with_join == "torch" else model.join(enable=False):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).mean().backward()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("over_all", [True, False])
+def test_torchs_join_is_ours(over_all: bool) -> None:
+    by_torch = torch_ranks.run(_uneven_with_torchs_join, "torch", over_all, timeout_s=100)
+    ours = torch_ranks.run(_uneven_with_torchs_join, "ours", over_all, timeout_s=100)
+    for found in (*by_torch, *ours[1:]):
+        assert all(map(torch.equal, found, ours[0]))

@@ -70,15 +70,12 @@ def join(
     if not enable:
         yield
         return
-    _refuse(flat)
-    joining = Join(flat, divide_by_initial_world_size, throw_on_early_termination)
-    ranks = flat.ranks
-    ranks.joining = joining
+    joining = Join.entered(flat, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield
         joining.shadow()
     finally:
-        ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
+        joining.leave()
 
 
 def _refuse(flat: FlatModel) -> None:
@@ -112,6 +109,18 @@ class Join:
         self.with_input = list(range(flat.ranks.world_size))  # in the last round with any
         self.shadowing = False  # this rank has joined
         self._heard = torch.zeros(flat.ranks.world_size, dtype=torch.int64, device=flat.device)
+
+    @staticmethod
+    def entered(flat: FlatModel, over_all: bool, throw: bool) -> Join:
+        """The ranks of a model may have different numbers of inputs from now on, until `leave`."""
+        _refuse(flat)
+        flat.ranks.joining = Join(flat, over_all, throw)
+        return flat.ranks.joining
+
+    def leave(self) -> None:
+        """All ranks have joined, or one has raised."""
+        ranks = self.flat.ranks
+        ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
 
     @property
     def some_have_joined(self) -> bool:
