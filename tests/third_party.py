@@ -1,0 +1,561 @@
+"""Programs of other people: unmodified models and the loops that people write around them, on ranks, at any stage.
+
+A program is a function of a `Run`, which wraps its models (torch's DDP over the backend "ringcomm", or `ringcomm.shard`
+at one stage) and keeps what is compared: every loss, every parameter and buffer at the end. All its choices (the
+model's sizes, dropout, accumulation, clipping, checkpointing, the optimizer) are drawn from one seed, so that every
+rank and every stage runs the same program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.metadata
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_ranks
+from torch import nn
+
+import ringcomm
+from ringcomm.errors import AbortedError, RingcommError, UnsupportedError
+
+WORLD_SIZE = 3
+STEPS = 3
+DDP = "DDP"  # torch's
+WAYS: tuple[str | int, ...] = (DDP, 0, 1, 2, 3)
+Values = dict[str, torch.Tensor]
+
+
+# ---- one run of a program ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """How one rank runs a program: what wraps its models, and what is kept to be compared."""
+
+    way: str | int  # DDP, or the stage
+    rng: random.Random
+    seed: int
+    values: Values = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return dist.get_rank()
+
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, unused: bool = False
+    ) -> nn.Module:
+        """Wraps a model, and its optimizer if there is one already.
+
+        Args:
+            unused: whether some passes leave parameters without a gradient, which torch's DDP must be told.
+        """
+        if self.way == DDP:
+            model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
+            return ringcomm.hooks.attach(model)
+        model, _ = ringcomm.shard(module, optimizer, int(self.way))
+        return model
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Backward passes inside add up on this rank alone."""
+        return model.no_sync() if self.way == DDP else ringcomm.no_sync(model)
+
+    def unsharded(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Every parameter can be read inside."""
+        return contextlib.nullcontext() if self.way == DDP else ringcomm.whole(model)
+
+    def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clips by the norm, whose bits do not depend on the order of the sum."""
+        if self.way != DDP:
+            return ringcomm.clip_grad_norm_(model, max_norm)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
+        for g in gradients:
+            g.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def generator(self, step: int) -> torch.Generator:
+        """Draws this rank's batch of a step."""
+        return torch.Generator().manual_seed(1009 * self.seed + 101 * step + self.rank)
+
+    def keep(self, name: str, x: torch.Tensor) -> None:
+        """Keeps a value that every way must agree on."""
+        self.values[f"{name} #{sum(each.startswith(f'{name} #') for each in self.values)}"] = x.detach().clone()
+
+    def keep_state(self, name: str, module: nn.Module) -> None:
+        """Keeps the parameters and buffers of an unwrapped model; a collective."""
+        for key, x in module.state_dict().items():
+            self.values[f"{name}.{key}"] = x.detach().clone()
+
+
+Main = Callable[[Run], None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program under its name, and the package that its model or optimizer comes from."""
+
+    name: str
+    package: str
+    main: Main
+    may_refuse: bool = False  # an optimizer with a sum over all parameters is right, or refused, from stage 1 on
+
+
+@dataclass
+class Outcome:
+    """What a rank has at the end of a run: values, or an exception."""
+
+    values: Values
+    error: str = ""
+    refused: bool = False  # by a sentence of ours
+    consequence: bool = False  # of another rank's exception
+
+
+def execute(name: str, seed: int, way: str | int) -> Outcome:
+    """Runs a program on this rank, over the default process group."""
+    program = PROGRAMS[name]
+    run = Run(way, random.Random(f"{name} {seed}"), seed)
+    torch.manual_seed(seed)
+    try:
+        program.main(run)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        return Outcome({}, told, isinstance(error, UnsupportedError), isinstance(error, AbortedError))
+    return Outcome(run.values)
+
+
+def outcomes_of(name: str, seed: int, way: str | int) -> list[Outcome]:
+    """Runs a program on processes; what every rank has at the end."""
+    return torch_ranks.run(execute, name, seed, way, world_size=WORLD_SIZE, timeout_s=60)
+
+
+def error_of(outcomes: list[Outcome]) -> str:
+    """The exception that came first, if any rank has one."""
+    failed = sorted((o.consequence, rank, o.error) for rank, o in enumerate(outcomes) if o.error)
+    return f"rank {failed[0][1]}: {failed[0][2]}" if failed else ""
+
+
+def differing(expected: Outcome, found: Outcome) -> list[str]:
+    """The names of values that are not the same bits."""
+    names = [*expected.values, *(name for name in found.values if name not in expected.values)]
+    return [name for name in names if not same_bits(expected.values.get(name), found.values.get(name))]
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same type, shape and bytes; a NaN is equal to itself, and 0 is not -0."""
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+
+
+def difference_of(expected: list[Outcome], found: list[Outcome]) -> str:
+    """The first value that is not the same bits on some rank, with how far apart it is; empty if there is none."""
+    for rank, (a, b) in enumerate(zip(expected, found, strict=True)):
+        names = differing(a, b)
+        if names:
+            x, y = a.values.get(names[0]), b.values.get(names[0])
+            comparable = x is not None and y is not None and x.shape == y.shape
+            far = f", by {float((x.double() - y.double()).abs().max()):.1e}" if comparable else ""
+            return f"rank {rank}: {len(names)} of {len(a.values)} values differ, first {names[0]}{far}"
+    return ""
+
+
+def verdicts(name: str, seed: int, ways: Iterable[str | int] = WAYS) -> dict[str | int, str]:
+    """For each way "equal" (to the first one that ran), "refused: ...", or what went wrong."""
+    found: dict[str | int, str] = {}
+    expected: list[Outcome] | None = None
+    for way in ways:
+        outcomes = outcomes_of(name, seed, way)
+        error = error_of(outcomes)
+        if error:
+            refused = PROGRAMS[name].may_refuse and all(o.refused for o in outcomes) and way not in (DDP, 0)
+            found[way] = f"refused: {error}" if refused else error
+            continue
+        expected = expected or outcomes
+        found[way] = difference_of(expected, outcomes) or "equal"
+    return found
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+Batch = dict[str, torch.Tensor]
+
+
+def loss_by_itself(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss that a model of transformers computes when it gets labels."""
+    return model(**batch).loss
+
+
+@dataclass
+class Task:
+    """A model, its batches, its loss."""
+
+    module: nn.Module
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], torch.Tensor] = loss_by_itself
+    unused: bool = False
+
+
+TaskOf = Callable[[random.Random], Task]
+
+
+def transformers_model(kind: str, config_kind: str, **options: Any) -> nn.Module:
+    """A model of Hugging Face transformers with random weights."""
+    transformers = importlib.import_module("transformers")
+    return getattr(transformers, kind)(getattr(transformers, config_kind)(**options))
+
+
+def token_batches(rng: random.Random, vocabulary: int, *names: str, labels: str = "labels") -> Any:
+    """Batches of tokens under these names, of a size that the seed chooses, and a label for each token."""
+    rows, length = rng.randint(1, 3), rng.randint(3, 7)
+
+    def batch(generator: torch.Generator) -> Batch:
+        drawn = {name: torch.randint(2, vocabulary, (rows, length), generator=generator) for name in names}
+        return {**drawn, labels: torch.randint(2, vocabulary, (rows, length), generator=generator)}
+
+    return batch
+
+
+def image_batches(rng: random.Random, size: int, classes: int = 5) -> Callable[[torch.Generator], Batch]:
+    """Batches of images and a class for each."""
+    rows = rng.randint(2, 4)
+
+    def batch(generator: torch.Generator) -> Batch:
+        images = torch.randn(rows, 3, size, size, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(classes, (rows,), generator=generator)}
+
+    return batch
+
+
+def sizes(rng: random.Random) -> tuple[int, int, int]:
+    """Width, heads, layers."""
+    heads = rng.choice([2, 4])
+    return 8 * rng.randint(2, 4), heads, rng.randint(2, 3)
+
+
+def dropout(rng: random.Random) -> float:
+    """A probability."""
+    return rng.choice([0.0, 0.1])
+
+
+def t5(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    model = transformers_model(
+        "T5ForConditionalGeneration", "T5Config", vocab_size=41, d_model=width, d_kv=8, d_ff=2 * width + 3,
+        num_layers=layers, num_decoder_layers=rng.randint(2, 3), num_heads=heads, dropout_rate=dropout(rng),
+        feed_forward_proj=rng.choice(["relu", "gated-gelu"]), tie_word_embeddings=rng.random() < 0.5,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Task(model, token_batches(rng, 41, "input_ids"))
+
+
+def bart(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    model = transformers_model(
+        "BartForConditionalGeneration", "BartConfig", vocab_size=41, d_model=width, encoder_layers=layers,
+        decoder_layers=rng.randint(2, 3), encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=2 * width, decoder_ffn_dim=2 * width + 1, max_position_embeddings=16, dropout=dropout(rng),
+        scale_embedding=rng.random() < 0.5, decoder_layerdrop=0.0,
+    )  # fmt: skip
+    return Task(model, token_batches(rng, 41, "input_ids"))
+
+
+def whisper(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    frames = 2 * rng.randint(4, 6)
+    model = transformers_model(
+        "WhisperForConditionalGeneration", "WhisperConfig", vocab_size=41, num_mel_bins=6, d_model=width,
+        encoder_layers=layers, decoder_layers=rng.randint(2, 3), encoder_attention_heads=heads,
+        decoder_attention_heads=heads, encoder_ffn_dim=2 * width, decoder_ffn_dim=2 * width + 1,
+        max_source_positions=frames // 2, max_target_positions=12, dropout=dropout(rng), pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, decoder_start_token_id=0, begin_suppress_tokens=None,
+    )  # fmt: skip
+    rows = rng.randint(1, 3)
+
+    def batch(generator: torch.Generator) -> Batch:
+        features = torch.randn(rows, 6, frames, generator=generator)
+        return {"input_features": features, "labels": torch.randint(2, 41, (rows, 5), generator=generator)}
+
+    return Task(model, batch)
+
+
+def bert(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    kind, labels = rng.choice(
+        [("BertForMaskedLM", "labels"), ("BertForPreTraining", "labels"), ("BertForQuestionAnswering", "")]
+    )
+    model = transformers_model(
+        kind, "BertConfig", vocab_size=41, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=2 * width + 1, max_position_embeddings=16, hidden_dropout_prob=dropout(rng),
+        tie_word_embeddings=rng.random() < 0.7,
+    )  # fmt: skip
+    tokens, rows = token_batches(rng, 41, "input_ids"), rng.randint(1, 3)
+
+    def batch(generator: torch.Generator) -> Batch:
+        if labels:
+            found = tokens(generator)
+            more = torch.randint(2, (len(found["labels"]),), generator=generator)
+            return found if kind == "BertForMaskedLM" else {**found, "next_sentence_label": more}
+        ends = torch.randint(6, (2, rows), generator=generator)
+        ids = torch.randint(41, (rows, 6), generator=generator)
+        return {"input_ids": ids, "start_positions": ends[0], "end_positions": ends[1]}
+
+    return Task(model, batch)
+
+
+def gpt2(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    p = dropout(rng)
+    model = transformers_model(
+        "GPT2LMHeadModel", "GPT2Config", vocab_size=41, n_positions=16, n_embd=width, n_layer=layers, n_head=heads,
+        resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, bos_token_id=0, eos_token_id=0,
+        scale_attn_by_inverse_layer_idx=rng.random() < 0.5,
+    )  # fmt: skip
+    return Task(model, token_batches(rng, 41, "input_ids"))
+
+
+def llama(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    model = transformers_model(
+        "LlamaForCausalLM", "LlamaConfig", vocab_size=41, hidden_size=width, intermediate_size=2 * width + 1,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=rng.choice([1, heads]),
+        max_position_embeddings=16, tie_word_embeddings=rng.random() < 0.5, attention_bias=rng.random() < 0.5,
+    )  # fmt: skip
+    return Task(model, token_batches(rng, 41, "input_ids"))
+
+
+def mixtral(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    model = transformers_model(
+        "MixtralForCausalLM", "MixtralConfig", vocab_size=41, hidden_size=width, intermediate_size=width + 1,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2, max_position_embeddings=16,
+        num_local_experts=rng.randint(3, 5), num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.1, router_jitter_noise=0.0,
+    )  # fmt: skip
+    return Task(model, token_batches(rng, 41, "input_ids"), unused=True)
+
+
+def vit(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    model = transformers_model(
+        "ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, hidden_size=width,
+        num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=2 * width + 1, num_labels=5,
+        hidden_dropout_prob=dropout(rng), qkv_bias=rng.random() < 0.5,
+    )  # fmt: skip
+    return Task(model, image_batches(rng, 8))
+
+
+def clip(rng: random.Random) -> Task:
+    width, heads, layers = sizes(rng)
+    transformers = importlib.import_module("transformers")
+    tower = {"hidden_size": width, "intermediate_size": width + 1, "num_attention_heads": heads}
+    text = {**tower, "vocab_size": 41, "num_hidden_layers": layers, "max_position_embeddings": 8, "eos_token_id": 40}
+    vision = {**tower, "num_hidden_layers": rng.randint(2, 3), "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
+    images, rows = image_batches(rng, 8), rng.randint(2, 4)
+
+    def batch(generator: torch.Generator) -> Batch:
+        pixels = images(generator)["pixel_values"][:1].repeat(rows, 1, 1, 1)
+        pixels = pixels + torch.randn(pixels.shape, generator=generator)
+        return {"input_ids": torch.randint(41, (rows, 6), generator=generator), "pixel_values": pixels}
+
+    return Task(transformers.CLIPModel(config), batch, lambda model, inputs: model(**inputs, return_loss=True).loss)
+
+
+def resnet(rng: random.Random) -> Task:
+    kind = rng.choice(["basic", "bottleneck"])
+    model = transformers_model(
+        "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], num_labels=5,
+        depths=[rng.randint(1, 2), 2], layer_type=kind, downsample_in_first_stage=rng.random() < 0.5,
+    )  # fmt: skip
+    return Task(model, image_batches(rng, 16))
+
+
+class DenseLayer(nn.Sequential):
+    """A layer of DenseNet: it gets the list of all features before, as in torchvision's."""
+
+    def __init__(self, width: int, growth: int, p: float, recompute: bool) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(width), nn.Conv2d(width, 2 * growth, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(2 * growth), nn.Conv2d(2 * growth, growth, 3, padding=1, bias=False)
+        self.p, self.recompute = p, recompute
+
+    def bottleneck(self, *features: torch.Tensor) -> torch.Tensor:
+        return self.conv1(F.relu(self.norm1(torch.cat(features, 1)), inplace=True))
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        if self.recompute:
+            x = torch.utils.checkpoint.checkpoint(self.bottleneck, *features, use_reentrant=False)
+        else:
+            x = self.bottleneck(*features)
+        x = self.conv2(F.relu(self.norm2(x), inplace=True))
+        return F.dropout(x, self.p, self.training) if self.p else x
+
+
+class DenseBlock(nn.ModuleDict):
+    """A block of DenseNet: a list that grows by what each layer gives."""
+
+    def __init__(self, layers: int, width: int, growth: int, p: float, recompute: bool) -> None:
+        super().__init__()
+        for i in range(layers):
+            self[f"layer{i}"] = DenseLayer(width + i * growth, growth, p, recompute)
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        features = [first]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+def densenet(rng: random.Random) -> Task:
+    growth, width, p, recompute = rng.randint(3, 5), 8, dropout(rng), rng.random() < 0.5
+    parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)]
+    for number, layers in enumerate([2, rng.randint(2, 3)]):
+        parts.append(DenseBlock(layers, width, growth, p, recompute))
+        width += layers * growth
+        if number == 0:
+            parts += [nn.BatchNorm2d(width), nn.ReLU(True), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)]
+            width //= 2
+    model = nn.Sequential(
+        *parts, nn.BatchNorm2d(width), nn.ReLU(True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5)
+    )
+    return Task(model, image_batches(rng, 8), classes_loss)
+
+
+def classes_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The cross entropy of a plain classifier."""
+    return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def unet(rng: random.Random) -> Task:
+    diffusers = importlib.import_module("diffusers")
+    first = rng.choice([8, 16])
+    model = diffusers.UNet2DModel(
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=rng.randint(1, 2), norm_num_groups=4,
+        block_out_channels=(first, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4, dropout=dropout(rng),
+    )  # fmt: skip
+
+    def batch(generator: torch.Generator) -> Batch:
+        noise, images = torch.randn(2, 2, 3, 8, 8, generator=generator)
+        return {"noise": noise, "images": images, "times": torch.randint(1000, (2,), generator=generator)}
+
+    scheduler = diffusers.DDPMScheduler()
+    return Task(model, batch, lambda net, inputs: diffusion_loss(net, inputs, scheduler))
+
+
+def diffusion_loss(net: nn.Module, batch: Batch, scheduler: Any, *condition: torch.Tensor) -> torch.Tensor:
+    """How far a network's guess of the noise is from the noise."""
+    noised = scheduler.add_noise(batch["images"], batch["noise"], batch["times"])
+    return F.mse_loss(net(noised, batch["times"], *condition).sample, batch["noise"])
+
+
+def conditional_unet(rng: random.Random) -> Task:
+    diffusers = importlib.import_module("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=4, cross_attention_dim=12,
+        block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=rng.choice([2, 4]),
+    )  # fmt: skip
+
+    def batch(generator: torch.Generator) -> Batch:
+        noise, images = torch.randn(2, 2, 4, 8, 8, generator=generator)
+        times, text = torch.randint(1000, (2,), generator=generator), torch.randn(2, 5, 12, generator=generator)
+        return {"noise": noise, "images": images, "times": times, "text": text}
+
+    scheduler = diffusers.DDPMScheduler()
+    return Task(model, batch, lambda net, inputs: diffusion_loss(net, inputs, scheduler, inputs["text"]))
+
+
+# ---- the loop that most people write -----------------------------------------------------------------------------
+
+
+def enable_checkpointing(module: nn.Module) -> None:
+    """Turns on activation checkpointing as the model's package does."""
+    if hasattr(module, "gradient_checkpointing_enable"):
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif hasattr(module, "enable_gradient_checkpointing"):
+        module.enable_gradient_checkpointing()
+
+
+def make_optimizer(rng: random.Random, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over matrices, with weight decay, and over the rest."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kind = rng.choice(["AdamW", "AdamW", "Adam", "SGD", "NAdam", "RMSprop"])
+    if kind == "SGD":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=rng.random() < 0.5)
+    return getattr(torch.optim, kind)(groups, lr=0.01)
+
+
+def finetune(task_of: TaskOf) -> Main:
+    """A program that trains a model as most people do; what it does besides is drawn from the seed."""
+
+    def main(run: Run) -> None:
+        rng = run.rng
+        task = task_of(rng)
+        accumulate, clips, autocast = rng.choice([1, 2, 3]), rng.random() < 0.5, rng.random() < 0.2
+        if rng.random() < 0.5:
+            enable_checkpointing(task.module)
+        optimizer = make_optimizer(rng, task.module)
+        model = run.wrap(task.module, optimizer, task.unused)
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / STEPS)
+        torch.manual_seed(100 * run.seed + run.rank)  # every rank has its own dropout
+        model.train()
+        for step in range(STEPS):
+            for k in range(accumulate):
+                batch = task.batch(run.generator(10 * step + k))
+                with run.no_sync(model) if k < accumulate - 1 else contextlib.nullcontext():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = task.loss(model, batch) / accumulate
+                    loss.backward()
+                run.keep("loss", loss)
+            if clips:
+                run.keep("norm", run.clip(model, 0.5))
+            optimizer.step()
+            warmup.step()
+            optimizer.zero_grad()
+        finish(run, task)
+
+    return main
+
+
+def finish(run: Run, task: Task, name: str = "model") -> None:
+    """Evaluates a model and keeps its state."""
+    task.module.eval()
+    with torch.no_grad():
+        run.keep("evaluation", task.loss(task.module, task.batch(run.generator(99))))
+    run.keep_state(name, task.module)
+
+
+TASKS: dict[str, tuple[str, TaskOf]] = {
+    "T5": ("transformers", t5),
+    "BART": ("transformers", bart),
+    "Whisper": ("transformers", whisper),
+    "BERT": ("transformers", bert),
+    "GPT-2": ("transformers", gpt2),
+    "Llama": ("transformers", llama),
+    "Mixtral": ("transformers", mixtral),
+    "ViT": ("transformers", vit),
+    "CLIP": ("transformers", clip),
+    "ResNet": ("transformers", resnet),
+    "DenseNet": ("torch", densenet),
+    "UNet2D": ("diffusers", unet),
+    "UNet2DCondition": ("diffusers", conditional_unet),
+}
+
+PROGRAMS: dict[str, Program] = {
+    name: Program(name, package, finetune(task_of)) for name, (package, task_of) in TASKS.items()
+}
