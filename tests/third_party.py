@@ -9,12 +9,10 @@ rank and every stage runs the same program.
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
-import importlib.metadata
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +23,7 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.errors import AbortedError, RingcommError, UnsupportedError
+from ringcomm.errors import AbortedError, UnsupportedError
 
 WORLD_SIZE = 3
 STEPS = 3
@@ -83,6 +81,10 @@ class Run:
             g.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
+    def own_random_numbers(self) -> None:
+        """From here on every rank has other dropout than the rest."""
+        torch.manual_seed(100 * self.seed + self.rank)
+
     def generator(self, step: int) -> torch.Generator:
         """Draws this rank's batch of a step."""
         return torch.Generator().manual_seed(1009 * self.seed + 101 * step + self.rank)
@@ -108,6 +110,7 @@ class Program:
     package: str
     main: Main
     may_refuse: bool = False  # an optimizer with a sum over all parameters is right, or refused, from stage 1 on
+    ddp: bool = True  # whether torch's DDP can run it
 
 
 @dataclass
@@ -169,11 +172,11 @@ def difference_of(expected: list[Outcome], found: list[Outcome]) -> str:
     return ""
 
 
-def verdicts(name: str, seed: int, ways: Iterable[str | int] = WAYS) -> dict[str | int, str]:
+def verdicts(name: str, seed: int) -> dict[str | int, str]:
     """For each way "equal" (to the first one that ran), "refused: ...", or what went wrong."""
     found: dict[str | int, str] = {}
     expected: list[Outcome] | None = None
-    for way in ways:
+    for way in WAYS if PROGRAMS[name].ddp else WAYS[1:]:
         outcomes = outcomes_of(name, seed, way)
         error = error_of(outcomes)
         if error:
@@ -336,12 +339,12 @@ def llama(rng: random.Random) -> Task:
 def mixtral(rng: random.Random) -> Task:
     width, heads, layers = sizes(rng)
     model = transformers_model(
-        "MixtralForCausalLM", "MixtralConfig", vocab_size=41, hidden_size=width, intermediate_size=width + 1,
+        "MixtralForCausalLM", "MixtralConfig", vocab_size=41, hidden_size=width, intermediate_size=width + 8,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2, max_position_embeddings=16,
         num_local_experts=rng.randint(3, 5), num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.1, router_jitter_noise=0.0,
+        router_aux_loss_coef=0.1, experts_implementation=rng.choice(["eager", "grouped_mm", "batched_mm"]),
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"), unused=True)
+    return Task(model, token_batches(rng, 41, "input_ids"))
 
 
 def vit(rng: random.Random) -> Task:
@@ -358,7 +361,8 @@ def clip(rng: random.Random) -> Task:
     width, heads, layers = sizes(rng)
     transformers = importlib.import_module("transformers")
     tower = {"hidden_size": width, "intermediate_size": width + 1, "num_attention_heads": heads}
-    text = {**tower, "vocab_size": 41, "num_hidden_layers": layers, "max_position_embeddings": 8, "eos_token_id": 40}
+    text = {**tower, "vocab_size": 41, "num_hidden_layers": layers, "max_position_embeddings": 8}
+    text |= {"bos_token_id": 39, "eos_token_id": 40, "pad_token_id": 0}
     vision = {**tower, "num_hidden_layers": rng.randint(2, 3), "image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
     images, rows = image_batches(rng, 8), rng.randint(2, 4)
@@ -423,7 +427,12 @@ def densenet(rng: random.Random) -> Task:
         parts.append(DenseBlock(layers, width, growth, p, recompute))
         width += layers * growth
         if number == 0:
-            parts += [nn.BatchNorm2d(width), nn.ReLU(True), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)]
+            parts += [
+                nn.BatchNorm2d(width),
+                nn.ReLU(True),
+                nn.Conv2d(width, width // 2, 1, bias=False),
+                nn.AvgPool2d(2),
+            ]
             width //= 2
     model = nn.Sequential(
         *parts, nn.BatchNorm2d(width), nn.ReLU(True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5)
@@ -481,48 +490,73 @@ def conditional_unet(rng: random.Random) -> Task:
 
 def enable_checkpointing(module: nn.Module) -> None:
     """Turns on activation checkpointing as the model's package does."""
-    if hasattr(module, "gradient_checkpointing_enable"):
+    if hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    elif hasattr(module, "gradient_checkpointing_enable"):  # its name before
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif hasattr(module, "enable_gradient_checkpointing"):
         module.enable_gradient_checkpointing()
 
 
-def make_optimizer(rng: random.Random, module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer over matrices, with weight decay, and over the rest."""
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices alone."""
     parameters = list(module.parameters())
-    groups = [
+    return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def make_optimizer(rng: random.Random, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of torch, in most cases with two groups."""
+    groups = parameter_groups(module) if rng.random() < 0.7 else list(module.parameters())
     kind = rng.choice(["AdamW", "AdamW", "Adam", "SGD", "NAdam", "RMSprop"])
     if kind == "SGD":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=rng.random() < 0.5)
     return getattr(torch.optim, kind)(groups, lr=0.01)
 
 
+@dataclass(frozen=True)
+class Habits:
+    """What a loop does besides the plain step, drawn from the seed."""
+
+    accumulate: int
+    clips: bool
+    autocast: bool
+    optimizer_first: bool
+
+    @classmethod
+    def of(cls, rng: random.Random) -> Habits:
+        return cls(rng.choice([1, 2, 3]), rng.random() < 0.5, rng.random() < 0.2, rng.random() < 0.7)
+
+
+def backward_passes(run: Run, model: nn.Module, task: Task, habits: Habits, step: int) -> None:
+    """The passes of one step; those before the last one are kept from the wire."""
+    for k in range(habits.accumulate):
+        batch = task.batch(run.generator(10 * step + k))
+        with run.no_sync(model) if k < habits.accumulate - 1 else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=habits.autocast):
+                loss = task.loss(model, batch) / habits.accumulate
+            loss.backward()
+        run.keep("loss", loss)
+
+
 def finetune(task_of: TaskOf) -> Main:
-    """A program that trains a model as most people do; what it does besides is drawn from the seed."""
+    """A program that trains a model as most people do."""
 
     def main(run: Run) -> None:
-        rng = run.rng
-        task = task_of(rng)
-        accumulate, clips, autocast = rng.choice([1, 2, 3]), rng.random() < 0.5, rng.random() < 0.2
-        if rng.random() < 0.5:
+        task, habits = task_of(run.rng), Habits.of(run.rng)
+        if run.rng.random() < 0.5:
             enable_checkpointing(task.module)
-        optimizer = make_optimizer(rng, task.module)
+        optimizer = make_optimizer(run.rng, task.module) if habits.optimizer_first else None
         model = run.wrap(task.module, optimizer, task.unused)
+        optimizer = optimizer or make_optimizer(run.rng, model)
         warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / STEPS)
-        torch.manual_seed(100 * run.seed + run.rank)  # every rank has its own dropout
+        run.own_random_numbers()
         model.train()
         for step in range(STEPS):
-            for k in range(accumulate):
-                batch = task.batch(run.generator(10 * step + k))
-                with run.no_sync(model) if k < accumulate - 1 else contextlib.nullcontext():
-                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss = task.loss(model, batch) / accumulate
-                    loss.backward()
-                run.keep("loss", loss)
-            if clips:
+            backward_passes(run, model, task, habits, step)
+            if habits.clips:
                 run.keep("norm", run.clip(model, 0.5))
             optimizer.step()
             warmup.step()
@@ -532,13 +566,433 @@ def finetune(task_of: TaskOf) -> Main:
     return main
 
 
-def finish(run: Run, task: Task, name: str = "model") -> None:
+def finish(run: Run, task: Task) -> None:
     """Evaluates a model and keeps its state."""
     task.module.eval()
     with torch.no_grad():
         run.keep("evaluation", task.loss(task.module, task.batch(run.generator(99))))
-    run.keep_state(name, task.module)
+    run.keep_state("model", task.module)
 
+
+# ---- optimizers of others ----------------------------------------------------------------------------------------
+
+
+def some_task(rng: random.Random) -> Task:
+    """One of the quick models."""
+    return rng.choice([gpt2, llama, vit, bert, densenet])(rng)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness aware minimisation (Foret et al., 2020) in its usual form: climb, compute gradients again, go back and
+    step."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = self._grad_norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def _grad_norm(self) -> torch.Tensor:
+        norms = [p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return torch.norm(torch.stack(norms), p=2)
+
+
+def sam(run: Run) -> None:
+    task = some_task(run.rng)
+    base = run.rng.choice([torch.optim.SGD, torch.optim.AdamW])
+    optimizer = SAM(task.module.parameters(), base, lr=0.01)
+    model = run.wrap(task.module, optimizer)
+    run.own_random_numbers()
+    for step in range(STEPS):
+        batch = task.batch(run.generator(step))
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        again = task.loss(model, batch)
+        again.backward()
+        optimizer.second_step(zero_grad=True)
+        run.keep("loss", loss)
+        run.keep("loss after the climb", again)
+    finish(run, task)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that go a part of the way every k steps (Zhang et al., 2019), around another optimizer."""
+
+    def __init__(self, base: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.base, self.k, self.alpha, self.count = base, k, alpha, 0
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "slow" not in self.state[p]:
+                    self.state[p]["slow"] = p.detach().clone()
+        loss = self.base.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p]["slow"]
+                    slow.add_(p.data - slow, alpha=self.alpha)
+                    p.data.copy_(slow)
+        return loss
+
+
+class LookaheadOutside:
+    """The same as a plain object, which writes into the parameters after the step."""
+
+    def __init__(self, base: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.base, self.k, self.alpha, self.count = base, k, alpha, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.base.step()
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.base.param_groups, self.slow, strict=True):
+                for p, s in zip(group["params"], slow, strict=True):
+                    s.add_(p.detach() - s, alpha=self.alpha)
+                    p.copy_(s)
+
+
+def plain_steps(run: Run, task: Task, model: nn.Module, optimizer: Any) -> None:
+    """The shortest loop, for what only the optimizer makes special."""
+    habits = Habits.of(run.rng)
+    run.own_random_numbers()
+    for step in range(STEPS + 1):
+        backward_passes(run, model, task, habits, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def lookahead(run: Run) -> None:
+    task = some_task(run.rng)
+    optimizer = Lookahead(torch.optim.Adam(task.module.parameters(), lr=0.01))
+    model = run.wrap(task.module, optimizer)
+    plain_steps(run, task, model, optimizer)
+    finish(run, task)
+
+
+def lookahead_outside(run: Run) -> None:
+    task = some_task(run.rng)
+    optimizer = torch.optim.Adam(task.module.parameters(), lr=0.01)
+    model = run.wrap(task.module, optimizer)
+    with run.unsharded(model):
+        outside = LookaheadOutside(optimizer)
+    plain_steps(run, task, model, outside)
+    finish(run, task)
+
+
+def lion(run: Run) -> None:
+    task = some_task(run.rng)
+    kind = importlib.import_module("lion_pytorch").Lion
+    optimizer = kind(parameter_groups(task.module), lr=0.003, decoupled_weight_decay=run.rng.random() < 0.5)
+    plain_steps(run, task, run.wrap(task.module, optimizer), optimizer)
+    finish(run, task)
+
+
+def prodigy(run: Run) -> None:
+    task = some_task(run.rng)
+    kind = importlib.import_module("prodigyopt").Prodigy
+    optimizer = kind(task.module.parameters(), d0=1e-3, weight_decay=0.1, slice_p=run.rng.choice([1, 3]))
+    plain_steps(run, task, run.wrap(task.module, optimizer), optimizer)
+    run.keep("d", torch.tensor(optimizer.param_groups[0]["d"]))
+    finish(run, task)
+
+
+def schedule_free(run: Run) -> None:
+    """Its parameters are other ones in training than in evaluation."""
+    task = some_task(run.rng)
+    package = importlib.import_module("schedulefree")
+    kind = run.rng.choice([package.AdamWScheduleFree, package.SGDScheduleFree, package.RAdamScheduleFree])
+    optimizer = kind(task.module.parameters(), lr=0.01, weight_decay=0.1, foreach=run.rng.random() < 0.5)
+    model = run.wrap(task.module, optimizer)
+    for _ in range(2):
+        model.train()
+        optimizer.train()
+        plain_steps(run, task, model, optimizer)
+        optimizer.eval()
+        finish(run, task)
+
+
+def exponential_average(run: Run) -> None:
+    """torch's AveragedModel, made before wrapping, is fed with the unsharded model and evaluated at the end."""
+    averages = torch.optim.swa_utils
+    task, habits = some_task(run.rng), Habits.of(run.rng)
+    average = averages.AveragedModel(
+        task.module, multi_avg_fn=averages.get_ema_multi_avg_fn(0.9), use_buffers=run.rng.random() < 0.5
+    )
+    optimizer = make_optimizer(run.rng, task.module)
+    model = run.wrap(task.module, optimizer)
+    run.own_random_numbers()
+    for step in range(STEPS):
+        backward_passes(run, model, task, habits, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        with run.unsharded(model):
+            average.update_parameters(task.module)
+    average.eval()
+    with torch.no_grad():
+        run.keep("evaluation of the average", task.loss(average, task.batch(run.generator(98))))
+    run.keep_state("average", average)
+    finish(run, task)
+
+
+# ---- fine-tuning of a part ---------------------------------------------------------------------------------------
+
+
+def lora(run: Run) -> None:
+    """Adapters of peft in a frozen model; the optimizer gets all parameters."""
+    peft = importlib.import_module("peft")
+    of, targets = run.rng.choice([(llama, ["q_proj", "v_proj"]), (gpt2, ["c_attn"]), (t5, ["q", "v", "wi", "wo"])])
+    task, habits = of(run.rng), Habits.of(run.rng)
+    if habits.autocast:
+        enable_checkpointing(task.module)
+        task.module.enable_input_require_grads()
+    config = peft.LoraConfig(
+        r=run.rng.randint(2, 4), lora_alpha=8, target_modules=targets, lora_dropout=dropout(run.rng),
+        fan_in_fan_out=of is gpt2, use_dora=run.rng.random() < 0.3, bias=run.rng.choice(["none", "lora_only"]),
+    )  # fmt: skip
+    task.module = peft.get_peft_model(task.module, config)
+    optimizer = torch.optim.AdamW(task.module.parameters(), lr=0.01)
+    model = run.wrap(task.module, optimizer)
+    plain_steps(run, task, model, optimizer)
+    for name, x in peft.get_peft_model_state_dict(task.module).items():
+        run.keep(f"adapter {name}", x)
+    finish(run, task)
+
+
+def staged_unfreezing(run: Run) -> None:
+    """The head first, then one more part in each step; the optimizer has had all parameters from the beginning."""
+    task, habits = vit(run.rng), Habits.of(run.rng)
+    task.module.requires_grad_(False)
+    task.module.classifier.requires_grad_(True)
+    optimizer = torch.optim.AdamW(task.module.parameters(), lr=0.01)
+    model = run.wrap(task.module, optimizer)
+    run.own_random_numbers()
+    for step, thawed in enumerate(["classifier", "vit.layernorm", "vit"]):
+        task.module.get_submodule(thawed).requires_grad_(True)
+        backward_passes(run, model, task, habits, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    finish(run, task)
+
+
+# ---- a language model that keeps its state from batch to batch ---------------------------------------------------
+
+
+class RecurrentModel(nn.Module):
+    """The word language model of torch's examples: an embedding, recurrent layers, a decoder that may be tied."""
+
+    def __init__(self, kind: str, width: int, layers: int, p: float, tied: bool) -> None:
+        super().__init__()
+        self.drop, self.encoder = nn.Dropout(p), nn.Embedding(41, width)
+        self.rnn = getattr(nn, kind)(width, width, layers, dropout=p)
+        self.decoder = nn.Linear(width, 41)
+        if tied:
+            self.decoder.weight = self.encoder.weight
+
+    def forward(self, tokens: torch.Tensor, hidden: Any) -> tuple[torch.Tensor, Any]:
+        output, hidden = self.rnn(self.drop(self.encoder(tokens)), hidden)
+        return F.log_softmax(self.decoder(self.drop(output)).view(-1, 41), dim=1), hidden
+
+
+def detached(hidden: Any) -> Any:
+    """The hidden state without its history."""
+    if hidden is None or isinstance(hidden, torch.Tensor):
+        return None if hidden is None else hidden.detach()
+    return tuple(each.detach() for each in hidden)
+
+
+def recurrent(run: Run) -> None:
+    rng = run.rng
+    net = RecurrentModel(rng.choice(["LSTM", "GRU"]), 8 * rng.randint(1, 3), 2, dropout(rng), rng.random() < 0.5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+    model, hidden = run.wrap(net, optimizer), None
+    run.own_random_numbers()
+    for step in range(STEPS):
+        tokens = torch.randint(41, (6, 2), generator=run.generator(step))
+        hidden = detached(hidden)
+        output, hidden = model(tokens[:-1], hidden)
+        loss = F.nll_loss(output, tokens[1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        run.keep("norm", run.clip(model, 0.25))
+        optimizer.step()
+        run.keep("loss", loss)
+    run.keep_state("model", net)
+
+
+# ---- adversarial training ----------------------------------------------------------------------------------------
+
+
+def set_requires_grad(models: Iterable[nn.Module], requires_grad: bool) -> None:
+    """As in CycleGAN's code."""
+    for model in models:
+        for p in model.parameters():
+            p.requires_grad = requires_grad
+
+
+def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """How far the norm of the critic's gradient is from 1 between real and fake inputs."""
+    between = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
+    score = critic(between)
+    (gradient,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+    return ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+
+
+def wgan(run: Run) -> None:
+    """WGAN-GP: several steps of the critic with a gradient penalty for each of the generator."""
+    rng, width = run.rng, 8 * run.rng.randint(2, 4)
+    freezes, wide = rng.random() < 0.5, rng.randint(1, 2)
+    middle = [layer for _ in range(wide) for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(True))]
+    generator_net = nn.Sequential(
+        nn.Linear(6, width), nn.LeakyReLU(0.2, True), *middle, nn.Linear(width, 12), nn.Tanh()
+    )
+    critic_net = nn.Sequential(
+        nn.Linear(12, width), nn.LeakyReLU(0.2, True), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+    )
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for net in (generator_net, critic_net)]
+    generator, critic = (run.wrap(n, o) for n, o in zip((generator_net, critic_net), optimizers, strict=True))
+    for step in range(2 * STEPS):
+        drawn = run.generator(step)
+        real, noise = torch.randn(4, 12, generator=drawn), torch.randn(4, 6, generator=drawn)
+        if freezes:
+            set_requires_grad([critic], True)
+        optimizers[1].zero_grad()
+        fake = generator(noise).detach()
+        penalty = gradient_penalty(critic, real, fake, torch.rand(4, 1, generator=drawn))
+        loss = critic(fake).mean() - critic(real).mean() + 10 * penalty
+        loss.backward()
+        optimizers[1].step()
+        run.keep("critic's loss", loss)
+        if step % 2 == 1:
+            if freezes:
+                set_requires_grad([critic], False)
+            optimizers[0].zero_grad()
+            loss = -critic(generator(noise)).mean()
+            loss.backward()
+            optimizers[0].step()
+            run.keep("generator's loss", loss)
+    run.keep_state("generator", generator_net)
+    run.keep_state("critic", critic_net)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = [[nn.ReflectionPad2d(1), nn.Conv2d(width, width, 3), nn.InstanceNorm2d(width)] for _ in range(2)]
+        self.block = nn.Sequential(*layers[0], nn.ReLU(True), *layers[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+def translator(width: int, blocks: int) -> nn.Module:
+    """CycleGAN's generator: down, residual blocks, up."""
+    return nn.Sequential(
+        nn.ReflectionPad2d(1), nn.Conv2d(3, width, 3), nn.InstanceNorm2d(width), nn.ReLU(True),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.InstanceNorm2d(2 * width), nn.ReLU(True),
+        *[ResidualBlock(2 * width) for _ in range(blocks)],
+        nn.ConvTranspose2d(2 * width, width, 3, stride=2, padding=1, output_padding=1),
+        nn.InstanceNorm2d(width), nn.ReLU(True), nn.ReflectionPad2d(1), nn.Conv2d(width, 3, 3), nn.Tanh(),
+    )  # fmt: skip
+
+
+def patch_discriminator(width: int) -> nn.Module:
+    """CycleGAN's discriminator: a score for each patch."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 4, stride=2, padding=1), nn.LeakyReLU(0.2, True),
+        nn.Conv2d(width, 2 * width, 4, stride=1, padding=1), nn.InstanceNorm2d(2 * width), nn.LeakyReLU(0.2, True),
+        nn.Conv2d(2 * width, 1, 2),
+    )  # fmt: skip
+
+
+def scored(scores: torch.Tensor, real: bool) -> torch.Tensor:
+    """The least squares loss of a discriminator."""
+    return F.mse_loss(scores, torch.full_like(scores, float(real)))
+
+
+def generators_loss(nets: list[nn.Module], a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Adversarial, cycle and identity losses of both generators; and what they made of both images."""
+    g_a, g_b, d_a, d_b = nets
+    fake_b, fake_a = g_a(a), g_b(b)
+    cycle = F.l1_loss(g_b(fake_b), a) + F.l1_loss(g_a(fake_a), b)
+    identity = F.l1_loss(g_a(b), b) + F.l1_loss(g_b(a), a)
+    return scored(d_a(fake_b), True) + scored(d_b(fake_a), True) + 10 * cycle + 5 * identity, fake_a, fake_b
+
+
+def cyclegan(run: Run) -> None:
+    """Two generators with one optimizer, two discriminators with another, which are frozen in every other pass."""
+    width, blocks = 4 * run.rng.randint(1, 2), run.rng.randint(1, 2)
+    plain = [
+        translator(width, blocks),
+        translator(width, blocks),
+        patch_discriminator(width),
+        patch_discriminator(width),
+    ]
+    nets = [run.wrap(net) for net in plain]
+    ups, downs = nets[:2], nets[2:]
+    optimizers = [
+        torch.optim.Adam(itertools.chain(*(net.parameters() for net in pair)), lr=2e-3, betas=(0.5, 0.999))
+        for pair in (ups, downs)
+    ]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / 9) for each in optimizers]
+    for step in range(STEPS):
+        a, b = torch.rand(2, 1, 3, 8, 8, generator=run.generator(step))
+        set_requires_grad(downs, False)
+        optimizers[0].zero_grad()
+        loss, fake_a, fake_b = generators_loss(nets, a, b)
+        loss.backward()
+        optimizers[0].step()
+        run.keep("generators' loss", loss)
+        set_requires_grad(downs, True)
+        optimizers[1].zero_grad()
+        for net, real, fake in ((downs[0], b, fake_b), (downs[1], a, fake_a)):
+            loss = (scored(net(real), True) + scored(net(fake.detach()), False)) / 2
+            loss.backward()
+            run.keep("discriminator's loss", loss)
+        optimizers[1].step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for number, net in enumerate(plain):
+        run.keep_state(f"net {number}", net)
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------
 
 TASKS: dict[str, tuple[str, TaskOf]] = {
     "T5": ("transformers", t5),
@@ -556,6 +1010,22 @@ TASKS: dict[str, tuple[str, TaskOf]] = {
     "UNet2DCondition": ("diffusers", conditional_unet),
 }
 
+LOOPS = [
+    Program("LSTM", "torch", recurrent),
+    Program("WGAN-GP", "torch", wgan),
+    Program("CycleGAN", "torch", cyclegan),
+    Program("LoRA", "peft", lora),
+    Program("staged unfreezing", "transformers", staged_unfreezing, ddp=False),
+    Program("EMA", "transformers", exponential_average),
+    Program("SAM", "transformers", sam),
+    Program("Lookahead", "transformers", lookahead),
+    Program("Lookahead, outside of step", "transformers", lookahead_outside),
+    Program("Lion", "lion_pytorch", lion),
+    Program("Prodigy", "prodigyopt", prodigy, may_refuse=True),
+    Program("Schedule-Free", "schedulefree", schedule_free),
+]
+
 PROGRAMS: dict[str, Program] = {
-    name: Program(name, package, finetune(task_of)) for name, (package, task_of) in TASKS.items()
+    **{name: Program(name, package, finetune(task_of)) for name, (package, task_of) in TASKS.items()},
+    **{program.name: program for program in LOOPS},
 }
