@@ -259,7 +259,7 @@ def t5(rng: random.Random) -> Task:
     width, heads, layers = sizes(rng)
     model = transformers_model(
         "T5ForConditionalGeneration", "T5Config", vocab_size=41, d_model=width, d_kv=8, d_ff=2 * width + 3,
-        num_layers=layers, num_decoder_layers=rng.randint(2, 3), num_heads=heads, dropout_rate=dropout(rng),
+        num_layers=layers, num_decoder_layers=layers, num_heads=heads, dropout_rate=dropout(rng),
         feed_forward_proj=rng.choice(["relu", "gated-gelu"]), tie_word_embeddings=rng.random() < 0.5,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
@@ -317,7 +317,7 @@ def bert(rng: random.Random) -> Task:
         ids = torch.randint(41, (rows, 6), generator=generator)
         return {"input_ids": ids, "start_positions": ends[0], "end_positions": ends[1]}
 
-    return Task(model, batch)
+    return Task(model, batch, unused=True)  # the bias of a decoder that is not tied
 
 
 def gpt2(rng: random.Random) -> Task:
