@@ -493,14 +493,15 @@ def conditional_unet(rng: random.Random) -> Task:
 # ---- the loop that most people write -----------------------------------------------------------------------------
 
 
-def enable_checkpointing(module: nn.Module) -> None:
+def enable_checkpointing(module: nn.Module, use_reentrant: bool = False) -> None:
     """Turns on activation checkpointing as the model's package does."""
+    options = {"use_reentrant": use_reentrant}
     if not getattr(module, "supports_gradient_checkpointing", True):
         return
     if hasattr(module, "activation_checkpointing_enable"):
-        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     elif hasattr(module, "gradient_checkpointing_enable"):  # its name before
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif hasattr(module, "enable_gradient_checkpointing"):
         module.enable_gradient_checkpointing()
 
@@ -553,8 +554,8 @@ def finetune(task_of: TaskOf) -> Main:
 
     def main(run: Run) -> None:
         task, habits = task_of(run.rng), Habits.of(run.rng)
-        if run.rng.random() < 0.5:
-            enable_checkpointing(task.module)
+        if run.rng.random() < 0.5:  # torch's DDP cannot look for unused parameters through reentrant checkpointing
+            enable_checkpointing(task.module, use_reentrant=run.rng.random() < 0.4 and not task.unused)
         optimizer = make_optimizer(run.rng, task.module) if habits.optimizer_first else None
         model = run.wrap(task.module, optimizer, task.unused)
         optimizer = optimizer or make_optimizer(run.rng, model)
