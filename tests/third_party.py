@@ -210,7 +210,8 @@ class Task:
     module: nn.Module
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[nn.Module, Batch], torch.Tensor] = loss_by_itself
-    unused: bool = False
+    unused: bool = False  # whether some parameters get no gradient
+    writes: bool = False  # whether `generate` makes text
 
 
 TaskOf = Callable[[random.Random], Task]
@@ -263,7 +264,7 @@ def t5(rng: random.Random) -> Task:
         feed_forward_proj=rng.choice(["relu", "gated-gelu"]), tie_word_embeddings=rng.random() < 0.5,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"))
+    return Task(model, token_batches(rng, 41, "input_ids"), writes=True)
 
 
 def bart(rng: random.Random) -> Task:
@@ -274,7 +275,7 @@ def bart(rng: random.Random) -> Task:
         encoder_ffn_dim=2 * width, decoder_ffn_dim=2 * width + 1, max_position_embeddings=16, dropout=dropout(rng),
         scale_embedding=rng.random() < 0.5, decoder_layerdrop=0.0,
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"))
+    return Task(model, token_batches(rng, 41, "input_ids"), writes=True)
 
 
 def whisper(rng: random.Random) -> Task:
@@ -328,7 +329,7 @@ def gpt2(rng: random.Random) -> Task:
         resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, bos_token_id=0, eos_token_id=0,
         scale_attn_by_inverse_layer_idx=rng.random() < 0.5,
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"))
+    return Task(model, token_batches(rng, 41, "input_ids"), writes=True)
 
 
 def llama(rng: random.Random) -> Task:
@@ -338,7 +339,7 @@ def llama(rng: random.Random) -> Task:
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=rng.choice([1, heads]),
         max_position_embeddings=16, tie_word_embeddings=rng.random() < 0.5, attention_bias=rng.random() < 0.5,
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"))
+    return Task(model, token_batches(rng, 41, "input_ids"), writes=True)
 
 
 def mixtral(rng: random.Random) -> Task:
@@ -349,7 +350,7 @@ def mixtral(rng: random.Random) -> Task:
         num_local_experts=rng.randint(3, 5), num_experts_per_tok=2, output_router_logits=True,
         router_aux_loss_coef=0.1, experts_implementation=rng.choice(["eager", "grouped_mm", "batched_mm"]),
     )  # fmt: skip
-    return Task(model, token_batches(rng, 41, "input_ids"))
+    return Task(model, token_batches(rng, 41, "input_ids"), writes=True)
 
 
 def vit(rng: random.Random) -> Task:
@@ -569,18 +570,18 @@ def finetune(task_of: TaskOf) -> Main:
             optimizer.step()
             warmup.step()
             optimizer.zero_grad()
-        finish(run, task)
+        finish(run, task, model)
 
     return main
 
 
-def finish(run: Run, task: Task) -> None:
+def finish(run: Run, task: Task, model: nn.Module) -> None:
     """Evaluates a model, lets it write if it can, and keeps its state."""
-    task.module.eval()
+    model.eval()
     batch = task.batch(run.generator(99))
     with torch.no_grad():
-        run.keep("evaluation", task.loss(task.module, batch))
-    if hasattr(task.module, "generate") and getattr(task.module, "can_generate", lambda: True)():
+        run.keep("evaluation", task.loss(model, batch))
+    if task.writes and getattr(task.module, "can_generate", lambda: True)():
         prompt = next(iter(batch.values()))
         run.keep("text", task.module.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False))
     run.keep_state("model", task.module)
@@ -655,7 +656,7 @@ def sam(run: Run) -> None:
         optimizer.second_step(zero_grad=True)
         run.keep("loss", loss)
         run.keep("loss after the climb", again)
-    finish(run, task)
+    finish(run, task, model)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -719,7 +720,7 @@ def lookahead(run: Run) -> None:
     optimizer = Lookahead(torch.optim.Adam(task.module.parameters(), lr=0.01))
     model = run.wrap(task.module, optimizer)
     plain_steps(run, task, model, optimizer)
-    finish(run, task)
+    finish(run, task, model)
 
 
 def lookahead_outside(run: Run) -> None:
@@ -729,23 +730,25 @@ def lookahead_outside(run: Run) -> None:
     with run.unsharded(model):
         outside = LookaheadOutside(optimizer)
     plain_steps(run, task, model, outside)
-    finish(run, task)
+    finish(run, task, model)
 
 
 def lion(run: Run) -> None:
     task = some_task(run.rng)
     kind = importlib.import_module("lion_pytorch").Lion
     optimizer = kind(parameter_groups(task.module), lr=0.003, decoupled_weight_decay=run.rng.random() < 0.5)
-    plain_steps(run, task, run.wrap(task.module, optimizer), optimizer)
-    finish(run, task)
+    model = run.wrap(task.module, optimizer)
+    plain_steps(run, task, model, optimizer)
+    finish(run, task, model)
 
 
 def prodigy(run: Run) -> None:
     task = some_task(run.rng)
     kind = importlib.import_module("prodigyopt").Prodigy
     optimizer = kind(task.module.parameters(), weight_decay=0.1, slice_p=run.rng.choice([1, 3]), decouple=False)
-    plain_steps(run, task, run.wrap(task.module, optimizer), optimizer)
-    finish(run, task)
+    model = run.wrap(task.module, optimizer)
+    plain_steps(run, task, model, optimizer)
+    finish(run, task, model)
     estimate = optimizer.param_groups[0]["d"]
     assert run.way != DDP or estimate > 2 * optimizer.param_groups[0]["d0"], "the estimate did not grow"
     run.keep("estimate", torch.tensor(float(estimate)))
@@ -763,7 +766,7 @@ def schedule_free(run: Run) -> None:
         optimizer.train()
         plain_steps(run, task, model, optimizer)
         optimizer.eval()
-        finish(run, task)
+        finish(run, task, model)
 
 
 def exponential_average(run: Run) -> None:
@@ -786,7 +789,7 @@ def exponential_average(run: Run) -> None:
     with torch.no_grad():
         run.keep("evaluation of the average", task.loss(average, task.batch(run.generator(98))))
     run.keep_state("average", average)
-    finish(run, task)
+    finish(run, task, model)
 
 
 # ---- fine-tuning of a part ---------------------------------------------------------------------------------------
@@ -810,7 +813,7 @@ def lora(run: Run) -> None:
     plain_steps(run, task, model, optimizer)
     for name, x in peft.get_peft_model_state_dict(task.module).items():
         run.keep(f"adapter {name}", x)
-    finish(run, task)
+    finish(run, task, model)
 
 
 def staged_unfreezing(run: Run) -> None:
@@ -832,7 +835,7 @@ def staged_unfreezing(run: Run) -> None:
                 p.grad = None
         optimizer.step()
         optimizer.zero_grad()
-    finish(run, task)
+    finish(run, task, model)
 
 
 # ---- a language model that keeps its state from batch to batch ---------------------------------------------------
