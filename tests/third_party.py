@@ -750,7 +750,6 @@ def prodigy(run: Run) -> None:
     plain_steps(run, task, model, optimizer)
     finish(run, task, model)
     estimate = optimizer.param_groups[0]["d"]
-    assert run.way != DDP or estimate > 2 * optimizer.param_groups[0]["d0"], "the estimate did not grow"
     run.keep("estimate", torch.tensor(float(estimate)))
 
 
