@@ -23,7 +23,8 @@ setup: $(VENV)/.installed
 $(VENV)/.tools: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout pytest-xdist hypothesis ruff mypy \
-	  clang-format accelerate expecttest lightning transformers nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	  clang-format accelerate expecttest lightning transformers diffusers peft lion-pytorch prodigyopt schedulefree \
+	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
