@@ -150,9 +150,8 @@ class FlatModel:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def begin_call(self, unit: Unit, module: nn.Module) -> int:
-        """A module of a unit is called: its parameters are brought, and the next unit's are sent for. Returns the
-        call's number."""
+    def begin_call(self, unit: Unit, module: nn.Module) -> None:
+        """A module of a unit is called: its parameters are brought, and the next unit's are sent for."""
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
         if module is self.module and not recomputing:
             self.begin_forward()
@@ -162,13 +161,11 @@ class FlatModel:
         self._calls += 1
         if torch.is_grad_enabled() and unit.first_call is None:
             unit.first_call = self._calls
-        number = self._calls
         if self.stage == LAST_STAGE:
             if module is unit.modules[0] and not recomputing:
                 self._gather_ahead(unit)
             else:
                 self.timed(unit.gather)
-        return number
 
     def begin_forward(self) -> None:
         """The whole module is called."""
@@ -208,8 +205,9 @@ class FlatModel:
             for group in self.groups if not done else [g for g in self.groups if g.borrowed and self._depth == 0]:
                 self._release(group)
 
-    def end_call(self, unit: Unit, module: nn.Module) -> bool:
-        """A call has returned: what was brought goes. Returns whether the gradients of its output are to be noticed."""
+    def end_call(self, unit: Unit, module: nn.Module) -> int | None:
+        """A call has returned: what was brought goes. Returns the number of the last call that began before, for hooks
+        on the gradients of the output; None: they are of no use."""
         recomputing = torch._C._current_graph_task_id() >= 0
         if not recomputing:
             again = unit.reshard_after_forward or not torch.is_grad_enabled()
@@ -217,7 +215,7 @@ class FlatModel:
                 self._release(unit)
             if module is self.module:
                 self._end_forward()
-        return torch.is_grad_enabled() and (self.stage >= 2 or module is self.module)
+        return self._calls if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
 
     def _end_forward(self) -> None:
         """The whole module returns: what was brought and not used goes."""
@@ -335,7 +333,8 @@ class FlatModel:
         return any(will_run(node) for group in self.order for node in group.accumulators)
 
     def reach(self, unit: Unit, number: int) -> None:
-        """Backward has come to the output of a unit's call, or to what it has saved: later calls are done."""
+        """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
+        number are done."""
         self.begin_backward()
         if torch.is_grad_enabled():
             self._makes_graph = True

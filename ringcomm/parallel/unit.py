@@ -169,7 +169,7 @@ class Unit:
     @skipped
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs ``forward`` of one of the modules, with its parameters."""
-        number = self._begin(module)
+        counted = self._begin(module)
         before, self.calling = self.calling, module
         done = False
         try:
@@ -178,25 +178,28 @@ class Unit:
             done = True
         finally:
             self.calling = before
-            self._leave(number, done)
-        return self._finish(module, number, output)
+            self._leave(counted, done)
+        return self._finish(module, counted, output)
 
     @eager
-    def _begin(self, module: nn.Module) -> int | None:
-        """The call's number; None inside of a step of a pipeline, where parameters are whole."""
-        return None if self.flat.held else self.flat.begin_call(self, module)
+    def _begin(self, module: nn.Module) -> bool:
+        """False inside of a step of a pipeline, where parameters are whole."""
+        if not self.flat.held:
+            self.flat.begin_call(self, module)
+        return not self.flat.held
 
     @eager
-    def _leave(self, number: int | None, done: bool) -> None:
-        if number is not None:
+    def _leave(self, counted: bool, done: bool) -> None:
+        if counted:
             self.flat.leave_call(done)
 
     @eager
-    def _finish(self, module: nn.Module, number: int | None, output: Any) -> Any:
+    def _finish(self, module: nn.Module, counted: bool, output: Any) -> Any:
         flat = self.flat
-        if number is None:
+        if not counted:
             return self._cast_output(output)
-        if flat.end_call(self, module):
+        number = flat.end_call(self, module)
+        if number is not None:
             for x in tensors_of(output):
                 if x.grad_fn is not None:
                     x.register_hook(partial(_reached, self, number))
