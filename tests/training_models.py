@@ -370,6 +370,7 @@ class Wrapper(nn.Module):
     ) -> Any:
         if isinstance(h, dict):
             h, (memory, unused, bag) = h["h"], h["others"]
+        del unused
         bag = {"losses": [], "cache": {}} if bag is None else bag
         if inplace:
             h.add_(0.25)
@@ -387,16 +388,22 @@ class Net(nn.Module):
         self.program, self.rank = program, rank
         width = program.width
         self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleDict({f"b{block.number}": Wrapper(block, width) for block in program.blocks})
+        made = [Wrapper(block, width) for block in program.blocks]
+        keys = [f"b{block.number}" for block in program.blocks]
+        as_dict = "module_dict" in program
+        self.blocks = nn.ModuleDict(dict(zip(keys, made, strict=True))) if as_dict else nn.ModuleList(made)
         for block in program.blocks:
             if block.tied_to is not None:
-                owner = self.blocks[f"b{block.tied_to}"].body.weight_owner
-                self.blocks[f"b{block.number}"].body.weight_owner.weight = owner.weight
+                self.block(block.number).body.weight_owner.weight = self.block(block.tied_to).body.weight_owner.weight
         if "shared" in program:
-            self.alias = self.blocks[f"b{program.blocks[0].number}"]
+            self.alias = made[0]
         self.head = nn.Linear(width, width)
-        for block in program.blocks:
-            _freeze(self.blocks[f"b{block.number}"], block.frozen)
+        for wrapper in made:
+            _freeze(wrapper, wrapper.block.frozen)
+
+    def block(self, number: int) -> Any:
+        """The block of a number, which may not be its place: shrinking leaves blocks out."""
+        return next(module for module in self.blocks.children() if module.block.number == number)
 
     def forward(self, x: torch.Tensor, step: int = 0) -> Any:
         program, losses = self.program, []
@@ -422,7 +429,7 @@ class Net(nn.Module):
 
     def called(self, call: Call, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
         """The result of one block."""
-        block = self.blocks[f"b{call.block}"]
+        block = self.block(call.block)
         if "no_grad_call" in call.flags:
             with torch.no_grad():
                 h = h + 0.1 * unwrapped(block(h, memory, None, bag))[0]

@@ -78,6 +78,7 @@ CHANCES = {
     "grad_hook": 0.1,
     "checkpoint": 0.25,
     "checkpoint.reentrant": 0.1,
+    "module_dict": 0.2,
     "output.dict": 0.25,
     "output.dataclass": 0.15,
     "output.tuple": 0.25,
@@ -118,9 +119,7 @@ CHANCES = {
     "init_differs": 0.15,
     "offload": 0.05,
 }
-FEATURES = tuple(
-    dict.fromkeys([*CHANCES, *(name for some in (KINDS, OPTIMIZERS) for name in some.values() if name)])
-)
+FEATURES = tuple(dict.fromkeys([*CHANCES, *(name for some in (KINDS, OPTIMIZERS) for name in some.values() if name)]))
 """Every feature that a program can have."""
 
 # Features that cannot stand together, in any training layer: the second one is left out.
@@ -136,10 +135,10 @@ APART = (
     ("units.all", "units.some"),
     ("checkpoint", "checkpoint.reentrant"),
     ("two_backwards", "checkpoint.reentrant"),  # the first pass frees what the second one needs
-    ("two_forwards", "inplace_buffer"),
     ("closure", "two_backwards"),
     ("two_optimizers", "optimizer.subset"),
     ("two_optimizers", "restage"),
+    ("restage", "rank_skip"),  # which stage 3 has not
 )
 # A block kind that does not keep the type of its input cannot be computed in another precision.
 NOT_MIXED = ("double", "tokens", "attention", "lstm", "gru", "weight_norm", "batch_norm", "running")
@@ -213,7 +212,9 @@ class Program:
         rows += [f"  {block}{'' if block.number in used else '   # never called'}" for block in self.blocks]
         rows += [f"  {call}" for call in self.calls]
         rows.append(f"  return {self.output}")
-        rows.append(f"  {self.steps} steps of {self.passes} passes, {self.optimizer}; bucket_cap_mb={self.bucket_cap_mb}")
+        rows.append(
+            f"  {self.steps} steps of {self.passes} passes, {self.optimizer}; bucket_cap_mb={self.bucket_cap_mb}"
+        )
         rows.append(f"  features: {', '.join(sorted(self.features)) or 'none'}")
         return "\n".join(rows)
 
@@ -312,9 +313,7 @@ _PER_CALL = {
 
 
 def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
-    flags = {
-        name for name, p in _PER_CALL.items() if name in features and draw.dice(f"{name} {number}").random() < p
-    }
+    flags = {name for name, p in _PER_CALL.items() if name in features and draw.dice(f"{name} {number}").random() < p}
     dice = draw.dice(f"call {number}")
     style = dice.choice(("positional", "keywords", "nested"))
     flags |= {style} if style != "positional" else set()
@@ -334,7 +333,8 @@ def _edited(program: Program, edit: str) -> Program:
     if what == "drop call":
         return replace(program, calls=tuple(c for c in program.calls if c.number != int(value)))
     if what == "plain call":
-        calls = tuple(replace(c, checkpoint="", flags=frozenset()) if c.number == int(value) else c for c in program.calls)
+        plain = {c.number: Call(c.number, c.block) for c in program.calls if c.number == int(value)}
+        calls = tuple(plain.get(c.number, c) for c in program.calls)
         return replace(program, calls=calls)
     if what == "plain block":
         blocks = tuple(Block(b.number, "dense") if b.number == int(value) else b for b in program.blocks)
@@ -352,6 +352,11 @@ def _finished(program: Program) -> Program:
     there = {block.number for block in program.blocks}
     blocks = tuple(replace(b, tied_to=b.tied_to if b.tied_to in there else None) for b in program.blocks)
     program = replace(program, blocks=blocks)
+    kinds = {block.kind for block in blocks}
+    if "batch_norm" in kinds and "two_forwards" in program:  # the second forward would write what the first has saved
+        program = replace(program, features=program.features | {"no_broadcast"})
+    if "scalar" in kinds and program.optimizer == "adafactor":  # divides by the number of elements
+        program = replace(program, optimizer="adamw")
     trained = [name for name in ("accumulate.no_sync", "accumulate.each", "accumulate.tree") if name in program]
     return replace(program, features=program.features - set(trained)) if program.passes == 1 else program
 

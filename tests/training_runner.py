@@ -15,9 +15,11 @@ import itertools
 import math
 import os
 import queue
+import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from training_models import Boom, Net, batch, build, loss_of, unwrapped
-from training_programs import Program
+from training_programs import FEATURES, Program, shrunk
 
 import ringcomm
 from ringcomm import backend, hooks
@@ -36,6 +38,7 @@ from ringcomm import backend, hooks
 Seen = list[tuple[str, torch.Tensor]]
 PLACEMENTS = ("plain", "torch", "ddp", "stage 0", "stage 1", "stage 2", "stage 3")
 STAGES = PLACEMENTS[3:]
+WHOLE_TENSORS = ("adafactor", "muon")
 CALL_LIMIT_S = 20.0
 
 # What a placement cannot run; see also `places_of`.
@@ -201,6 +204,8 @@ class Sharded(Ddp):
         later = "optimizer_later" in program or "two_optimizers" in program
         made = [] if later else optimizers(net)
         options: dict[str, Any] = {"units": self.units(net)} if self.units(net) else {}
+        if later and program.optimizer in WHOLE_TENSORS:
+            options["atom"] = "tensor"  # nothing says it when the module is wrapped
         if "mixed_precision" in program:
             options["mixed_precision"] = ringcomm.MixedPrecision(param_dtype=torch.bfloat16)
         ringcomm.shard(
@@ -221,7 +226,7 @@ class Sharded(Ddp):
     def units(self, net: Net) -> list[nn.Module] | None:
         """The blocks that the program names as units."""
         skipped = {call.block for call in self.program.calls if "rank_skip" in call.flags}
-        blocks = [block for block in net.blocks.values() if block.block.number not in skipped]
+        blocks = [block for block in net.blocks.children() if block.block.number not in skipped]
         if "units.all" in self.program:
             return blocks
         inner = [block.body.linear for block in blocks if block.block.kind == "nested"]
@@ -316,12 +321,10 @@ class Loop:
         if "dropped_forward" in self.program:
             self.forward(step, 40)
         if "exception" in self.program:
-            block = next(iter(self.placed.net.blocks.values()))
+            block = next(iter(self.placed.net.blocks.children()))
             block.fails = True
-            try:
+            with suppress(Boom):
                 self.forward(step, 41)
-            except Boom:
-                pass
             block.fails = False
         if "save_load" in self.program:
             self.detour(step)
@@ -340,7 +343,7 @@ class Loop:
             self.placed.restage((self.placed.stage + self.program.restage_by) % 4)
 
     def freeze(self, back: bool) -> None:
-        block = next(iter(self.placed.net.blocks.values()))
+        block = next(iter(self.placed.net.blocks.children()))
         if not block.block.frozen and block.block.kind != "lora":
             block.requires_grad_(back)
 
@@ -509,6 +512,12 @@ class Failure:
     kind: str  # "differs", or the class of an error
     text: str
 
+    @property
+    def cause(self) -> tuple[str, str, str]:
+        """What failures of one cause share: the sentence without its names and numbers."""
+        words = "" if self.kind == "differs" else re.sub(r"[\w.]*[\d._][\w.]*", "_", self.text)[:80]
+        return (self.placement, self.kind, words)
+
     def __str__(self) -> str:
         return f"{self.placement}: {self.kind}: {self.text}"
 
@@ -564,11 +573,23 @@ class Runner:
             text = str(error).strip().splitlines()
             return Failure(placement, type(error).__name__, text[0][:300] if text else "no answer")
 
-    def failures(self, program: Program, placements: list[str] | None = None, first: bool = False) -> list[Failure]:
-        """How the placements differ from the first one, or fail."""
-        chosen = [place for place in places_of(program) if placements is None or place in placements]
+    def shrunk(self, program: Program, failure: Failure, allowed: Collection[str] = FEATURES) -> Program:
+        """The smallest program found that fails like this one, drawn from the same features."""
+
+        def fails(smaller: Program) -> bool:
+            places = {places_of(smaller)[0], failure.placement}
+            return failure.cause in [each.cause for each in self.failures(smaller, places)]
+
+        return shrunk(program, fails, allowed)
+
+    def failures(
+        self, program: Program, placements: Collection[str] = PLACEMENTS, ran: Counter[str] | None = None
+    ) -> list[Failure]:
+        """How the placements differ from the first one, or fail; counts in ``ran`` those that ran."""
         base, found = None, []
-        for placement in chosen:
+        for placement in [place for place in places_of(program) if place in placements]:
+            if ran is not None:
+                ran[placement] += 1
             seen = self.see(program, placement)
             if isinstance(seen, Failure):
                 found.append(seen)
@@ -580,6 +601,4 @@ class Runner:
                 self.comparisons += 1
                 if text := difference(program, base, seen):
                     found.append(Failure(placement, "differs", text))
-            if found and first:
-                break
         return found
