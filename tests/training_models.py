@@ -482,6 +482,8 @@ def build(program: Program, rank: int) -> Net:
             p.uniform_(-0.7, 0.7, generator=generator)
             if "norm.weight" in name:
                 p += 1
+        if "no_broadcast" in program:  # torch's DDP then leaves the initial buffers as they are, too
+            generator.manual_seed(program.seed)
         for name, buffer in net.named_buffers():
             if "mean" in name:
                 buffer.uniform_(-0.1, 0.1, generator=generator)

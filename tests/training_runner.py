@@ -55,14 +55,16 @@ def places_of(program: Program) -> list[str]:
     features = set(program.features)
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
-    found += [] if features & NOT_TORCH or _differs_in_buffers(program) else ["torch"]
+    found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
     found += [] if features & {*NOT_PLAIN, "offload", "restage"} else ["ddp"]
     return [*found, *(STAGES[:3] if skipped else STAGES)]
 
 
-def _differs_in_buffers(program: Program) -> bool:
-    has = any(block.kind in BUFFERS for block in program.blocks)
-    return has and bool(OTHER_SENDING & program.features)
+def _confuses_torch(program: Program) -> bool:
+    """Whether torch's DDP sends buffers at other times, or takes a pass inside of no_sync for one that it waits for."""
+    has_buffers = any(block.kind in BUFFERS for block in program.blocks)
+    twice = {"two_forwards", "dropped_forward"} & program.features
+    return (has_buffers and bool(OTHER_SENDING & program.features)) or ("accumulate.no_sync" in program and bool(twice))
 
 
 # ---- the wrappers ------------------------------------------------------------------------------------------------
