@@ -44,10 +44,7 @@ CALL_LIMIT_S = 20.0
 # What a placement cannot run; see also `places_of`.
 NOT_PLAIN = {"mixed_precision", "accumulate.tree"}
 NOT_DDP = NOT_PLAIN | {"offload", "restage", "units.all", "units.some", "no_reshard"}
-NOT_TORCH = NOT_DDP | {"two_backwards", "freeze_later", "checkpoint.reentrant", "exception", "accumulate.each"}
-BUFFERS = ("batch_norm", "running")
-# With these torch's DDP sends buffers before other forward passes than `ringcomm.shard`.
-OTHER_SENDING = {"evaluate", "accumulate.no_sync", "dropped_forward", "exception", "save_load"}
+NOT_TORCH = NOT_DDP | {"two_backwards", "freeze_later", "checkpoint.reentrant", "accumulate.each"}
 
 
 def places_of(program: Program) -> list[str]:
@@ -61,10 +58,8 @@ def places_of(program: Program) -> list[str]:
 
 
 def _confuses_torch(program: Program) -> bool:
-    """Whether torch's DDP sends buffers at other times, or takes a pass inside of no_sync for one that it waits for."""
-    has_buffers = any(block.kind in BUFFERS for block in program.blocks)
-    twice = {"two_forwards", "dropped_forward"} & program.features
-    return (has_buffers and bool(OTHER_SENDING & program.features)) or ("accumulate.no_sync" in program and bool(twice))
+    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for."""
+    return "accumulate.no_sync" in program and bool({"two_forwards", "dropped_forward"} & program.features)
 
 
 # ---- the wrappers ------------------------------------------------------------------------------------------------
@@ -75,7 +70,7 @@ class Plain:
 
     def __init__(self, program: Program, comm: ringcomm.Communicator, stage: int) -> None:
         self.program, self.comm, self.stage = program, comm, stage
-        self.syncs = True
+        self.syncs = self.sends = True
         self.local: dict[nn.Parameter, torch.Tensor | None] = {}
 
     def wrap(self, net: Net, optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> None:
@@ -92,9 +87,12 @@ class Plain:
             self.comm.broadcast(x.detach(), 0)
 
     def forward(self, *args: Any) -> Any:
-        if self.syncs and self.model.training and torch.is_grad_enabled() and "no_broadcast" not in self.program:
+        """Begins with rank 0's buffers, but for a pass that follows one without synchronisation, as torch's does."""
+        if self.sends and "no_broadcast" not in self.program:
             self.send(list(self.net.buffers()))
-        return self.model(*args)
+        output = self.model(*args)
+        self.sends = self.syncs and torch.is_grad_enabled()
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
