@@ -1,6 +1,7 @@
 """Random training programs in every placement, for as long as one likes: every bit that they can see is compared.
 
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 20000 --workers 2 --write
+    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --processes
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --without checkpoint.reentrant mixed_precision
 
 tests/training_programs.py says what a program is, tests/test_training_fuzz.py is the short form. Program k of a seed is
@@ -15,6 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -39,11 +41,11 @@ class Worker:
     shrinks: bool
 
     @classmethod
-    def start(cls, allowed: tuple[str, ...], shrinks: bool) -> None:
+    def start(cls, allowed: tuple[str, ...], shrinks: bool, processes: bool) -> None:
         """Once in each process."""
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's advice about single programs
-        cls.runner, cls.allowed, cls.shrinks = Runner(), allowed, shrinks
+        cls.runner, cls.allowed, cls.shrinks = Runner(processes), allowed, shrinks
 
     @classmethod
     def run(cls, seeds: range) -> tuple[int, Counter[str], Counter[str], list[Found]]:
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--processes", action="store_true", help="ranks are processes, not threads")
     parser.add_argument("--without", nargs="*", default=[], choices=FEATURES, metavar="FEATURE", help="left out")
     parser.add_argument("--no-shrink", action="store_true", help="prints failing programs as they are")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
@@ -105,9 +108,9 @@ def main() -> int:
     first = a.seed * 10**6
     chunks = [range(at, min(at + CHUNK, first + a.programs)) for at in range(first, first + a.programs, CHUNK)]
     report = Report(a)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(a.workers, Worker.start, (allowed, not a.no_shrink)) as pool:
-        for seeds, done in zip(chunks, pool.imap(Worker.run, chunks), strict=True):
+    fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
+    with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
+        for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
             report.add(len(seeds), *done)
     text = "\n".join([f"$ python benchmarks/training_fuzz.py {' '.join(sys.argv[1:])}", *report.rows()])
     print(text)

@@ -55,6 +55,16 @@ def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner) -
             pytest.fail(f"program {seed}:\n{told(program, failures)}\nmade smaller:\n{smallest}")
 
 
+@pytest.mark.timeout(300)
+def test_ranks_that_are_processes() -> None:
+    """With torch's own dropout."""
+    with Runner(processes=True) as runner:
+        programs = [generate(seed, ALLOWED) for seed in range(1000, 1100)]
+        drops = [p for p in programs if any(block.kind == "dropout" for block in p.blocks)]
+        for program in drops[:8]:
+            assert not (failures := runner.failures(program)), told(program, failures)
+
+
 def test_a_program_is_a_function_of_its_seed_and_its_edits() -> None:
     program = generate(17)
     assert str(program) == str(generate(17)) != str(generate(18))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ringcomm.parallel import clip
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.gradient import Gradient
-from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.optimizer_state import GroupState
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
@@ -62,9 +62,9 @@ class Done:
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-@fault(Ranks, "mean_op")
-def sum_in_place_of_the_mean(right: Function) -> Function:
-    return lambda ranks, dtype: "sum"
+@fault(Ranks, "all_reduce")
+def mean_with_a_wrong_divisor(right: Function) -> Function:
+    return lambda ranks, x, op="avg": right(ranks, x, "sum")
 
 
 @fault(Ranks, "all_reduce")
@@ -128,6 +128,16 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
     return wrong
 
 
+@fault(FlatModel, "_after")
+def undefined_gradient_that_counts(right: Function) -> Function:
+    return lambda flat, group, i, defined: right(flat, group, i, True)
+
+
+@fault(FlatModel, "_is_complete")
+def reduced_before_the_last_gradient(right: Function) -> Function:
+    return lambda flat, group: True
+
+
 @fault(FlatGroup, "pack")
 def gradient_left_out_of_its_bucket(right: Function) -> Function:
     def wrong(group: FlatGroup, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
@@ -180,14 +190,11 @@ def values_that_are_not_loaded(right: Function) -> Function:
     return lambda group, i, values: None if i == 0 else right(group, i, values)
 
 
-@fault(Unit, "_before_backward")
+@fault(FlatModel, "_unpack")
 def backward_on_released_parameters(right: Function) -> Function:
-    def wrong(unit: Unit, grad: torch.Tensor) -> None:
-        if unit.flat.stage < LAST_STAGE:
-            return right(unit, grad)
-        unit.flat.begin_backward()
-        unit.in_backward = True
-        return None
+    def wrong(flat: FlatModel, saved: Any) -> torch.Tensor:
+        released = len(saved) > 2 and not saved[0].is_whole
+        return torch.zeros(saved[3]) if released else right(flat, saved)
 
     return wrong
 

@@ -16,6 +16,12 @@ BATCH = 2
 Bag = dict[str, Any]
 
 
+class Ranks:
+    """What the ranks of this process are."""
+
+    are_threads = True  # which share torch's generator, and the cache of autocast
+
+
 class Boom(Exception):
     """Raised inside of forward, to be caught by the loop."""
 
@@ -114,12 +120,12 @@ class Film(Body):
 
 
 class Dropout(Body):
-    """Drops an element by its own lowest bits: ranks that are threads share torch's generator."""
+    """Ranks that are threads share torch's generator: an element is then dropped by its own lowest bits."""
 
     def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
         h = self.linear(h)
-        if not self.training:
-            return h
+        if not self.training or not Ranks.are_threads:
+            return F.dropout(h, 0.25, self.training)
         bits = h.detach().contiguous().view(torch.int16 if h.element_size() == 2 else torch.int32)
         return h * ((bits & 3) != 0).to(h.dtype) * (4 / 3)
 
@@ -459,11 +465,13 @@ class Net(nn.Module):
         elif "keywords" in call.flags and call.checkpoint != "reentrant":
             names = dict(zip(("memory", "unused", "bag", "inplace"), arguments[1:], strict=True))
             if call.checkpoint:
-                return checkpoint(block, arguments[0], use_reentrant=False, preserve_rng_state=False, **names)
+                return checkpoint(
+                    block, arguments[0], use_reentrant=False, preserve_rng_state=not Ranks.are_threads, **names
+                )
             return block(arguments[0], **names)
         if call.checkpoint:
             reentrant = call.checkpoint == "reentrant"
-            return checkpoint(block, *arguments, use_reentrant=reentrant, preserve_rng_state=False)
+            return checkpoint(block, *arguments, use_reentrant=reentrant, preserve_rng_state=not Ranks.are_threads)
         return block(*arguments)
 
 

@@ -5,7 +5,8 @@
     ddp       ringcomm.DistributedDataParallel
     stage 0..3
 
-Ranks are threads that live from program to program. An error ends them; the next placement starts new ones.
+Ranks are threads that live from program to program, or processes. An error ends them; the next placement starts new
+ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import queue
 import re
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -28,6 +30,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of programs t
 
 import torch
 import torch.distributed as dist
+import torch_ranks
+import training_models
 from torch import nn
 from training_models import Boom, Net, batch, build, loss_of, unwrapped
 from training_programs import FEATURES, Program, shrunk
@@ -58,8 +62,11 @@ def places_of(program: Program) -> list[str]:
 
 
 def _confuses_torch(program: Program) -> bool:
-    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for."""
-    return "accumulate.no_sync" in program and bool({"two_forwards", "dropped_forward"} & program.features)
+    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for; or adds a gradient that nobody set
+    to zero before it reduces, and the norm shows it."""
+    waits = "accumulate.no_sync" in program and {"two_forwards", "dropped_forward"} & program.features
+    clips = {"clip", "clip.torch"} & program.features and "model_zero_grad" not in program
+    return bool(waits or (clips and (program.optimizer == "muon" or "optimizer.subset" in program)))
 
 
 # ---- the wrappers ------------------------------------------------------------------------------------------------
@@ -343,9 +350,12 @@ class Loop:
             self.placed.restage((self.placed.stage + self.program.restage_by) % 4)
 
     def freeze(self, back: bool) -> None:
+        """A frozen parameter is one without a gradient."""
         block = next(iter(self.placed.net.blocks.children()))
         if not block.block.frozen and block.block.kind != "lora":
             block.requires_grad_(back)
+            for p in block.parameters():
+                p.grad = None
 
     def detour(self, step: int) -> None:
         """Saves, trains a step, and goes back."""
@@ -388,7 +398,8 @@ class Loop:
         self.x = x
         mixed = "autocast" in self.program
         # Threads share the cache of casts, which the first one to leave empties.
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if mixed else nullcontext():
+        caches = not training_models.Ranks.are_threads
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches) if mixed else nullcontext():
             return self.placed.forward(x, step)
 
     def step(self, step: int) -> None:
@@ -501,6 +512,15 @@ class Ranks:
         self.thread.join(10.0)
 
 
+def _in_process(program: Program, placement: str) -> Seen:
+    """One rank that is a process."""
+    training_models.Ranks.are_threads = False
+    warnings.simplefilter("ignore")
+    torch.manual_seed(program.seed + dist.get_rank())
+    with ringcomm.init(timeout=CALL_LIMIT_S) as comm:
+        return Loop(program, _placed(placement, program, comm, dist.group.WORLD)).run()
+
+
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
@@ -547,9 +567,14 @@ def difference(program: Program, expected: list[Seen], got: list[Seen]) -> str:
 
 
 class Runner:
-    """Runs programs; keeps the ranks' threads."""
+    """Runs programs; keeps the ranks.
 
-    def __init__(self) -> None:
+    Args:
+        processes: whether ranks are processes, with torch's own dropout and autocast's cache.
+    """
+
+    def __init__(self, processes: bool = False) -> None:
+        self.processes = processes
         self.ranks: dict[int, Ranks] = {}
         self.comparisons = 0
 
@@ -560,10 +585,14 @@ class Runner:
         for ranks in self.ranks.values():
             ranks.close()
         self.ranks = {}
+        if self.processes:
+            torch_ranks.close_pool()
 
     def see(self, program: Program, placement: str) -> list[Seen] | Failure:
         """What the ranks saw, or how it failed."""
         n = program.world_size
+        if self.processes:
+            return self.see_in_processes(program, placement)
         if n not in self.ranks:
             self.ranks[n] = Ranks(n)
         try:
@@ -572,6 +601,15 @@ class Runner:
             self.ranks.pop(n).close()
             text = str(error).strip().splitlines()
             return Failure(placement, type(error).__name__, text[0][:300] if text else "no answer")
+
+    def see_in_processes(self, program: Program, placement: str) -> list[Seen] | Failure:
+        """As `see`; an error ends the processes."""
+        try:
+            return torch_ranks.run(_in_process, program, placement, world_size=program.world_size)
+        except AssertionError as error:
+            last = [line for line in str(error).splitlines() if line and not line.startswith(" ")][-1]
+            kind, _, text = last.rpartition(": ")
+            return Failure(placement, kind.partition(":")[0] or "AssertionError", text[:300])
 
     def shrunk(self, program: Program, failure: Failure, allowed: Collection[str] = FEATURES) -> Program:
         """The smallest program found that fails like this one, drawn from the same features."""
