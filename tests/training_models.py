@@ -242,18 +242,25 @@ class Tokens(Body):
 
 
 class Nested(Body):
-    """Blocks inside of the block, of which one is called twice and one is shared."""
+    """Blocks inside of the block, of which one is called twice."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.inner = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
-        self.again = self.inner[0]
 
     def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
         first = self.linear(h)
         for block in self.inner:
             h = h + block(first)
-        return self.again(h) + first
+        return self.inner[0](h) + first
+
+
+class Alias(Nested):
+    """One of the blocks inside has two names."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.again = self.inner[0]
 
 
 class LowRank(Body):
@@ -324,6 +331,7 @@ BODIES: dict[str, Any] = {
     "weight_norm": WeightNorm,
     "tokens": Tokens,
     "nested": Nested,
+    "alias": Alias,
     "lora": LowRank,
     "function": Function,
     "partly": Partly,

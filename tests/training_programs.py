@@ -41,6 +41,7 @@ KINDS = {
     "weight_norm": "block.weight_norm",
     "tokens": "block.tokens",
     "nested": "block.nested",
+    "alias": "block.alias",
     "lora": "block.lora",
     "function": "block.function",
     "partly": "block.partly_used",
@@ -113,6 +114,7 @@ CHANCES = {
     # the wrapper
     "units.all": 0.25,
     "units.some": 0.2,
+    "units.nested": 0.05,
     "small_buckets": 0.4,
     "no_reshard": 0.15,
     "no_broadcast": 0.1,
@@ -133,6 +135,9 @@ APART = (
     ("two_forwards", "two_backwards"),
     ("clip", "clip.torch"),
     ("units.all", "units.some"),
+    ("units.nested", "units.all"),
+    ("units.nested", "units.some"),
+    ("units.nested", "rank_skip"),
     ("checkpoint", "checkpoint.reentrant"),
     ("two_backwards", "checkpoint.reentrant"),  # the first pass frees what the second one needs
     ("closure", "two_backwards"),

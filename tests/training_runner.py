@@ -47,7 +47,7 @@ CALL_LIMIT_S = 20.0
 
 # What a placement cannot run; see also `places_of`.
 NOT_PLAIN = {"mixed_precision", "accumulate.tree"}
-NOT_DDP = NOT_PLAIN | {"offload", "restage", "units.all", "units.some", "no_reshard"}
+NOT_DDP = NOT_PLAIN | {"offload", "restage", "units.all", "units.some", "units.nested", "no_reshard"}
 NOT_TORCH = NOT_DDP | {"two_backwards", "freeze_later", "checkpoint.reentrant", "accumulate.each"}
 
 
@@ -236,8 +236,9 @@ class Sharded(Ddp):
         blocks = [block for block in net.blocks.children() if block.block.number not in skipped]
         if "units.all" in self.program:
             return blocks
-        inner = [block.body.linear for block in blocks if block.block.kind == "nested"]
-        return [*inner, *blocks[::2]] if "units.some" in self.program else None
+        if "units.nested" in self.program:  # a unit and one inside of it
+            return [blocks[0].body.linear, *blocks]
+        return blocks[::2] if "units.some" in self.program else None
 
     def no_sync(self) -> AbstractContextManager[None]:
         return ringcomm.no_sync(self.model)
