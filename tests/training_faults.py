@@ -128,7 +128,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_after")
+@fault(FlatModel, "_after", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     return lambda flat, group, i, defined: right(flat, group, i, True)
 
@@ -190,11 +190,11 @@ def values_that_are_not_loaded(right: Function) -> Function:
     return lambda group, i, values: None if i == 0 else right(group, i, values)
 
 
-@fault(FlatModel, "_unpack")
+@fault(FlatModel, "reach")
 def backward_on_released_parameters(right: Function) -> Function:
-    def wrong(flat: FlatModel, saved: Any) -> torch.Tensor:
-        released = len(saved) > 2 and not saved[0].is_whole
-        return torch.zeros(saved[3]) if released else right(flat, saved)
+    def wrong(flat: FlatModel, unit: Unit, number: int) -> None:
+        right(flat, unit, number)
+        unit.release()
 
     return wrong
 

@@ -294,6 +294,27 @@ class Function(Body):
         return self.linear(h) + _Scaled.apply(h, self.linear.weight)
 
 
+class _Ignores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class Undefined(Body):
+    """A parameter that backward comes to without a gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.ignored = nn.Parameter(torch.ones(width))
+
+    def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
+        return _Ignores.apply(self.linear(h), self.ignored)
+
+
 class Partly(Body):
     """Has parameters that no rank, or only some ranks, use."""
 
@@ -334,6 +355,7 @@ BODIES: dict[str, Any] = {
     "alias": Alias,
     "lora": LowRank,
     "function": Function,
+    "undefined": Undefined,
     "partly": Partly,
 }
 

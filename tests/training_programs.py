@@ -44,6 +44,7 @@ KINDS = {
     "alias": "block.alias",
     "lora": "block.lora",
     "function": "block.function",
+    "undefined": "block.undefined",
     "partly": "block.partly_used",
 }
 OPTIMIZERS = {
