@@ -1,0 +1,123 @@
+"""Random training programs in every placement, for as long as one likes: every bit that they can see is compared.
+
+    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 20000 --workers 2 --write
+    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --processes
+    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --without checkpoint.reentrant mixed_precision
+
+tests/training_programs.py says what a program is, tests/test_training_fuzz.py is the short form. Program k of a seed is
+always the same. One that fails is made smaller and printed; the run then goes on. Exit status 1 if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from training_programs import FEATURES, generate  # noqa: E402
+from training_runner import Failure, Runner  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
+CHUNK = 20
+Found = tuple[int, list[Failure], str]
+"""A program that fails: its seed, how, and the program made smaller."""
+
+
+class Worker:
+    """What a process of the run keeps."""
+
+    runner: Runner
+    allowed: tuple[str, ...]
+    shrinks: bool
+
+    @classmethod
+    def start(cls, allowed: tuple[str, ...], shrinks: bool, processes: bool) -> None:
+        """Once in each process."""
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")  # torch's advice about single programs
+        cls.runner, cls.allowed, cls.shrinks = Runner(processes), allowed, shrinks
+
+    @classmethod
+    def run(cls, seeds: range) -> tuple[int, Counter[str], Counter[str], list[Found]]:
+        """Comparisons, features, placements, and what failed."""
+        features, places, failed = Counter[str](), Counter[str](), list[Found]()
+        before = cls.runner.comparisons
+        for seed in seeds:
+            program = generate(seed, cls.allowed)
+            features.update([*program.features, *(f"block {block.kind}" for block in program.blocks)])
+            features.update([f"optimizer {program.optimizer}", f"{program.world_size} ranks"])
+            found = cls.runner.failures(program, ran=places)
+            if found:
+                text = str(cls.runner.shrunk(program, found[0], cls.allowed)) if cls.shrinks else str(program)
+                failed.append((seed, found, text))
+        return cls.runner.comparisons - before, features, places, failed
+
+
+class Report:
+    """What the run did, and what went wrong."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        self.a, self.began = a, time.monotonic()
+        self.programs, self.comparisons, self.failed = 0, 0, 0
+        self.features, self.places, self.causes = Counter[str](), Counter[str](), Counter[str]()
+
+    def add(
+        self, count: int, comparisons: int, features: Counter[str], places: Counter[str], failed: list[Found]
+    ) -> None:
+        """Takes in what a worker did, and prints the programs that failed."""
+        self.programs, self.comparisons = self.programs + count, self.comparisons + comparisons
+        self.features.update(features)
+        self.places.update(places)
+        self.failed += len(failed)
+        for seed, found, text in failed:
+            self.causes.update({" ".join(failure.cause) for failure in found})
+            lines = "\n  ".join(map(str, found))
+            print(f"\nprogram {seed} fails:\n  {lines}\nmade smaller:\n{text}", flush=True)
+
+    def rows(self) -> list[str]:
+        """The report, line by line."""
+        seconds = time.monotonic() - self.began
+        rows = [f"{self.programs} programs in {seconds:.0f} s, {self.programs / seconds:.1f} in a second"]
+        rows.append(f"{self.comparisons} comparisons of a placement with the first one, {self.failed} programs fail")
+        rows += [f"  failed {count:6d}  {cause}" for cause, count in self.causes.most_common()]
+        rows += [f"  ran {name:30s} {count:9d}" for name, count in sorted(self.places.items())]
+        return rows + [f"  {name:34s} {count:9d}" for name, count in sorted(self.features.items())]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--processes", action="store_true", help="ranks are processes, not threads")
+    parser.add_argument("--without", nargs="*", default=[], choices=FEATURES, metavar="FEATURE", help="left out")
+    parser.add_argument("--no-shrink", action="store_true", help="prints failing programs as they are")
+    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
+    a = parser.parse_args()
+    allowed = tuple(name for name in FEATURES if name not in a.without)
+    first = a.seed * 10**6
+    chunks = [range(at, min(at + CHUNK, first + a.programs)) for at in range(first, first + a.programs, CHUNK)]
+    report = Report(a)
+    fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
+    with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
+        for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
+            report.add(len(seeds), *done)
+    text = "\n".join([f"$ python benchmarks/training_fuzz.py {' '.join(sys.argv[1:])}", *report.rows()])
+    print(text)
+    if a.write:
+        RESULTS.write_text(text + "\n")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
