@@ -184,7 +184,8 @@ def runs_of(
 
 
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
-    """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block."""
+    """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block, of
+    blocks inside each other the innermost."""
     uses: dict[int, int] = {}
     for each in module.modules():
         for p in each._parameters.values():
@@ -197,7 +198,8 @@ def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> 
             for p in each._parameters.values():
                 if p is not None:
                     inside[id(p)] = inside.get(id(p), 0) + 1
-        found |= {key: name for key, count in inside.items() if count == uses[key]}
+        mine = [key for key, count in inside.items() if count == uses[key]]
+        found |= {key: name for key in mine if not found.get(key, "").startswith(f"{name}.")}
     return found
 
 

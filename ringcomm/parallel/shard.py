@@ -208,9 +208,10 @@ def units_of(
     runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
     units: list[Unit] = []
     taken: set[int] = set()
+    names = {id(block): name for name, block in blocks}
     for name, modules in runs:
-        inside = {id(p) for each in modules for p in each.parameters()}
-        mine = [(key, p) for key, p in params if id(p) in inside and id(p) in owned]
+        inside = {names[id(each)] for each in modules}
+        mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
         if mine:
             taken |= {id(p) for _, p in mine}
             units.append(recipe.unit(name, modules, mine, reshard))
