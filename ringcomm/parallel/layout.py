@@ -117,12 +117,17 @@ class FlatLayout:
         """First element of a rank's shard, and one past its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def fragments(self, start: int, end: int) -> list[Fragment]:
-        """What lies in a range of the buffer, in order."""
+    def fragments(self, start: int, end: int, empty: bool = False) -> list[Fragment]:
+        """What lies in a range of the buffer, in order.
+
+        Args:
+            empty: with segments of no elements, which lie in the shard that their offset is in.
+        """
         found = []
         for i, segment in enumerate(self.segments):
             first, last = max(start, segment.offset), min(end, segment.end)
-            if first < last:
+            here = start <= segment.offset < end or (segment.offset == end == self.numel)
+            if first < last or (empty and here and not segment.numel):
                 found.append(Fragment(i, first - segment.offset, first - start, last - first))
         return found
 
@@ -135,7 +140,7 @@ class FlatLayout:
         align = max(1, ALIGN_BYTES // self.dtype.itemsize)
         found: list[Run] = []
         open_run = False
-        for fragment in self.fragments(start, end):
+        for fragment in self.fragments(start, end, empty=True):
             group = groups[fragment.segment]
             first = start + fragment.offset
             last = min(end, up(first + fragment.numel, align))

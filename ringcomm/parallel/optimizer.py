@@ -365,7 +365,7 @@ class Attached:
 
     def _tensors(self, group: FlatGroup, stage: int) -> Iterator[tuple[int, int, int]]:
         """Segments that lie on this rank at a stage."""
-        for fragment in group.layout.fragments(*group.owned(stage)):
+        for fragment in group.layout.fragments(*group.owned(stage), empty=True):
             segment = group.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(

@@ -160,7 +160,10 @@ def _is_number(value: Any) -> bool:
 def _is_alike(key: str, value: Any, param: Any) -> bool:
     """Whether a state has a value for each element; a tensor of a class of its own, such as a quantised one, may not
     be cut."""
-    return type(value) is torch.Tensor and key != "step" and tuple(value.shape) == tuple(param.shape)
+    known = (
+        key in _MOMENTS if param.shape == () else key != "step"
+    )  # a parameter without dimensions has its counters' shape
+    return known and type(value) is torch.Tensor and tuple(value.shape) == tuple(param.shape)
 
 
 def check_shape(key: str, value: Any, name: str, shape: Sequence[int], rank: int) -> None:
