@@ -43,12 +43,55 @@ std::string place_of(const LoggedCall& call) {
 void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
   if (load_acquire(flag) >= target) return;
   Clock::time_point next{};
+  const auto has_come = [&] { return load_acquire(flag) >= target; };
+  LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
     wait_for(peer);
-    look_around(peer, deadline, [&] { return load_acquire(flag) >= target; });
+    look_around(peer, deadline, has_come);
     check_interrupt(*deadline.call, next);
+    const std::string tail = watch.check(has_come);
+    if (!tail.empty()) deadlocked(*deadline.call, peer, call_here(), tail);
   });
   wait_for(-1);
+}
+
+LongWait::~LongWait() {
+  if (entry_) group_.graph_->end(entry_);
+}
+
+std::string LongWait::look(Clock::time_point now, const std::function<bool()>& has_come) {
+  next_ = now + kLookAgain;
+  if (limit_ms_ < kLeastLimitMs || peer_ < 0) return {};
+  if (!entry_) entry_ = group_.graph_->begin(group_.member_, what_, group_.facts_of(kind_, peer_, site_));
+  return group_.graph_->look(entry_, group_.party_of(peer_), has_come, seen_);
+}
+
+PartyPlace Group::party_of(int peer) const {
+  const Control& c = control(peer);
+  return {load_acquire(&c.party.value), c.graph_nonce, peers_[peer].pid, c.graph_fd};
+}
+
+WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
+  WaitFacts facts;
+  facts.group = origin_.group;
+  facts.rank = rank_;
+  facts.peer = peer;
+  facts.target = party_of(peer);
+  facts.kind = kind;
+  std::string text;
+  if (kind == WaitKind::kCollective)
+    text = last_call_of(rank_);
+  else if (kind != WaitKind::kItem)
+    text = concat(kind == WaitKind::kSend ? "send" : "recv", in_brackets(site));
+  copy_text(facts.call, sizeof facts.call, text.c_str());
+  return facts;
+}
+
+// Each communicator in the circle ends with the sentence of the first of its ranks that says it.
+void Group::deadlocked(const Call& call, int peer, const std::string& here, const std::string& tail) const {
+  give_up(call, ErrorCode::kMismatch,
+          concat(here, " expected ", named(peer), " in this call, ", tail,
+                 "; call the collectives of all communicators in the same order on every rank"));
 }
 
 // Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits. What has

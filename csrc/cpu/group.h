@@ -16,6 +16,7 @@
 #include "cpu/process.h"
 #include "cpu/segment.h"
 #include "cpu/wait.h"
+#include "cpu/wait_graph.h"
 
 namespace ringcomm::cpu {
 
@@ -32,12 +33,51 @@ struct Deadline {
   }
 };
 
+class Group;
+
+// A wait that tells the other ranks of itself once it has become long, and finds out whether it can ever end.
+class LongWait {
+ public:
+  // With a limit that is short, or for any rank, it tells nothing. `what`: see WaitGraph::Entry.
+  LongWait(const Group& group, WaitKind kind, int peer, std::int64_t limit_ms, const void* what, const char* site = "")
+      : group_(group), kind_(kind), peer_(peer), limit_ms_(limit_ms), what_(what), site_(site) {}
+  ~LongWait();
+  LongWait(const LongWait&) = delete;
+
+  // Call it now and then. Not empty: the wait is part of a deadlock, and its sentence goes on like this.
+  template <typename HasCome>
+  std::string check(const HasCome& has_come) {
+    const auto now = Clock::now();
+    if (next_ == Clock::time_point{}) next_ = now + kLongWait;
+    return now < next_ ? std::string() : look(now, has_come);
+  }
+
+ private:
+  std::string look(Clock::time_point now, const std::function<bool()>& has_come);
+
+  const Group& group_;
+  const WaitKind kind_;
+  const int peer_;
+  const std::int64_t limit_ms_;
+  const void* const what_;
+  const char* const site_;
+  Clock::time_point next_{};
+  WaitGraph::Entry* entry_ = nullptr;
+  std::vector<WaitGraph::Seen> seen_;
+};
+
 class Group {
  public:
   Group(int rank, int world_size, const EngineOptions& options);
   ~Group();
   // In a forked child: what is shared stays as it is.
   void disown() { disowned_ = true; }
+  // What the wait graph asks about this rank; before it is connected.
+  void set_activity(std::function<WaitGraph::Activity()> activity) { member_.activity = std::move(activity); }
+  // Before every call.
+  void note_caller() const { graph_->note_caller(member_); }
+  // The engine goes: nobody asks it any more.
+  void forget() const { graph_->remove(member_); }
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -123,7 +163,10 @@ class Group {
   // Announces an arena of visible memory; returns its number.
   int add_arena(const SharedMemory& memory);
 
+  [[noreturn]] void deadlocked(const Call& call, int peer, const std::string& here, const std::string& tail) const;
+
  private:
+  friend class LongWait;
   struct Peer {
     std::shared_ptr<SharedMemory> segment;
     std::shared_ptr<const Process> process;  // null: this one
@@ -145,6 +188,8 @@ class Group {
   // Throws why the group was aborted.
   [[noreturn]] void raise_end(Op op) const;
   std::string call_here() const;
+  PartyPlace party_of(int peer) const;
+  WaitFacts facts_of(WaitKind kind, int peer, const char* site) const;
   const LoggedCall& logged(int peer, std::uint64_t sequence) const;
   bool has_begun(int peer, std::uint64_t sequence) const;
   void state_call() const;
@@ -165,6 +210,8 @@ class Group {
   const SegmentLayout layout_;
   const std::shared_ptr<SharedMemory> mine_;
   std::vector<Peer> peers_;
+  const std::shared_ptr<WaitGraph> graph_;
+  mutable WaitGraph::Member member_;
   Patience patience_{};
   bool shares_address_space_ = false;
   bool connected_ = false;

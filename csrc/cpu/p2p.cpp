@@ -335,6 +335,12 @@ std::string PointToPoint::end_of(int rank) const {
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
 }
 
+// "recv: rank 0 (train.py:88)".
+std::string PointToPoint::here(const Call& call) const {
+  const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
+  return concat(name(call.op), ": rank ", group_.rank(), site);
+}
+
 // Throws if this message can no longer end well: the group is aborted, the peer is gone, or the call's limit has
 // passed.
 void PointToPoint::check(const Message& message) {
@@ -342,10 +348,8 @@ void PointToPoint::check(const Message& message) {
   group_.check_abort(call);
   const auto said = [&] {
     const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
-    const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
-    return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
-                  call.op == Op::kSend ? "receive" : "send", " ", message.nbytes, " bytes with tag ", call.tag,
-                  ", got ", message.moved);
+    return concat(here(call), " expected ", peer, " to ", call.op == Op::kSend ? "receive" : "send", " ",
+                  message.nbytes, " bytes with tag ", call.tag, ", got ", message.moved);
   };
   if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
     group_.give_up(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
@@ -361,6 +365,9 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   Deadline patience_of_caller{&message.call, timeout_ms};
   const Patience patience = group_.patience();
   Clock::time_point next{};
+  const WaitKind kind = message.call.op == Op::kSend ? WaitKind::kSend : WaitKind::kReceive;
+  const std::int64_t limit_ms = timeout_ms > 0 ? 0 : message.deadline.timeout_ms.load();
+  LongWait watch(group_, kind, message.call.root, limit_ms, &message, message.call.site);
   const auto over = [this](const Message*) { group_.wait_for(-1); };
   const std::unique_ptr<Message, decltype(over)> waits(&message, over);
   for (int idle = 0; !message.done(); ++idle) {
@@ -375,6 +382,9 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
     group_.wait_for(message.call.root);
     try {
       check(message);
+      const std::string tail = watch.check([&] { return message.done(); });
+      if (!tail.empty() && queued(message))
+        group_.deadlocked(message.call, message.call.root, here(message.call), tail);
     } catch (...) {
       fail_all(std::current_exception());
     }
