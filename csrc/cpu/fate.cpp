@@ -47,10 +47,9 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
     wait_for(peer);
+    watch.check(has_come);
     look_around(peer, deadline, has_come);
     check_interrupt(*deadline.call, next);
-    const std::string tail = watch.check(has_come);
-    if (!tail.empty()) deadlocked(*deadline.call, peer, call_here(), tail);
   });
   wait_for(-1);
 }
@@ -59,11 +58,11 @@ LongWait::~LongWait() {
   if (entry_) group_.graph_->end(entry_);
 }
 
-std::string LongWait::look(Clock::time_point now, const std::function<bool()>& has_come) {
-  next_ = now + kLookAgain;
-  if (limit_ms_ < kLeastLimitMs || peer_ < 0) return {};
+void LongWait::look(Clock::time_point now, const std::function<bool()>& has_come) {
+  next_ = now + group_.graph_->long_wait() / kLooks;
+  if (limit_ms_ < kLeastLimitMs || peer_ < 0 || group_.graph_->long_wait().count() == 0) return;
   if (!entry_) entry_ = group_.graph_->begin(group_.member_, what_, group_.facts_of(kind_, peer_, site_));
-  return group_.graph_->look(entry_, group_.party_of(peer_), has_come, seen_);
+  group_.graph_->look(entry_, group_.party_of(peer_), has_come, seen_);
 }
 
 PartyPlace Group::party_of(int peer) const {
@@ -78,20 +77,14 @@ WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
   facts.peer = peer;
   facts.target = party_of(peer);
   facts.kind = kind;
-  std::string text;
-  if (kind == WaitKind::kCollective)
-    text = last_call_of(rank_);
-  else if (kind != WaitKind::kItem)
-    text = concat(kind == WaitKind::kSend ? "send" : "recv", in_brackets(site));
-  copy_text(facts.call, sizeof facts.call, text.c_str());
+  if (kind == WaitKind::kItem) return facts;
+  const char* const message = kind == WaitKind::kSend ? "send" : "recv";
+  const std::string place = in_brackets(site ? site : "");
+  const bool collective = kind == WaitKind::kCollective;
+  const std::string here = collective ? call_here() : concat(message, ": rank ", rank_, place);
+  copy_text(facts.here, sizeof facts.here, concat(here, " expected ", named(peer), " in this call").c_str());
+  copy_text(facts.call, sizeof facts.call, (collective ? last_call_of(rank_) : message + place).c_str());
   return facts;
-}
-
-// Each communicator in the circle ends with the sentence of the first of its ranks that says it.
-void Group::deadlocked(const Call& call, int peer, const std::string& here, const std::string& tail) const {
-  give_up(call, ErrorCode::kMismatch,
-          concat(here, " expected ", named(peer), " in this call, ", tail,
-                 "; call the collectives of all communicators in the same order on every rank"));
 }
 
 // Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits. What has

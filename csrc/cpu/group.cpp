@@ -123,6 +123,7 @@ Group::Group(int rank, int world_size, const EngineOptions& options)
   c.graph_nonce = graph_->place().nonce;
   c.graph_fd = graph_->place().fd;
   member_.party = &c.party.value;
+  member_.abort = [this](const std::string& sentence) { abort(sentence, ErrorCode::kMismatch); };
   LocalSegments::get().add(c.nonce, mine_);
 }
 

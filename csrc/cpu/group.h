@@ -44,16 +44,12 @@ class LongWait {
   ~LongWait();
   LongWait(const LongWait&) = delete;
 
-  // Call it now and then. Not empty: the wait is part of a deadlock, and its sentence goes on like this.
+  // Call it now and then, before whether the communicator was aborted or a rank was lost: a deadlock ends it.
   template <typename HasCome>
-  std::string check(const HasCome& has_come) {
-    const auto now = Clock::now();
-    if (next_ == Clock::time_point{}) next_ = now + kLongWait;
-    return now < next_ ? std::string() : look(now, has_come);
-  }
+  void check(const HasCome& has_come);
 
  private:
-  std::string look(Clock::time_point now, const std::function<bool()>& has_come);
+  void look(Clock::time_point now, const std::function<bool()>& has_come);
 
   const Group& group_;
   const WaitKind kind_;
@@ -163,8 +159,6 @@ class Group {
   // Announces an arena of visible memory; returns its number.
   int add_arena(const SharedMemory& memory);
 
-  [[noreturn]] void deadlocked(const Call& call, int peer, const std::string& here, const std::string& tail) const;
-
  private:
   friend class LongWait;
   struct Peer {
@@ -224,6 +218,14 @@ class Group {
   bool left_out_ = false;    // the others have decided without this rank: it may join them again, but not decide alone
   std::mutex regroup_mutex_;
 };
+
+template <typename HasCome>
+void LongWait::check(const HasCome& has_come) {
+  const auto now = Clock::now();
+  if (next_ == Clock::time_point{}) next_ = now + group_.graph_->long_wait();
+  if (entry_) group_.graph_->hear(entry_);
+  if (now >= next_) look(now, has_come);
+}
 
 template <typename Look>
 void Group::sleep_by_bell(const Look& look) const {

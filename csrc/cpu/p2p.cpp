@@ -335,12 +335,6 @@ std::string PointToPoint::end_of(int rank) const {
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
 }
 
-// "recv: rank 0 (train.py:88)".
-std::string PointToPoint::here(const Call& call) const {
-  const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
-  return concat(name(call.op), ": rank ", group_.rank(), site);
-}
-
 // Throws if this message can no longer end well: the group is aborted, the peer is gone, or the call's limit has
 // passed.
 void PointToPoint::check(const Message& message) {
@@ -348,8 +342,10 @@ void PointToPoint::check(const Message& message) {
   group_.check_abort(call);
   const auto said = [&] {
     const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
-    return concat(here(call), " expected ", peer, " to ", call.op == Op::kSend ? "receive" : "send", " ",
-                  message.nbytes, " bytes with tag ", call.tag, ", got ", message.moved);
+    const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
+    return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
+                  call.op == Op::kSend ? "receive" : "send", " ", message.nbytes, " bytes with tag ", call.tag,
+                  ", got ", message.moved);
   };
   if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
     group_.give_up(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
@@ -381,10 +377,8 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
     }
     group_.wait_for(message.call.root);
     try {
+      watch.check([&] { return message.done(); });
       check(message);
-      const std::string tail = watch.check([&] { return message.done(); });
-      if (!tail.empty() && queued(message))
-        group_.deadlocked(message.call, message.call.root, here(message.call), tail);
     } catch (...) {
       fail_all(std::current_exception());
     }

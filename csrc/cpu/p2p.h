@@ -61,7 +61,6 @@ class PointToPoint {
   void wait(Message& message, std::int64_t timeout_ms);
   int lost_for(const Call& call) const;
   std::string end_of(int rank) const;
-  std::string here(const Call& call) const;
   void check(const Message& message);
   bool queued(const Message& message);
   MessagePtr most_urgent();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <set>
@@ -21,13 +22,25 @@ namespace {
 constexpr std::uint64_t kPageMagic = 0x72696e6777616974;  // "ringwait"
 constexpr std::size_t kMostSeen = 1024;                   // parties in one look
 constexpr std::size_t kMostPages = 512;
-constexpr int kMostHops = 8;  // in one sentence
+constexpr int kMostHops = 4;  // in one sentence
+constexpr int kMostGroups = 2 * kMostWaits;
 
 int index_of(std::uint64_t party) { return static_cast<int>(party & 0xffff) - 1; }
 
 std::uint64_t random_number() {
   std::random_device device;
   return (static_cast<std::uint64_t>(device()) << 32) | device();
+}
+
+int long_wait_asked_for() {
+  const char* const text = std::getenv("RINGCOMM_DEADLOCK_MS");
+  if (!text || !*text) return kLongWaitMs;
+  char* end = nullptr;
+  const unsigned long asked = std::strtoul(text, &end, 10);
+  if (*end || *text < '0' || *text > '9' || asked > 1000000000)
+    fail(ErrorCode::kInvalid, "Engine: expected milliseconds from 0 to 1000000000 in RINGCOMM_DEADLOCK_MS, got \"",
+         text, "\"; leave it out for ", kLongWaitMs);
+  return static_cast<int>(asked);
 }
 
 // The graph of a process; a forked child makes its own.
@@ -66,10 +79,13 @@ struct WaitGraph::Record {
   alignas(kLineBytes) Flag party;  // as in PartyPlace; 0: free
   Flag stamp, answered;
   alignas(kLineBytes) Flag asked;
-  Flag told;  // stamp << 1; with the lowest bit while the tails are being written
+  Flag told;  // stamp << 1; with the lowest bit while the sentences are being written
   std::uint32_t num_waits;
   WaitFacts waits[kMostWaits];
-  char tails[kMostWaits][640];  // how their sentences go on
+  struct {
+    std::uint64_t group;  // in which the party waits, or is waited for; 0: none
+    char sentence[1000];
+  } ends[kMostGroups];
 };
 
 struct WaitGraph::Page {
@@ -91,7 +107,8 @@ WaitGraph::WaitGraph()
     : memory_(SharedMemory::create("ringcomm-waits", sizeof(Page))),
       page_(*reinterpret_cast<Page*>(memory_.data())),
       nonce_(random_number()),
-      pid_(getpid()) {
+      pid_(getpid()),
+      long_wait_(long_wait_asked_for()) {
   static_assert(std::is_trivially_copyable_v<Page>, "it begins as zeros");
   page_.nonce = nonce_;
   page_.magic = kPageMagic;
@@ -271,6 +288,7 @@ WaitGraph::Entry* WaitGraph::begin(Member& member, const void* what, const WaitF
 
 void WaitGraph::end(Entry* entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  obey(entry->member->index);
   hide(entry->member->index);
   entries_.remove_if([&](const Entry& each) { return &each == entry; });
 }
@@ -286,14 +304,20 @@ bool WaitGraph::nobody_else() const {
   return has_only_threads(idents);
 }
 
-// What the party was told is for all of its threads, though the first of them that hears of it goes on.
-void WaitGraph::take_verdict(int index) {
+// The peers hear of the deadlock before they can hear that this rank has left.
+void WaitGraph::obey(int index) {
+  if (index < 0) return;
   const Record& record = page_.records[index];
   const std::uint64_t stamp = load_relaxed(&record.stamp);
   if (stamp == 0 || load_acquire(&record.told) != stamp << 1) return;
-  int i = 0;
-  for (Entry& e : entries_)
-    if (e.member->index == index && e.facts.kind != WaitKind::kItem) e.verdict = record.tails[i++];
+  for (const auto& end : record.ends)
+    for (const Member* member : members_)
+      if (end.group != 0 && member->index == index && member->group == end.group) member->abort(end.sentence);
+}
+
+void WaitGraph::hear(Entry* entry) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  obey(entry->member->index);
 }
 
 // ---- looking around ------------------------------------------------------------------------------------------------
@@ -375,12 +399,13 @@ std::vector<int> distances_to(const std::vector<WaitGraph::Seen>& seen, std::siz
   return hops;
 }
 
-// "but it waits in barrier #3 (train.py:91) of another communicator for rank 0": from the target of wait k of
-// `seen[from]` on, until that party or one that was named before comes up.
-std::string tail_of(const std::vector<WaitGraph::Seen>& seen, std::size_t from, std::size_t k) {
+// "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call, but it waits in barrier #3
+// (train.py:91) of another communicator for rank 0; call ...": from wait k of `seen[from]` on, until that party or one
+// that was named before comes up.
+std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t from, std::size_t k) {
   const std::vector<int> hops = distances_to(seen, from);
   const WaitFacts& wait = seen[from].waits[k];
-  std::string text;
+  std::string text = concat(wait.here, ", ");
   std::vector<bool> named(seen.size(), false);
   std::size_t at = seen[from].targets[k];
   for (int hop = 0; hop < kMostHops && !named[at] && (hop == 0 || at != from); ++hop) {
@@ -396,35 +421,45 @@ std::string tail_of(const std::vector<WaitGraph::Seen>& seen, std::size_t from, 
     if (back && next.peer != wait.rank) text += " there, which is this rank";
     at = *nearest;
   }
-  return text;
+  return text + "; call the collectives of all communicators in the same order on every rank";
 }
 
 }  // namespace
 
-// Each rank says its sentence itself. Who is told already has been told the same.
+// Who is told already has been told the same.
 void WaitGraph::tell(const std::vector<Seen>& seen) {
+  std::vector<std::pair<Record*, std::uint64_t>> told_now;
   for (std::size_t i = 0; i < seen.size(); ++i) {
     Record* const record = find(seen[i].place);
     if (!record) continue;
     const std::uint64_t told = load_acquire(&record->told);
     if (told >> 1 == seen[i].stamp || !claim(&record->told, told, seen[i].stamp << 1 | 1)) continue;
-    for (std::size_t k = 0; k < seen[i].waits.size(); ++k) {
-      const std::string tail = tail_of(seen, i, k);
-      std::strncpy(record->tails[k], tail.c_str(), sizeof record->tails[k] - 1);
-    }
-    store_release(&record->told, seen[i].stamp << 1);
+    int ends = 0;
+    const auto add = [&](std::size_t from, std::size_t k) {
+      const std::uint64_t group = seen[from].waits[k].group;
+      const auto is_there = [&](const auto& end) { return end.group == group; };
+      if (ends == kMostGroups || std::any_of(record->ends, record->ends + ends, is_there)) return;
+      auto& end = record->ends[ends++];
+      end.group = group;
+      std::strncpy(end.sentence, sentence_of(seen, from, k).c_str(), sizeof end.sentence - 1);
+    };
+    std::for_each(record->ends, record->ends + kMostGroups, [](auto& end) { end.group = 0; });
+    for (std::size_t k = 0; k < seen[i].waits.size(); ++k) add(i, k);
+    for (std::size_t from = 0; from < seen.size(); ++from)
+      for (std::size_t k = 0; k < seen[from].waits.size(); ++k)
+        if (seen[from].targets[k] == i) add(from, k);
+    told_now.emplace_back(record, seen[i].stamp << 1);
   }
+  for (const auto& [record, told] : told_now) store_release(&record->told, told);  // none is gone before all are told
 }
 
-std::string WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
-                            std::vector<Seen>& seen) {
+void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
+                     std::vector<Seen>& seen) {
   PartyPlace start = place();
   std::uint64_t question = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (entry->member->index < 0) return {};
-    take_verdict(entry->member->index);
-    if (!entry->verdict.empty()) return entry->verdict;
+    if (entry->member->index < 0) return;
     const Record& record = page_.records[entry->member->index];
     start.party = load_relaxed(&record.party);
     question = load_acquire(&record.asked);
@@ -432,7 +467,7 @@ std::string WaitGraph::look(Entry* entry, const PartyPlace& target, const std::f
   const bool alone = nobody_else();
   const std::lock_guard<std::mutex> lock(mutex_);
   const int index = entry->member->index;
-  if (index < 0 || load_relaxed(&page_.records[index].party) != start.party || has_come()) return {};
+  if (index < 0 || load_relaxed(&page_.records[index].party) != start.party || has_come()) return;
   entry->confirmed = question;
   if (alone) entry->alone = question;
   if (!same(entry->facts.target, target)) {
@@ -440,18 +475,16 @@ std::string WaitGraph::look(Entry* entry, const PartyPlace& target, const std::f
     hide(index);
   }
   publish(index);
-  if (entry->facts.kind == WaitKind::kItem) return {};
+  if (entry->facts.kind == WaitKind::kItem) return;
   std::vector<Seen> now = reach(start);
   const auto alike = [](const Seen& a, const Seen& b) { return same(a.place, b.place) && a.stamp == b.stamp; };
   if (!now.empty() && std::equal(now.begin(), now.end(), seen.begin(), seen.end(), alike)) {
     if (all_answered(seen)) tell(seen);
-    take_verdict(index);
-    return entry->verdict;
+    return obey(index);
   }
   seen = std::move(now);
   for (Seen& each : seen)
     if (Record* const record = find(each.place)) each.question = fetch_add(&record->asked, 1) + 1;
-  return {};
 }
 
 }  // namespace ringcomm::cpu

@@ -3,17 +3,18 @@
 //
 // A *party* is a set of threads of one process that call the same communicators: as a rule, a rank. Each process has
 // one page of shared memory with a record for each of its parties, which any process of the job can map. A record is
-// filled in only once *every* thread of the party has waited for kLongWait, and only as long as all of them wait:
+// filled in only once *every* thread of the party has waited for kLongWaitMs, and only as long as all of them wait:
 //
 //   stamp            0: some thread of the party may go on; else a number that no other state of a record has
 //   waits            for which parties the threads of this one wait, and in which calls
 //   asked, answered  questions "do you still wait?", and the last one that every waiting thread has answered with yes
-//   told             the stamp of the waits that were found to be a deadlock
+//   told             the stamp of the waits that were found to be a deadlock, and what to say about them
 //
 // A rank that waits looks at all records that it can reach from its own. If one of them is empty, that party may go on,
 // and nothing is said. If none is, it asks all of them, and looks again. Where every stamp is still the same and every
 // question has its answer, no thread in the circle can have done anything since before the questions, and none found
-// that what it waits for had come: so nobody ever will. All of them are told.
+// that what it waits for had come: so nobody ever will. All of them are told, and each aborts the communicators in
+// which it waits or is waited for, before it goes on.
 //
 // False alarms are worse than late ones. So a party says nothing while one of its threads computes, waits for
 // anything else, or waits with a limit of its own; while asynchronous messages are in flight that nobody waits for; or
@@ -36,10 +37,11 @@
 
 namespace ringcomm::cpu {
 
-inline constexpr auto kLongWait = std::chrono::milliseconds(1000);  // until a wait is told to the others
-inline constexpr auto kLookAgain = std::chrono::milliseconds(250);  // between two looks at the others
+// Until a wait is told to the others: milliseconds, or RINGCOMM_DEADLOCK_MS; 0: never.
+inline constexpr int kLongWaitMs = 1000;
+inline constexpr int kLooks = 4;                      // at the others, in as long again
 inline constexpr std::int64_t kLeastLimitMs = 10000;  // of a wait that is told: a shorter one ends by itself
-inline constexpr int kMostParties = 256, kMostWaits = 4;
+inline constexpr int kMostParties = 128, kMostWaits = 4;
 
 inline thread_local std::uint64_t this_caller = 0;  // a number of this thread; 0: it has made no call yet
 
@@ -64,6 +66,7 @@ struct WaitFacts {
   PartyPlace target;  // the party of that peer
   WaitKind kind = WaitKind::kItem;
   char call[120] = {};  // "all_gather #7 (train.py:77)"
+  char here[240] = {};  // "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call"
 };
 
 class WaitGraph {
@@ -80,6 +83,7 @@ class WaitGraph {
   struct Member {
     Flag* party = nullptr;  // for the peers: as in PartyPlace
     std::function<Activity()> activity;
+    std::function<void(const std::string&)> abort;  // ends the communicator with a sentence
     std::atomic<std::uint64_t> last_caller{0};
     std::uint64_t group = 0;
     int index = -1;  // of its party
@@ -93,7 +97,6 @@ class WaitGraph {
     WaitFacts facts;
     std::uint64_t confirmed = 0;  // the last question that it has answered
     std::uint64_t alone = 0;      // the last one that found no thread outside of all parties
-    std::string verdict = {};     // how its sentence goes on, if it is part of a deadlock
   };
 
   // What a look has seen of one party.
@@ -109,6 +112,7 @@ class WaitGraph {
 
   WaitGraph();
   ~WaitGraph();
+  std::chrono::milliseconds long_wait() const { return long_wait_; }
   PartyPlace place() const { return {0, nonce_, pid_, memory_.fd()}; }
 
   // The caller's thread connects a communicator: the two belong together from here on.
@@ -123,10 +127,11 @@ class WaitGraph {
 
   Entry* begin(Member& member, const void* what, const WaitFacts& facts);
   void end(Entry* entry);
-  // Looks for a deadlock once; `has_come` says whether the wait is over, `target` where its peer's record lies now.
-  // Returns how the wait's sentence goes on when it is part of a deadlock; else nothing. `seen`: of the last look.
-  std::string look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
-                   std::vector<Seen>& seen);
+  // Ends the communicators of a deadlock that another rank has found. Look at it before a lost rank is blamed.
+  void hear(Entry* entry);
+  // Looks for a deadlock once, and ends the communicators of one. `has_come` says whether the wait is over, `target`
+  // where its peer's record lies now; `seen`: of the last look.
+  void look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come, std::vector<Seen>& seen);
   static void thread_ended(std::uint64_t thread);
 
  private:
@@ -148,7 +153,7 @@ class WaitGraph {
   void publish(int index);
   void answer(int index);
   bool nobody_else() const;
-  void take_verdict(int index);
+  void obey(int index);
   Record* find(const PartyPlace& place);
   bool read(const PartyPlace& place, Seen& seen);
   std::vector<Seen> reach(const PartyPlace& start);
@@ -159,6 +164,7 @@ class WaitGraph {
   Page& page_;
   const std::uint64_t nonce_;
   const std::int32_t pid_;
+  const std::chrono::milliseconds long_wait_;
   mutable std::mutex mutex_;  // of all that follows, and of this process's page
   std::list<Member*> members_;
   std::map<std::uint64_t, Thread> threads_;
