@@ -41,11 +41,6 @@ RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
 // The store and the loads after it keep their order: for "post, then see whether anyone sleeps".
 inline void store_then_look(Flag* flag, std::uint64_t value) { __atomic_exchange_n(flag, value, __ATOMIC_SEQ_CST); }
 inline std::uint64_t load_after_store(const Flag* flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
-// After plain reads of what the flag guards: whether it has changed meanwhile.
-inline std::uint64_t load_after_reads(const Flag* flag) {
-  __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  return __atomic_load_n(flag, __ATOMIC_RELAXED);
-}
 inline std::uint64_t fetch_add(Flag* flag, std::uint64_t value) {
   return __atomic_fetch_add(flag, value, __ATOMIC_SEQ_CST);
 }

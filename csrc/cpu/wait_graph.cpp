@@ -343,14 +343,14 @@ WaitGraph::Record* WaitGraph::find(const PartyPlace& place) {
 
 // False: the party may go on.
 bool WaitGraph::read(const PartyPlace& place, Seen& seen) {
-  const Record* const record = find(place);
+  Record* const record = find(place);
   if (!record) return false;
   seen = {place, load_acquire(&record->stamp), 0, {}, {}};
   if (seen.stamp == 0 || load_relaxed(&record->party) != place.party) return false;
   WaitFacts waits[kMostWaits];
   std::memcpy(waits, record->waits, sizeof waits);
   const std::uint32_t num_waits = record->num_waits;
-  if (load_after_reads(&record->stamp) != seen.stamp || num_waits < 1 || num_waits > kMostWaits) return false;
+  if (fetch_add(&record->stamp, 0) != seen.stamp || num_waits < 1 || num_waits > kMostWaits) return false;
   seen.waits.assign(waits, waits + num_waits);
   return true;
 }
