@@ -109,7 +109,7 @@ def test_other_users_are_kept_out() -> None:
             os._exit(opened)
         print(len(segments), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """)
-    assert ended(process).split() == ["2", "0"]  # its segment and its record; none was opened
+    assert ended(process).split() == ["3", "0"]  # its segment, its record and its waits; none was opened
 
 
 def test_a_small_dev_shm_does_not_matter() -> None:

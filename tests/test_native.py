@@ -67,6 +67,7 @@ def test_core_and_engine(kind: str) -> None:
     at = build(kind)
     run(str(at / "core_test"), limit_s=120)
     run(str(at / "faults_test"), limit_s=130)
+    run(str(at / "deadlock_test"), *(["quick"] if kind else []), limit_s=220)
     run(str(at / "trace_test"), limit_s=120)
     run(str(at / "hosts_test"), "quick", limit_s=130)
     run(str(at / "engine_test"), "quick", *KINDS[kind], limit_s=290)

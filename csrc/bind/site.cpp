@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <climits>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/interrupt.h"
 #include "core/site.h"
@@ -152,9 +154,79 @@ bool handle_signals() {
   return PyErr_Occurred() || PyErr_CheckSignals() != 0;  // what it raised stays with this thread
 }
 
+// Packages with threads of their own, which call no communicator. Anyone else's thread might.
+constexpr std::array<std::string_view, 10> kQuiet = {"tqdm",    "wandb",         "tensorboard", "tensorboardX",
+                                                     "mlflow",  "comet_ml",      "ipykernel",   "zmq",
+                                                     "execnet", "pytest_timeout"};
+constexpr std::array<std::string_view, 3> kQuietModules = {"multiprocessing.queues", "ringcomm.hosts",
+                                                           "torch.utils.data._utils.pin_memory"};
+
+struct Where {
+  std::string module, function;
+  std::string package() const { return module.substr(0, module.find('.')); }
+};
+
+// The frames of a thread from the innermost to the outermost, without those that start it or wait in it.
+std::vector<Where> frames_of(py::object frame) {
+  std::vector<Where> all;
+  for (; !frame.is_none(); frame = frame.attr("f_back")) {
+    const py::object module = frame.attr("f_globals").attr("get")("__name__", "");
+    if (!py::isinstance<py::str>(module)) throw py::type_error("a module without a name");
+    Where where{utf8(module), utf8(frame.attr("f_code").attr("co_name"))};
+    if (where.module != "threading") all.push_back(std::move(where));
+  }
+  return all;
+}
+
+// The module of the function that a threading.Timer is to call; empty for other threads.
+std::string timer_of(const py::handle& ident, const py::module_& threading) {
+  const py::object thread = threading.attr("_active").attr("get")(ident, py::none());
+  if (!py::isinstance(thread, threading.attr("Timer"))) return {};
+  const py::object module = py::getattr(thread.attr("function"), "__module__", py::none());
+  return py::isinstance<py::str>(module) ? utf8(module) : std::string();
+}
+
+// A thread of the standard library, or of a package that is known to call no communicator, and in nobody else's code.
+bool is_quiet(const std::vector<Where>& frames, const std::string& timer, const py::object& standard) {
+  const auto is = [&](const auto& names, const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  if (frames.empty()) return is(kQuiet, Where{timer, {}}.package());  // else it has only just begun
+  const Where& inner = frames.front();
+  const Where& outer = frames.back();
+  if (inner.module == "ringcomm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
+  if (outer.module == "ringcomm.launch" && outer.function == "_obey") return true;
+  if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // has nothing to do
+  if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
+  return std::all_of(frames.begin(), frames.end(), [&](const Where& each) {
+    return each.package() == outer.package() || standard.contains(each.package());
+  });
+}
+
+// Reads alone, and runs nothing of Python: no handler of a signal comes in between.
+bool has_only(const std::vector<std::uint64_t>& known) {
+  if (python_ends() || !PyGILState_GetThisThreadState()) return false;
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_Occurred()) return false;
+  try {
+    const py::module_ sys = py::module_::import("sys");
+    const py::module_ threading = py::module_::import("threading");
+    const py::object standard = sys.attr("stdlib_module_names");
+    for (const auto& [ident, frame] : py::dict(sys.attr("_current_frames")())) {
+      const bool is_known = std::find(known.begin(), known.end(), ident.cast<std::uint64_t>()) != known.end();
+      const auto frames = frames_of(py::reinterpret_borrow<py::object>(frame));
+      if (!is_known && !is_quiet(frames, timer_of(ident, threading), standard)) return false;
+    }
+    return true;
+  } catch (const std::exception&) {  // who cannot be asked may call
+    return false;
+  }
+}
+
 }  // namespace
 
 void serve_python_threads() {
+  set_thread_source(&has_only);
   set_site_source(&site_without_gil);
   static constexpr InterruptSource kSignals{&handles_signals, &handle_signals};
   set_interrupt_source(&kSignals);

@@ -200,6 +200,8 @@ class Engine {
   // Device engines: blocks the host until all that is enqueued on `stream` is done; throws the error that ended the
   // communicator, if one did, and then at once.
   virtual void synchronize([[maybe_unused]] std::uintptr_t stream) {}
+  // It has become a part of another engine, whose own threads may call it at any time.
+  virtual void absorbed() {}
 };
 
 // Shared ownership that may end in any thread, also in a callback.

@@ -1,5 +1,8 @@
-// Ctrl-C, and whatever else the user's language makes of a signal, while a call waits.
+// Ctrl-C, and whatever else the user's language makes of a signal, while a call waits; and its threads.
 #pragma once
+
+#include <cstdint>
+#include <vector>
 
 namespace ringcomm {
 
@@ -15,5 +18,12 @@ void set_interrupt_source(const InterruptSource* source);
 bool interruptible();
 // For every wait to ask now and then.
 bool interrupted();
+
+// Whether no thread of the user's language but `known` ones (by pthread_self) can make a call. It may say no where it
+// does not know.
+using ThreadSource = bool (*)(const std::vector<std::uint64_t>& known);
+void set_thread_source(ThreadSource source);
+// True where no user's language is known.
+bool has_only_threads(const std::vector<std::uint64_t>& known);
 
 }  // namespace ringcomm

@@ -82,6 +82,7 @@ class RecordedEngine final : public Engine {
   // The engine itself, for another one that is recorded.
   const std::shared_ptr<Engine>& absorb() {
     if (journal_) journal_->absorbed();
+    engine_->absorbed();
     return engine_;
   }
 

@@ -125,6 +125,7 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
     if (stopping_) fail(ErrorCode::kInvalid, name(item->call().op), ": the communicator is closed; create a new one");
     items_.push_back(item);
     waiting_.fetch_add(1);
+    queued_.fetch_add(1);
     if (!thread_.joinable()) thread_ = std::thread([this] { progress(); });
   }
   changed_.notify_all();
@@ -138,6 +139,7 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Item> item = std::move(items_.front());
   items_.pop_front();
   waiting_.fetch_sub(1);
+  queued_.fetch_sub(1);
   lock.unlock();
   const std::exception_ptr error = item->execute();
   let_go();
@@ -150,8 +152,10 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.fetch_add(1);
   Waited waited = Waited::kDone;
+  std::unique_ptr<Watch> watch;
   while (!item.done() && waited == Waited::kDone) {
     if (helps && !items_.empty() && take()) {
+      watch = nullptr;
       run_queued(lock);
       continue;
     }
@@ -159,6 +163,12 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
                         [&] { return item.done() || (helps && !items_.empty() && !busy_.load()); });
     if (item.done()) break;
     if (Clock::now() >= end) waited = Waited::kLate;
+    if (watch_ && end == Clock::time_point::max()) {
+      lock.unlock();
+      if (!watch) watch = watch_();
+      watch->look([&] { return item.done(); });
+      lock.lock();
+    }
     if (!interruptible()) continue;
     lock.unlock();
     handling_.store(true, std::memory_order_relaxed);

@@ -41,17 +41,29 @@ class RequestBase : public Request {
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 
+// Looks about now and then while a thread waits for a call that another one executes.
+class Watch {
+ public:
+  virtual ~Watch() = default;
+  virtual void look(const std::function<bool()>& has_come) = 0;
+};
+
 class WorkQueue {
  public:
   // `stop` soon ends what executes: a signal's handler wants a waiting caller to go on. `looks`: executions look for
   // signals by themselves; where they do not, a thread that handles signals leaves them to another one.
-  WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks)
-      : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks) {}
+  // `watch`: for each wait without a limit of its own; may be null.
+  WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks,
+            std::function<std::unique_ptr<Watch>()> watch = nullptr)
+      : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks), watch_(std::move(watch)) {}
   ~WorkQueue() { stop(); }
 
   void run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
   bool idle() const { return waiting_.load() == 0 && !busy_.load(); }
+  // Ask in this order: what leaves the queue executes before.
+  std::size_t queued() const { return queued_.load(); }
+  bool executes() const { return busy_.load(); }
   bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
   // Lets the progress thread finish what is queued, and ends it.
   void stop();
@@ -77,10 +89,12 @@ class WorkQueue {
   const std::function<void(const Call&)> execute_;
   const std::function<void(const char*)> stop_;
   const bool looks_;
+  const std::function<std::unique_ptr<Watch>()> watch_;
   std::atomic<bool> busy_{false};          // some thread is executing
   std::atomic<std::thread::id> runner_{};  // which
   std::atomic<bool> handling_{false};      // the thread that handles signals waits here, and does so now
   std::atomic<int> waiting_{0};            // queued items, and threads blocked on the condition
+  std::atomic<std::size_t> queued_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Item>> items_;

@@ -1,5 +1,6 @@
 // The cpu engine: ranks are processes or threads of one host, and the bytes go through shared memory.
 #include <atomic>
+#include <limits>
 
 #include "core/check.h"
 #include "core/engine.h"
@@ -19,6 +20,17 @@ namespace ringcomm {
 namespace cpu {
 namespace {
 
+// A thread that waits for a call of its own rank: another thread waits for the peer.
+class ItemWatch final : public Watch {
+ public:
+  explicit ItemWatch(const Group& group)
+      : wait_(group, WaitKind::kItem, group.rank(), std::numeric_limits<std::int64_t>::max(), nullptr) {}
+  void look(const std::function<bool()>& has_come) override { wait_.check(has_come); }
+
+ private:
+  LongWait wait_;
+};
+
 class CpuEngine final : public Engine {
  public:
   CpuEngine(int rank, int world_size, const EngineOptions& options)
@@ -28,7 +40,14 @@ class CpuEngine final : public Engine {
         collectives_(group_, heap_),
         p2p_(std::make_unique<PointToPoint>(group_)),
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
-                                           [this](const char* call) { group_.interrupt(call); }, true)) {}
+                                           [this](const char* call) { group_.interrupt(call); }, true,
+                                           [this] { return std::make_unique<ItemWatch>(group_); })) {
+    group_.set_activity([this] {
+      if (absorbed_.load()) return WaitGraph::Activity{};  // its callers' threads are not known
+      const std::size_t queued = queue_->queued();
+      return WaitGraph::Activity{true, queue_->executes(), queued, p2p_->pending()};
+    });
+  }
 
   // Without close() nobody waits for what is still in flight: the peers are told instead of left waiting.
   ~CpuEngine() override {
@@ -38,6 +57,7 @@ class CpuEngine final : public Engine {
       group_.disown();
       return;
     }
+    group_.forget();
     if (!closed_.load() && !(queue_->idle() && p2p_->idle()))
       group_.abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
@@ -110,6 +130,7 @@ class CpuEngine final : public Engine {
   }
 
   bool closed() const override { return closed_.load(); }
+  void absorbed() override { absorbed_.store(true); }
   bool runs_this_thread() const override { return queue_->runs_this_thread() || p2p_->runs_this_thread(); }
 
   std::vector<std::pair<std::string, std::string>> describe() const override {
@@ -136,6 +157,7 @@ class CpuEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
+    group_.note_caller();
   }
 
   const int forks_;
@@ -145,6 +167,7 @@ class CpuEngine final : public Engine {
   std::unique_ptr<PointToPoint> p2p_;
   std::unique_ptr<WorkQueue> queue_;
   std::atomic<bool> closed_{false};
+  std::atomic<bool> absorbed_{false};
 };
 
 }  // namespace

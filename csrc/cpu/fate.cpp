@@ -43,12 +43,48 @@ std::string place_of(const LoggedCall& call) {
 void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
   if (load_acquire(flag) >= target) return;
   Clock::time_point next{};
+  const auto has_come = [&] { return load_acquire(flag) >= target; };
+  LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
     wait_for(peer);
-    look_around(peer, deadline, [&] { return load_acquire(flag) >= target; });
+    watch.check(has_come);
+    look_around(peer, deadline, has_come);
     check_interrupt(*deadline.call, next);
   });
   wait_for(-1);
+}
+
+LongWait::~LongWait() {
+  if (entry_) group_.graph_->end(entry_);
+}
+
+void LongWait::look(Clock::time_point now, const std::function<bool()>& has_come) {
+  next_ = now + group_.graph_->long_wait() / kLooks;
+  if (limit_ms_ < kLeastLimitMs || peer_ < 0 || group_.graph_->long_wait().count() == 0) return;
+  if (!entry_) entry_ = group_.graph_->begin(group_.member_, what_, group_.facts_of(kind_, peer_, site_));
+  group_.graph_->look(entry_, group_.party_of(peer_), has_come, seen_);
+}
+
+PartyPlace Group::party_of(int peer) const {
+  const Control& c = control(peer);
+  return {load_acquire(&c.party.value), c.graph_nonce, peers_[peer].pid, c.graph_fd};
+}
+
+WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
+  WaitFacts facts;
+  facts.group = origin_.group;
+  facts.rank = rank_;
+  facts.peer = peer;
+  facts.target = party_of(peer);
+  facts.kind = kind;
+  if (kind == WaitKind::kItem) return facts;
+  const char* const message = kind == WaitKind::kSend ? "send" : "recv";
+  const std::string place = in_brackets(site ? site : "");
+  const bool collective = kind == WaitKind::kCollective;
+  const std::string here = collective ? call_here() : concat(message, ": rank ", rank_, place);
+  copy_text(facts.here, sizeof facts.here, concat(here, " expected ", named(peer), " in this call").c_str());
+  copy_text(facts.call, sizeof facts.call, (collective ? last_call_of(rank_) : message + place).c_str());
+  return facts;
 }
 
 // Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits. What has

@@ -76,7 +76,7 @@ std::string machine_identity() {
   return first_line("/proc/sys/kernel/random/boot_id") + "/" + space;
 }
 
-constexpr const char* kVersion = "ringcomm-cpu-3";
+constexpr const char* kVersion = "ringcomm-cpu-4";
 
 struct Handle {
   std::string machine;
@@ -113,17 +113,24 @@ Group::Group(int rank, int world_size, const EngineOptions& options)
       layout_{options.slot_bytes ? options.slot_bytes : kDefaultSlotBytes, default_p2p_slot_bytes(world_size),
               world_size},
       mine_(std::make_shared<SharedMemory>(SharedMemory::create("ringcomm", layout_.nbytes()))),
-      peers_(world_size) {
+      peers_(world_size),
+      graph_(WaitGraph::of_this_process()) {
   Control& c = control();
   c.magic = kMagic;
   c.nonce = random_nonce();
   c.rank = rank;
   c.world_size = world_size;
+  c.graph_nonce = graph_->place().nonce;
+  c.graph_fd = graph_->place().fd;
+  member_.party = &c.party.value;
+  member_.abort = [this](const std::string& sentence) { abort(sentence, ErrorCode::kMismatch); };
   LocalSegments::get().add(c.nonce, mine_);
 }
 
 Group::~Group() {
-  if (!disowned_) LocalSegments::get().remove(control().nonce);
+  if (disowned_) return;
+  forget();
+  LocalSegments::get().remove(control().nonce);
 }
 
 std::string Group::handle() const {
@@ -189,6 +196,7 @@ void Group::connect(const std::vector<std::string>& handles, std::int64_t connec
   mine_->close_fd();  // everyone has it; from here on no process can open it
   origin_ = {group_number(handles), rank_, world_size_, -1};
   connected_ = true;
+  graph_->add(member_, origin_.group);
 }
 
 // Whoever can be reached hears of a handle that cannot be used, instead of waiting for this rank.

@@ -16,6 +16,7 @@
 #include "cpu/process.h"
 #include "cpu/segment.h"
 #include "cpu/wait.h"
+#include "cpu/wait_graph.h"
 
 namespace ringcomm::cpu {
 
@@ -32,12 +33,47 @@ struct Deadline {
   }
 };
 
+class Group;
+
+// A wait that tells the other ranks of itself once it has become long, and finds out whether it can ever end.
+class LongWait {
+ public:
+  // With a limit that is short, or for any rank, it tells nothing. `what`: see WaitGraph::Entry.
+  LongWait(const Group& group, WaitKind kind, int peer, std::int64_t limit_ms, const void* what, const char* site = "")
+      : group_(group), kind_(kind), peer_(peer), limit_ms_(limit_ms), what_(what), site_(site) {}
+  ~LongWait();
+  LongWait(const LongWait&) = delete;
+
+  // Call it now and then, before whether the communicator was aborted or a rank was lost: a deadlock ends it.
+  template <typename HasCome>
+  void check(const HasCome& has_come);
+
+ private:
+  void look(Clock::time_point now, const std::function<bool()>& has_come);
+
+  const Group& group_;
+  const WaitKind kind_;
+  const int peer_;
+  const std::int64_t limit_ms_;
+  const void* const what_;
+  const char* const site_;
+  Clock::time_point next_{};
+  WaitGraph::Entry* entry_ = nullptr;
+  std::vector<WaitGraph::Seen> seen_;
+};
+
 class Group {
  public:
   Group(int rank, int world_size, const EngineOptions& options);
   ~Group();
   // In a forked child: what is shared stays as it is.
   void disown() { disowned_ = true; }
+  // What the wait graph asks about this rank; before it is connected.
+  void set_activity(std::function<WaitGraph::Activity()> activity) { member_.activity = std::move(activity); }
+  // Before every call.
+  void note_caller() const { graph_->note_caller(member_); }
+  // The engine goes: nobody asks it any more.
+  void forget() const { graph_->remove(member_); }
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -124,6 +160,7 @@ class Group {
   int add_arena(const SharedMemory& memory);
 
  private:
+  friend class LongWait;
   struct Peer {
     std::shared_ptr<SharedMemory> segment;
     std::shared_ptr<const Process> process;  // null: this one
@@ -145,6 +182,8 @@ class Group {
   // Throws why the group was aborted.
   [[noreturn]] void raise_end(Op op) const;
   std::string call_here() const;
+  PartyPlace party_of(int peer) const;
+  WaitFacts facts_of(WaitKind kind, int peer, const char* site) const;
   const LoggedCall& logged(int peer, std::uint64_t sequence) const;
   bool has_begun(int peer, std::uint64_t sequence) const;
   void state_call() const;
@@ -165,6 +204,8 @@ class Group {
   const SegmentLayout layout_;
   const std::shared_ptr<SharedMemory> mine_;
   std::vector<Peer> peers_;
+  const std::shared_ptr<WaitGraph> graph_;
+  mutable WaitGraph::Member member_;
   Patience patience_{};
   bool shares_address_space_ = false;
   bool connected_ = false;
@@ -177,6 +218,14 @@ class Group {
   bool left_out_ = false;    // the others have decided without this rank: it may join them again, but not decide alone
   std::mutex regroup_mutex_;
 };
+
+template <typename HasCome>
+void LongWait::check(const HasCome& has_come) {
+  const auto now = Clock::now();
+  if (next_ == Clock::time_point{}) next_ = now + group_.graph_->long_wait();
+  if (entry_) group_.graph_->hear(entry_);
+  if (now >= next_) look(now, has_come);
+}
 
 template <typename Look>
 void Group::sleep_by_bell(const Look& look) const {

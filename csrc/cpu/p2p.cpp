@@ -361,6 +361,9 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   Deadline patience_of_caller{&message.call, timeout_ms};
   const Patience patience = group_.patience();
   Clock::time_point next{};
+  const WaitKind kind = message.call.op == Op::kSend ? WaitKind::kSend : WaitKind::kReceive;
+  const std::int64_t limit_ms = timeout_ms > 0 ? 0 : message.deadline.timeout_ms.load();
+  LongWait watch(group_, kind, message.call.root, limit_ms, &message, message.call.site);
   const auto over = [this](const Message*) { group_.wait_for(-1); };
   const std::unique_ptr<Message, decltype(over)> waits(&message, over);
   for (int idle = 0; !message.done(); ++idle) {
@@ -374,6 +377,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
     }
     group_.wait_for(message.call.root);
     try {
+      watch.check([&] { return message.done(); });
       check(message);
     } catch (...) {
       fail_all(std::current_exception());

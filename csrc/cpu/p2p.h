@@ -3,6 +3,7 @@
 // arrives before a receive asks for its tag is put aside.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -27,6 +28,7 @@ class PointToPoint {
   // Sends what is queued; receives still open end with an error.
   void stop();
   bool idle();
+  std::size_t pending() const { return pending_.load(); }
   bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
@@ -82,7 +84,7 @@ class PointToPoint {
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
   std::deque<MessagePtr> receives_;  // in the order of their calls
-  std::size_t pending_ = 0;
+  std::atomic<std::size_t> pending_{0};
   std::thread thread_;
   bool stopping_ = false;
 };

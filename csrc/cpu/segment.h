@@ -61,6 +61,8 @@ struct alignas(kLineBytes) Meeting {
 struct alignas(kLineBytes) Control {
   std::uint64_t magic, nonce;
   std::int32_t rank, world_size;
+  std::uint64_t graph_nonce;  // of its process's page of the wait graph
+  std::int32_t graph_fd;
   FlagLine attached;      // peers that have mapped this segment
   FlagLine has_attached;  // 1: this rank has mapped all of theirs, and told them
   FlagLine consumed;      // tickets of the peers' boards that this rank has read
@@ -69,6 +71,7 @@ struct alignas(kLineBytes) Control {
   FlagLine left;          // when the communicator was closed on this rank, in ns; 0: it was not
   FlagLine in_place;      // 1: it reads and writes the peers' buffers
   FlagLine waiting;       // rank + 1 of the peer for which it waits long; 0: none
+  FlagLine party;         // whose record in the wait graph tells what else it waits for; see PartyPlace
   FlagLine sleepers;      // threads asleep on a flag of this segment
   FlagLine doorbell;      // rung by whoever changes a p2p flag that this rank watches
   FlagLine bell_sleepers;
