@@ -232,7 +232,11 @@ class Gradient:
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.shown)):
             return False
-        return self.standing or not self.has_reduced or all(map(self._is_shown, range(len(grads)), grads))
+        if self.standing or not self.has_reduced:
+            return True
+        if len(self.has) < len(grads):
+            return all(map(self._is_shown, range(len(grads)), grads))
+        return [*map(torch.Tensor.data_ptr, grads)] == [address for _, address in self._means]
 
     def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
         """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""

@@ -10,6 +10,7 @@ What a rank's optimizer works on, the owned range, is the whole buffer at stage 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.sharded_parameter import ShardedParameter
 
 LAST_STAGE = 3
+_dtype_of = operator.attrgetter("dtype")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
 
 
@@ -275,6 +277,9 @@ class FlatGroup:
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
         if self.stage == LAST_STAGE:
+            return
+        types = {*map(_dtype_of, self.params)}
+        if [*map(torch.Tensor.data_ptr, self.params)] == self._addresses and types == {self.types.compute}:
             return
         for i, (p, address) in enumerate(zip(self.params, self._addresses, strict=True)):
             if p.data_ptr() == address and p.dtype == self.types.compute:

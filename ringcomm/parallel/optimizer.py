@@ -711,7 +711,7 @@ class Attached:
             for flat in self.flats:
                 flat.ranks.agree("step", self._option_lines(), SAME_OPTIONS)
         for flat in self.flats:
-            if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
+            if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
                 flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())
         self._begin_work()
         for group, mine in self._mine.items():
