@@ -2,9 +2,9 @@
 
     python benchmarks/training_overhead.py --out benchmarks/results/training_overhead.md
 
-Time: every contestant has its own copy of the model in the same two processes and makes one step in each turn, on the same
-batch; the order turns around every second turn. A ratio is taken within a turn. Memory: two fresh processes for each
-stage, with glibc's own settings; resident memory between two steps and the most there was.
+Time: every contestant has its own copy of the model in the same two processes and makes one step in each turn, on the
+same batch; the order turns around every second turn. A ratio is taken within a turn. Memory: two fresh processes for
+each stage, with glibc's own settings and with one that gives freed memory back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import gc
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ SIZES = {  # blocks, width, vocabulary, tokens in a window
     "40 M": (6, 640, 8192, 64),
 }
 WORLD = 2
+SETTING, THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 4 << 20
 
 
 def options(size: str) -> argparse.Namespace:
@@ -100,7 +100,8 @@ def table(size: str, how: argparse.Namespace, all_of_them: dict[str, Contestant]
     lines = [
         f"## {size} parameters",
         "",
-        f"{WORLD} ranks, {numel:,} parameters in float32, {how.seq} tokens per rank and step, AdamW fused, {count} turns.",
+        f"{WORLD} ranks, {numel:,} parameters in float32, {how.seq} tokens per rank and step, AdamW fused, "
+        f"{count} turns.",
         "",
         f"| | step ms, median (min-max) | CPU ms of a rank, median (min-max) | time / {OVER_US}, median [quartiles] | "
         f"time / {OVER_GLOO} | CPU / {OVER_US} | CPU / {OVER_GLOO} |",
@@ -136,33 +137,36 @@ def time_rank(rank: int, port: int, size: str, count: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def status(key: str) -> float:
-    """MiB of a line of this process's status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) / 1024
+def proportional() -> float:
+    """MiB of this process; of pages that ranks share its part, so that the ranks' sum is what the machine gives."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def memory_rank(rank: int, port: int, stage: int | None, steps: int, out: str) -> None:
     """One rank of the measurement of memory; without a stage, torch DDP over ringcomm."""
     comm, how = begin(rank, port), options("40 M")
-    before = status("VmRSS")
+    comm.barrier()
+    before = proportional()
     if stage is None:
         model = torch_ddp("ringcomm", how)
         each = Contestant(model, adam(model, how))
     else:
         each = sharded(stage, comm, how)
     tokens = torch.randint(how.vocab, (how.batch, how.seq + 1))
-    resident = []
+    resident, seconds = [], []
     for _ in range(steps):
+        start = time.process_time()
         each.step(tokens[:, :-1], tokens[:, 1:])
-        resident.append(status("VmRSS"))
+        seconds.append(time.process_time() - start)
+        comm.barrier()
+        resident.append(proportional() - before)
+        comm.barrier()
+    late = steps // 2
+    cells = [spread(resident[late:], 1, 0), spread(seconds[late:], 1e3, 0)]
     if rank == 0:
-        name = OVER_US if stage is None else f"stage {stage}"
-        cells = [statistics.median(resident[steps // 2 :]) - before, status("VmHWM") - before]
-        if stage is not None:
-            found = ringcomm.memory(each.model)
-            cells += [found.resident / 2**20, found.peak / 2**20]
-        Path(out).write_text(f"| {name} | {' | '.join(f'{cell:.0f}' for cell in cells)} |\n")
+        said = "" if stage is None else f"{ringcomm.memory(each.model).resident / 2**20:.0f}"
+        Path(out).write_text(" | ".join([*cells, said]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -183,17 +187,23 @@ def spawned(rank: Callable[..., None], *args: object) -> str:
 def memory_table(steps: int) -> str:
     """Markdown."""
     lines = [
-        "## Resident memory of a rank, 40 M parameters",
+        "## Memory of a rank between two steps, 40 M parameters",
         "",
-        f"MiB beyond what the process had before the model, after {steps // 2} of {steps} steps; shared pages that a "
-        "rank has touched count. The last columns are what `ringcomm.memory` says, without activations and autograd's "
-        "own gradients.",
+        "MiB beyond what the process had before the model (of pages that ranks share each counts its part), median "
+        f"(min-max) of the last {steps - steps // 2} of {steps} steps, and the CPU time of a step. The last column is "
+        "`ringcomm.memory(model).resident`. By itself glibc keeps what autograd has freed for the next step; with the "
+        "setting it gives large blocks back at once, and the next step faults them in again.",
         "",
-        "| | between steps | at most | `memory().resident` | `memory().peak` |",
-        "|---|---|---|---|---|",
+        f"| | MiB | CPU ms | MiB, `{SETTING}={THRESHOLD}` | CPU ms | `memory().resident` |",
+        "|---|---|---|---|---|---|",
     ]
-    rows = [spawned(memory_rank, stage, steps).rstrip() for stage in (None, 0, 1, 2, 3)]
-    return "\n".join([*lines, *rows, ""])
+    for stage in (None, 0, 1, 2, 3):
+        usual = spawned(memory_rank, stage, steps).rpartition(" | ")
+        os.environ[SETTING] = str(THRESHOLD)
+        given_back = spawned(memory_rank, stage, steps)
+        del os.environ[SETTING]
+        lines.append(f"| {OVER_US if stage is None else f'stage {stage}'} | {usual[0]} | {given_back} |")
+    return "\n".join([*lines, ""])
 
 
 def parse() -> argparse.Namespace:
@@ -223,9 +233,9 @@ def main() -> None:
         Path(a.out).write_text(text)
 
 
-NOTE = f"""`python benchmarks/training_overhead.py`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a rank.
-A step is forward, backward, AdamW and zero_grad, from a barrier to a barrier. On a shared machine read ratios with their
-quartiles. For the tables of time glibc keeps freed memory, for all contestants alike (see train.py)."""
+NOTE = f"""`python benchmarks/training_overhead.py`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a
+rank. A step is forward, backward, AdamW and zero_grad, from a barrier to a barrier. On a shared machine read ratios
+with their quartiles. For the tables of time glibc keeps freed memory, for all contestants alike (see train.py)."""
 
 if __name__ == "__main__":
     main()
