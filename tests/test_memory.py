@@ -18,7 +18,6 @@ from ringcomm import cli
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.budget import bytes_per_rank
 from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.layout import ALIGN_BYTES
 from ringcomm.parallel.memory import Memory, Plan, memory, predict, traffic
 
 STAGES = (0, 1, 2, 3)
@@ -150,9 +149,7 @@ def test_nothing_is_held_that_is_not_reported(stage: int, how: dict[str, Any]) -
     before = living()
     ranks = everywhere(3, rank)
     found = sum(nbytes for key, nbytes in living().items() if key not in before)
-    constants = sum(
-        ALIGN_BYTES + group.types.compute.itemsize for kept in ranks for group in flat_model_of(kept[0]).groups
-    )
+    constants = sum(group.types.compute.itemsize for kept in ranks for group in flat_model_of(kept[0]).groups)
     said = [memory(kept[0]) for kept in ranks]
     assert found == sum(each.resident + each.transient for each in said) + constants
 

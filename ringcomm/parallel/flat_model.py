@@ -376,13 +376,14 @@ class FlatModel:
 
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
-        if not group.gradient.opened and group not in self._launched:
+        if group not in self._launched:
             group.gradient.open()
 
     def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
         """A parameter's gradient is complete on this rank."""
-        self.begin_backward()
-        self._accumulate()
+        if not (self._scheduled and self._accumulating):
+            self.begin_backward()
+            self._accumulate()
         if group in self._launched:
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
@@ -495,7 +496,8 @@ class FlatModel:
         if self.ranks.data_world_size == 1:
             return flags, None
         self.ranks.count("flags", flags.nbytes)
-        return flags, self.ranks.comm.all_reduce(flags, "max", async_op=True)
+        work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
+        return flags, work if self.ranks.background else None
 
     def _hear_who_was_used(self, said: tuple[torch.Tensor, Any]) -> None:
         flags, work = said
@@ -705,7 +707,7 @@ def _first_call(unit: Unit) -> int:
 @eager
 def _before_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], _: Any) -> None:
     here, home = flat(), group()
-    if here is not None and home is not None:
+    if here is not None and home is not None and not home.gradient.opened:
         here._opens(home)
 
 

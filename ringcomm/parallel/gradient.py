@@ -94,7 +94,7 @@ class Gradient:
         self.opened = True
         self.in_place = self.plain and not self.tree and self.has_local
         if self.has_reduced or self.has_local:
-            views = self.views if self.in_place else None
+            views = self._local_views() if self.in_place else None
             with torch._C.DisableTorchFunctionSubclass():
                 for i, p in enumerate(self.group.params):
                     p.grad = None if views is None else views[i]
@@ -149,7 +149,7 @@ class Gradient:
                     f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
                     "dense one; build its module with sparse=False"
                 )
-            fresh.append((i, grad.detach()))
+            fresh.append((i, grad.detach() if grad.requires_grad else grad))
         return fresh
 
     def show(self) -> None:
@@ -164,14 +164,20 @@ class Gradient:
         if self.has_reduced and i in self.has:
             return self.standins[i] if self.standing else self._mean(i)
         if self.has_local and i in self.contributed:
-            return self.standins[i] if self.views is None else self.views[i]
+            return self._local_views()[i] if self.plain and not self.tree else self.standins[i]
         return None
+
+    def _local_views(self) -> list[torch.Tensor]:
+        """Parts of the only local sums there are."""
+        if self.views is None:
+            assert self.levels[0] is not None
+            self.views = self.group.parts(self.levels[0])
+        return self.views
 
     def _mean(self, i: int) -> torch.Tensor:
         """A parameter's mean, where it is here as `p.grad` is to be."""
         if not self._means:
-            means = (self._part(self.buffer, k) for k in range(len(self.group.params)))
-            self._means = [(mean, mean.data_ptr()) for mean in means]
+            self._means = [(mean, mean.data_ptr()) for mean in self.group.parts(self.buffer)]
         return self._means[i][0]
 
     def drop(self) -> None:
@@ -226,7 +232,11 @@ class Gradient:
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.shown)):
             return False
-        return self.standing or not self.has_reduced or all(map(self._is_shown, range(len(grads)), grads))
+        if self.standing or not self.has_reduced:
+            return True
+        if len(self.has) < len(grads):
+            return all(map(self._is_shown, range(len(grads)), grads))
+        return [*map(torch.Tensor.data_ptr, grads)] == [address for _, address in self._means]
 
     def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
         """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
@@ -407,8 +417,6 @@ class Gradient:
             level += 1
         self._hold(level, sums)
         self.counts = [count + 1 for count in self.counts]
-        if self.plain and not self.tree:
-            self.views = [self._part(sums, i) for i in range(len(self.group.params))]
 
     def _hold(self, level: int, sums: torch.Tensor) -> None:
         self.levels.extend([None] * (level + 1 - len(self.levels)))

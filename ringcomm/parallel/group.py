@@ -10,6 +10,7 @@ What a rank's optimizer works on, the owned range, is the whole buffer at stage 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,19 +20,35 @@ from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
-from ringcomm.parallel.layout import ALIGN_BYTES, FlatLayout
+from ringcomm.parallel.layout import FlatLayout
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.sharded_parameter import ShardedParameter
 
 LAST_STAGE = 3
+_dtype_of = operator.attrgetter("dtype")
+_unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
 
 
 def accumulator_of(p: torch.Tensor) -> Any:
     """The node of autograd that adds a gradient to ``p.grad``."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors without memory in the shapes that follow each other in a whole buffer, padding too, and where the
+    parameters are among them."""
+    found: list[torch.Tensor] = []
+    at: list[int] = []
+    end = 0
+    for segment in layout.segments:
+        found += [nothing.expand(segment.offset - end)] if segment.offset > end else []
+        at.append(len(found))
+        found.append(nothing.expand(segment.shape))
+        end = segment.end
+    return found + ([nothing.expand(layout.numel - end)] if layout.numel > end else []), at
 
 
 class FlatGroup:
@@ -71,9 +88,7 @@ class FlatGroup:
         )
         self.unit: Any = None  # that it belongs to
         self.borrowed = False  # whether a module outside of the unit has read a parameter
-        self._zeros = torch.zeros(
-            max(1, ALIGN_BYTES // types.compute.itemsize), dtype=types.compute, device=self.device
-        )
+        self._pieces, self._at = _pieces(layout, self._nothing)
         values = ranks.empty(layout.numel, types.master, self.device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
             values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
@@ -98,14 +113,14 @@ class FlatGroup:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
             self.whole = torch.empty(numel, dtype=compute, device=self.device)
-            self._views = [self.part(self.whole, i) for i in range(len(self.params))]
+            self._views = self.parts(self.whole)
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
             reuse = values.dtype == compute
             self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
             self.weight = self.whole[self.start : self.end]
-            self._views = [self.part(self.whole, i) for i in range(len(self.params))]
+            self._views = self.parts(self.whole)
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         self.separate = self.types.master != compute or self.master_device is not None
@@ -164,6 +179,11 @@ class FlatGroup:
         """A parameter's part of a whole buffer."""
         segment = self.layout.segments[i]
         return whole[segment.offset : segment.end].view(segment.shape)
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Every parameter's part of a whole buffer, in one call of torch's."""
+        cuts = _unflatten(whole, self._pieces)
+        return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(self._at)]
 
     def view(self, i: int) -> torch.Tensor:
         """A parameter's part of the whole buffer, without history."""
@@ -258,6 +278,9 @@ class FlatGroup:
         """
         if self.stage == LAST_STAGE:
             return
+        types = {*map(_dtype_of, self.params)}
+        if [*map(torch.Tensor.data_ptr, self.params)] == self._addresses and types == {self.types.compute}:
+            return
         for i, (p, address) in enumerate(zip(self.params, self._addresses, strict=True)):
             if p.data_ptr() == address and p.dtype == self.types.compute:
                 continue
@@ -293,26 +316,14 @@ class FlatGroup:
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def pack(self, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
-        """Gradients of parameters, by segment, into a whole buffer: one pass; zeros where there is none."""
-        pieces: list[torch.Tensor] = []
-        begin = at = 0
-        for i, segment in enumerate(self.layout.segments):
-            if i not in grads:
-                continue
-            if 0 <= segment.offset - at <= self._zeros.numel() and pieces:
-                pieces.append(self._zeros[: segment.offset - at])
-            else:
-                self._flush(pieces, whole, begin)
-                whole[at : segment.offset].zero_()
-                pieces, begin = [], segment.offset
-            pieces.append(grads[i])
-            at = segment.end
-        self._flush(pieces, whole, begin)
-        whole[at:].zero_()
-
-    def _flush(self, pieces: list[torch.Tensor], whole: torch.Tensor, begin: int) -> None:
-        if pieces:
-            self.ranks.comm.pack(pieces, whole[begin : begin + sum(piece.numel() for piece in pieces)])
+        """Gradients of parameters, by segment, into a whole buffer; zeros where there is none."""
+        cuts = _unflatten(whole, self._pieces)
+        given = {self._at[i]: grad for i, grad in grads.items() if grad.numel()}
+        rest = [cut for k, cut in enumerate(cuts) if k not in given]
+        if rest:
+            torch._foreach_zero_(rest)
+        if given:
+            torch._foreach_copy_([cuts[k] for k in given], [*given.values()])
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -711,7 +711,7 @@ class Attached:
             for flat in self.flats:
                 flat.ranks.agree("step", self._option_lines(), SAME_OPTIONS)
         for flat in self.flats:
-            if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
+            if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
                 flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())
         self._begin_work()
         for group, mine in self._mine.items():
@@ -772,7 +772,10 @@ class Attached:
                 if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
                     flat.ranks.announce("zero_grad", flat.optimizers.index(self))
             self._forget_and_count()
-        type(self.optimizer).zero_grad(self.optimizer, set_to_none=set_to_none)
+        zero_grad = type(self.optimizer).zero_grad
+        torchs = zero_grad is torch.optim.Optimizer.zero_grad  # which asks for nothing but `p.grad`
+        with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
+            zero_grad(self.optimizer, set_to_none=set_to_none)
         for group in self._mine:
             group.gradient.reconcile()
 
