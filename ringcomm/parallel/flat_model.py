@@ -37,6 +37,7 @@ from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit, eager
 
 if TYPE_CHECKING:
+    from ringcomm.parallel.meta import Unmade
     from ringcomm.parallel.optimizer import Attached
 
 _T = TypeVar("_T")
@@ -98,6 +99,7 @@ class FlatModel:
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
+        self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
@@ -661,7 +663,15 @@ class FlatModel:
             )
         for group in self.groups:
             group.rebind("forward")
+        if self.unmade is not None:
+            self._check_unmade(self.unmade)
         self._unfreeze()
+
+    def _check_unmade(self, unmade: Unmade) -> None:
+        for group in self.groups:
+            group.adopt_writes("forward")
+        unmade.check(self.ranks, self.module)
+        self.unmade = None
 
     def _what_changed(self) -> str | None:
         for owner, params, children in self._census:

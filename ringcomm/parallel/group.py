@@ -20,6 +20,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.layout import ALIGN_BYTES, FlatLayout
+from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
@@ -42,6 +43,7 @@ class FlatGroup:
         tree: see `Gradient`.
         master_device: where master weights and the optimizer's state lie; None: beside the weights.
         send: whether all ranks get the first one's values.
+        device: where parameters on meta get their memory, between `open` and `close`; None: all have theirs.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class FlatGroup:
         tree: bool = False,
         master_device: torch.device | None = None,
         send: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
         self.names = [segment.name for segment in layout.segments]
-        self.device = params[0].device
+        self.device = params[0].device if device is None else device
         self.trainable = params[0].requires_grad
         self.tree = tree
         self.master_device = master_device
@@ -74,14 +77,51 @@ class FlatGroup:
         self._zeros = torch.zeros(
             max(1, ALIGN_BYTES // types.compute.itemsize), dtype=types.compute, device=self.device
         )
+        self.stage = stage
+        self._opened: torch.Tensor | None = None
+        self._unmade: set[int] | None = None  # parameters that come from meta, until `close`
+        if device is not None:
+            self._unmade = {i for i, p in enumerate(params) if p.is_meta}
+            for i in self._unmade:
+                give_memory(self.params[i], self.names[i], device, ranks.rank)
+            return
         values = ranks.empty(layout.numel, types.master, self.device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
             values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
         if send:
             ranks.broadcast(values)
-        self._place(stage, values)
+        self._settle(values)
+
+    def _settle(self, values: torch.Tensor) -> None:
+        self._place(self.stage, values)
         # Kept, for autograd does not: what adds gradients to parameters, in their final type, with our hooks.
-        self.accumulators = [accumulator_of(p) for p in params] if self.trainable else []
+        self.accumulators = [accumulator_of(p) for p in self.params] if self.trainable else []
+
+    # ---- parameters from the meta device --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Gives all parameters memory, in the type that they were built in, to be initialised in."""
+        if self._unmade is None or self._opened is not None:
+            return
+        new = torch.empty if self.stage == LAST_STAGE else self.ranks.empty
+        self._opened = new(self.layout.numel, dtype=self.params[0].dtype, device=self.device).zero_()
+        for i, p in enumerate(self.params):
+            part = self.part(self._opened, i)
+            with torch.no_grad():
+                part.fill_(unmade(part)) if i in self._unmade else part.copy_(p)
+            p.data = part
+
+    def close(self, send: bool) -> None:
+        """Keeps this rank's part of what `open` has made.
+
+        Args:
+            send: whether all ranks get the first one's values.
+        """
+        if self._opened is not None:
+            values, self._opened, self._unmade = self._opened, None, None
+            if send:
+                self.ranks.broadcast(values)
+            self._settle(values)
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
@@ -94,10 +134,17 @@ class FlatGroup:
         self.stage = stage
         self.start, self.end = self.owned(stage)
         compute, numel = self.types.compute, self.layout.numel
+        self.separate = self.types.master != compute or self.master_device is not None
+        if self.separate:
+            where = self.master_device or self.device
+            pinned = where.type == "cpu" and self.device.type == "cuda"
+            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
+            self.master.copy_(values[self.start : self.end])
         if stage == LAST_STAGE:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
-            self.whole = torch.empty(numel, dtype=compute, device=self.device)
+            reuse = values.dtype == compute and values.untyped_storage().resizable()
+            self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
             self._views = [self.part(self.whole, i) for i in range(len(self.params))]
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
@@ -108,13 +155,7 @@ class FlatGroup:
             self._views = [self.part(self.whole, i) for i in range(len(self.params))]
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
-        self.separate = self.types.master != compute or self.master_device is not None
-        if self.separate:
-            where = self.master_device or self.device
-            pinned = where.type == "cpu" and self.device.type == "cuda"
-            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
-            self.master.copy_(values[self.start : self.end])
-        else:
+        if not self.separate:
             self.master = self.weight
         self._gradient = Gradient(self, stage, self.tree) if self.trainable else None
 
