@@ -13,7 +13,6 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError
-from ringcomm.parallel.partition import measured_bucket_bytes as measured_bucket_bytes
 
 WORLD = 3
 
@@ -44,12 +43,13 @@ class Odd(nn.Module):
         self.outlet = nn.Linear(6, 2)
         self.outlet.weight.requires_grad_(False)
         self.register_buffer("scale", torch.full((2,), 2.0), persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inlet(x)
         for block in self.blocks:
             x = block(x)
-        return self.outlet(self.tied(x)) * self.scale
+        return self.outlet(self.tied(x)) * self.scale * self.mask
 
 
 def on_meta(kind: type[nn.Module]) -> nn.Module:
@@ -134,6 +134,7 @@ def test_loaded_after_sharding(stage: int, kind: type[nn.Module], way: str, tmp_
         ringcomm.shard(model, opt, stage, comm, init_fn=False)
         if kind is Odd:
             model.scale.copy_(source.scale)  # type: ignore[operator, arg-type]
+            model.mask.copy_(source.mask)  # type: ignore[operator, arg-type]
         if way == "load_state_dict":
             model.load_state_dict(source.state_dict())
         elif way == "checkpoint":
@@ -155,14 +156,15 @@ def test_forgotten_values_are_named(stage: int) -> None:
     def train(comm: ringcomm.Communicator) -> None:
         model = on_meta(Odd)
         ringcomm.shard(model, sgd(model), stage, comm, init_fn=False)
-        with pytest.raises(InvalidArgumentError, match=r"forward: rank . got .* and 12 more from the meta device without values"):
+        with pytest.raises(InvalidArgumentError, match=r"rank . got .* and 23 more from the meta device without values"):
             loss_of(model, comm.rank, 0)
         state = {name: x for name, x in on_cpu(Odd).state_dict().items() if name not in ("outlet.bias", "inlet.weight")}
         model.load_state_dict(state, strict=False)
-        with pytest.raises(InvalidArgumentError, match=r"got inlet.weight, outlet.bias, scale from the meta"):
+        with pytest.raises(InvalidArgumentError, match=r"got inlet.weight, outlet.bias, scale, mask from the meta"):
             loss_of(model, comm.rank, 0)
         model.load_state_dict(on_cpu(Odd).state_dict())
         model.scale = torch.ones(2)
+        model.mask.fill_(True)  # type: ignore[operator]
         assert loss_of(model, comm.rank, 0).isfinite()
 
     ranks(train)
@@ -209,7 +211,7 @@ def test_fully_shard(kind: type[nn.Module], loads: bool) -> None:
         ringcomm.fully_shard(model, comm=comm, **init)
         if init.get("init_fn") is False:
             model.blocks[0].load_state_dict(source.blocks[0].state_dict())
-            with pytest.raises(InvalidArgumentError, match=r"got blocks\.1\..* and \d+ more from the meta"):
+            with pytest.raises(InvalidArgumentError, match=r"got inlet.* blocks\.1\..* and 7 more from the meta"):
                 loss_of(model, comm.rank, 0)
             model.load_state_dict(source.state_dict())
         return trained(model, sgd(model), comm.rank)
@@ -232,8 +234,9 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("init", [fill, False])
-def test_a_rank_never_has_more_than_a_unit_and_its_shards(init: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_never_has_more_than_a_unit_and_its_shards(init: Any) -> None:
     """Storage that is alive, seen after every operation, while a model of 16 units is sharded."""
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Meter(TorchDispatchMode):
@@ -246,10 +249,11 @@ def test_a_rank_never_has_more_than_a_unit_and_its_shards(init: Any, monkeypatch
             result = func(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor) and not result.is_meta:
                 storage = result.untyped_storage()
-                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
-                self.alive[storage._cdata].nbytes = storage.nbytes
-            self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
-            self.peak = max(self.peak, sum(ref.nbytes() for ref in self.alive.values()))
+                self.alive[storage._cdata] = StorageWeakRef(storage)
+                del storage
+            found = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.alive.items()}
+            self.alive = {key: ref for key, ref in self.alive.items() if found[key] is not None}
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in found.values() if storage is not None))
             return result
 
     def shard(comm: ringcomm.Communicator) -> tuple[int, int]:
@@ -261,4 +265,4 @@ def test_a_rank_never_has_more_than_a_unit_and_its_shards(init: Any, monkeypatch
     unit = (256 * 256 + 256) * 4
     for peak, resident in ranks(shard, 4):
         assert resident < 2.1 * 16 * unit / 4  # shards of parameters and gradients
-        assert peak < resident + 2 * unit
+        assert resident <= peak < resident + 2 * unit

@@ -77,7 +77,7 @@ class Waiting:
         if init is None:
             for name, m in self.modules:
                 self._reset_of(name, m)
-        self.buffers: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+        self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
@@ -143,7 +143,7 @@ class Waiting:
                 if id(buffer) not in made:
                     made[id(buffer)] = torch.full_like(buffer, unmade(buffer), device=self.device)
                 m._buffers[key] = new = made[id(buffer)]
-                self.buffers.append((m, key, new, new._version))
+                self.buffers.append((m, key, new))
 
     def left_in(self, flat: FlatModel, earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
         """What is to be loaded before the first forward pass; None: nothing.
@@ -163,9 +163,10 @@ class Unmade:
     """Parameters and buffers that were on meta, of which nobody has said yet what they are."""
 
     def __init__(
-        self, places: list[tuple[FlatGroup, int]], buffers: list[tuple[nn.Module, str, torch.Tensor, int]]
+        self, places: list[tuple[FlatGroup, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]
     ) -> None:
         self.places, self.buffers = places, buffers
+        self._versions = [made._version for _, _, made in buffers]
 
     def check(self, ranks: Ranks, module: nn.Module) -> None:
         """Raises where something was not written yet; a collective."""
@@ -175,8 +176,9 @@ class Unmade:
         written = zip(self.places, flags.tolist(), strict=False)
         missing = [group.names[i] for (group, i), flag in written if not flag]
         owners = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
-        found = [(m, key) for m, key, made, at in self.buffers if _is_untouched(m._buffers[key], made, at)]
-        missing += [owners.get(id(m), "") + key for m, key in found]
+        for (m, key, made), version in zip(self.buffers, self._versions, strict=True):
+            if _is_untouched(m._buffers[key], made, version):
+                missing.append(owners.get(id(m), "") + key)
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise InvalidArgumentError(
@@ -195,7 +197,9 @@ class Unmade:
 
 
 def _is_untouched(now: torch.Tensor | None, made: torch.Tensor, version: int) -> bool:
-    return now is made and made._version == version and made.numel() > 0 and is_unmade(made)
+    if now is not made or not made.numel():
+        return False
+    return made._version == version if made.dtype == torch.bool else is_unmade(made)
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
