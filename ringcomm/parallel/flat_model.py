@@ -642,6 +642,24 @@ class FlatModel:
         for attached, state in zip(self.optimizers, states, strict=True):
             attached.rebuild(state)
 
+    def unwrap(self) -> None:
+        """Makes the module and its optimizers plain ones; a collective."""
+        if self.ranks.joining is not None:
+            raise UnsupportedError(
+                f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
+            )
+        if self._scheduled:  # the last backward pass raised half-way
+            self._abandon()
+        if self.unmade is not None:
+            self._check_unmade(self.unmade, "unshard")
+        for unit in self.units:
+            unit.release()
+        for attached in list(self.optimizers):
+            attached.detach()
+        for unit in self.units:
+            unit.unwrap()
+        self.detach()
+
     def detach(self) -> None:
         """Takes every hook away; the parameters stay where they are."""
         for handle in self._handles:
@@ -664,13 +682,13 @@ class FlatModel:
         for group in self.groups:
             group.rebind("forward")
         if self.unmade is not None:
-            self._check_unmade(self.unmade)
+            self._check_unmade(self.unmade, "forward")
         self._unfreeze()
 
-    def _check_unmade(self, unmade: Unmade) -> None:
+    def _check_unmade(self, unmade: Unmade, call: str) -> None:
         for group in self.groups:
-            group.adopt_writes("forward")
-        unmade.check(self.ranks, self.module)
+            group.adopt_writes(call)
+        unmade.check(self.ranks, self.module, call)
         self.unmade = None
 
     def _what_changed(self) -> str | None:

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -198,7 +198,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return unit.call(module, method, args, kwargs)
 
+    unit.undo.append(partial(_put_back, module, name, module.__dict__.get(name)))
     setattr(module, name, forward)
+
+
+def _put_back(module: nn.Module, name: str, before: Any) -> None:
+    """A module's own method, as it was."""
+    delattr(module, name)
+    if before is not None:
+        setattr(module, name, before)
 
 
 # ---- the call ----------------------------------------------------------------------------------------------------
@@ -298,7 +306,7 @@ def fully_shard(
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
     flat.unmade = waiting.left_in(flat, unmade)
     for each in modules:
-        keep_state_of(each, unit.groups)
+        keep_state_of(each, unit, unit.groups)
         mix_in(each, unit, FSDPModule)
     watch_optimizers()
     return module

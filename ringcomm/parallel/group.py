@@ -62,6 +62,7 @@ class FlatGroup:
         self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
         self.names = [segment.name for segment in layout.segments]
         self.device = params[0].device if device is None else device
+        self.dtype = params[0].dtype  # that the module was built in
         self.trainable = params[0].requires_grad
         self.tree = tree
         self.master_device = master_device
@@ -179,6 +180,20 @@ class FlatGroup:
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
+
+    def give_back(self) -> None:
+        """Makes the parameters plain tensors with memory of their own: the master weights, in the type that the module
+        was built in, and the whole gradients; a collective."""
+        self.adopt_writes("unshard")
+        gradients = self.gradient.given_back() if self.trainable else {}
+        whole = self.gather_owned(self.master)
+        for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
+            p.__class__ = kind
+            p.grad = None
+            p.data = self.part(whole, i).to(self.device, self.dtype, copy=True)
+            p.grad = gradients.get(i)
+        self.weight = self.master = self.whole = torch.empty(0)
+        self._views, self._gradient = [], None
 
     def thaw(self) -> None:
         """Trains parameters that were frozen."""

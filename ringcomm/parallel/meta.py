@@ -168,7 +168,7 @@ class Unmade:
         self.places, self.buffers = places, buffers
         self._versions = [made._version for _, _, made in buffers]
 
-    def check(self, ranks: Ranks, module: nn.Module) -> None:
+    def check(self, ranks: Ranks, module: nn.Module, call: str) -> None:
         """Raises where something was not written yet; a collective."""
         flags = torch.tensor([int(self._is_written(*place)) for place in self.places] or [1], dtype=torch.uint8)
         flags = flags.to(self.places[0][0].device) if self.places else flags
@@ -182,7 +182,7 @@ class Unmade:
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise InvalidArgumentError(
-                f"forward: rank {ranks.rank} got {', '.join(missing[:_NAMED])}{more} from the meta device without "
+                f"{call}: rank {ranks.rank} got {', '.join(missing[:_NAMED])}{more} from the meta device without "
                 "values, expected all to be initialised or loaded; call load_state_dict or ringcomm.checkpoint.load, or "
                 "pass init_fn to ringcomm.shard"
             )

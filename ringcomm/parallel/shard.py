@@ -13,7 +13,7 @@ from torch import nn
 from ringcomm.arguments import FLAG, POSITIVE, expects, one_of
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, PRECISION, RANKS, STAGE, UNITS
+from ringcomm.parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
 from ringcomm.parallel.meta import InitFn, Waiting, device_of_ranks, real_device
@@ -30,6 +30,7 @@ from ringcomm.parallel.partition import (
     owned_by_one,
     runs_of,
 )
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
 from ringcomm.parallel.unit import Unit, mix_in
@@ -296,6 +297,44 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     for attached in flat.optimizers:
         attached.refuse_stage("restage", stage)
     flat.restage(stage)
+
+
+@expects("unshard", module=MODULE, optimizer=OPTIMIZER)
+def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Makes a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, and all its optimizers, plain
+    ones again, between two steps; a collective.
+
+    Parameters and ``p.grad`` become whole tensors with memory of their own, in the type that the module was built in,
+    with the master weights' values. Optimizers keep their whole state. The module can be changed and wrapped anew.
+
+    Args:
+        optimizer: is looked at to be one of the module's; None: no look.
+    Cost:    an all-gather of what was sharded; every rank holds everything.
+    Returns: the module; of DistributedDataParallel the one inside.
+    Raises:  InvalidArgumentError: the module is not wrapped, or is a part of what was; the optimizer is not its own.
+             UnsupportedError: inside of `join`.
+    """
+    from ringcomm.data_parallel import DistributedDataParallel
+
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    flat = _wrapped(inner, "unshard")
+    flats = {id(place.flat): place.flat for place in map(place_of, inner.parameters()) if place is not None}
+    if optimizer is not None:
+        refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
+    mine = {id(p) for p in inner.parameters()}
+    for each in flats.values():
+        missing = [name for group in each.groups for name, p in zip(group.names, group.params) if id(p) not in mine]
+        if missing:
+            raise InvalidArgumentError(
+                f"unshard: rank {flat.ranks.rank} got a {type(inner).__name__} without {missing[0]}, a part of what was "
+                "wrapped, expected all of it; pass the outermost module"
+            )
+    for each in flats.values():
+        each.ranks.agree("unshard", ["unshard"])
+        each.unwrap()
+    if inner is not module:
+        module._made = None
+    return inner
 
 
 @expects("stage_of", module=MODULE)

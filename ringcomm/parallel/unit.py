@@ -139,6 +139,7 @@ class Unit:
         self.first_call: int | None = None  # the number of its first call since the last backward pass
         self.in_backward = False
         self.calling: nn.Module | None = None  # whose call runs
+        self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
         self.flat: FlatModel
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -163,6 +164,16 @@ class Unit:
         """Lets go of them."""
         for group in self.groups:
             group.release()
+
+    def unwrap(self) -> None:
+        """Makes the modules and parameters plain ones; a collective."""
+        for group in self.groups:
+            group.give_back()
+        for take_away in self.undo:
+            take_away()
+        for module in self.modules:
+            if module.__dict__.pop("_ringcomm_unit", None) is not None:
+                module.__class__ = plain_class(type(module))
 
     # ---- a call ---------------------------------------------------------------------------------------------------
 
