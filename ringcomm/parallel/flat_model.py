@@ -659,6 +659,8 @@ class FlatModel:
         for unit in self.units:
             unit.unwrap()
         self.detach()
+        for unit in self.units:  # nothing waits for the garbage collector
+            del unit.flat
 
     def detach(self) -> None:
         """Takes every hook away; the parameters stay where they are."""

@@ -193,7 +193,7 @@ class FlatGroup:
             p.data = self.part(whole, i).to(self.device, self.dtype, copy=True)
             p.grad = gradients.get(i)
         self.weight = self.master = self.whole = torch.empty(0)
-        self._views, self._gradient = [], None
+        self._views, self._gradient, self.accumulators, self.unit = [], None, [], None
 
     def thaw(self) -> None:
         """Trains parameters that were frozen."""

@@ -485,6 +485,10 @@ class Attached:
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
         self.optimizer.__dict__.pop("_ringcomm_seen", None)
+        self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # memory goes now
+        self.places, self._sharded, self._stepped = [], {}, {}
+        self.state = defaultdict(dict)
+        self.host = HostGradients()
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
