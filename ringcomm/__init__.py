@@ -66,6 +66,7 @@ if _TYPE_CHECKING:
     from ringcomm.parallel.shard import restage as restage
     from ringcomm.parallel.shard import shard as shard
     from ringcomm.parallel.shard import stage_of as stage_of
+    from ringcomm.parallel.shard import unshard as unshard
     from ringcomm.parallel.shard import whole as whole
     from ringcomm.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
@@ -127,6 +128,7 @@ _HOMES = {
     "stage_of": "parallel.shard",
     "step": "record",
     "trace": "timeline",
+    "unshard": "parallel.shard",
     "vocab_parallel_cross_entropy": "tensor.loss",
     "whole": "parallel.shard",
 }
@@ -200,6 +202,7 @@ __all__ = [
     "step",
     "tensor",
     "trace",
+    "unshard",
     "vocab_parallel_cross_entropy",
     "whole",
 ]

@@ -30,6 +30,7 @@ from ringcomm.parallel.comm_hook import CommHook, Hook
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.join import Join, join
+from ringcomm.parallel.meta import real_device
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import (
@@ -342,7 +343,7 @@ def _ranks(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = real_device(module)
     if mesh is not None:
         refuse_no_mesh(mesh, CALL)
         if mesh.ndim != 1:

@@ -102,7 +102,7 @@ def test_parameters_without_memory_are_refused_by_name() -> None:
         model = tower()
         model.outlet = nn.Linear(6, 2, device="meta")
         with pytest.raises(UnsupportedError, match=r"outlet.weight on the meta device"):
-            ringcomm.shard(model, None, 3, comm)
+            ringcomm.DistributedDataParallel(model, comm)
 
     alone(rank)
 

@@ -37,6 +37,7 @@ from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit, eager
 
 if TYPE_CHECKING:
+    from ringcomm.parallel.meta import Unmade
     from ringcomm.parallel.optimizer import Attached
 
 _T = TypeVar("_T")
@@ -98,6 +99,7 @@ class FlatModel:
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
+        self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
@@ -641,6 +643,26 @@ class FlatModel:
         for attached, state in zip(self.optimizers, states, strict=True):
             attached.rebuild(state)
 
+    def unwrap(self) -> None:
+        """Makes the module and its optimizers plain ones; a collective."""
+        if self.ranks.joining is not None:
+            raise UnsupportedError(
+                f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
+            )
+        if self._scheduled:  # the last backward pass raised half-way
+            self._abandon()
+        if self.unmade is not None:
+            self._check_unmade(self.unmade, "unshard")
+        for unit in self.units:
+            unit.release()
+        for attached in list(self.optimizers):
+            attached.detach()
+        for unit in self.units:
+            unit.unwrap()
+        self.detach()
+        for unit in self.units:  # nothing waits for the garbage collector
+            del unit.flat
+
     def detach(self) -> None:
         """Takes every hook away; the parameters stay where they are."""
         for handle in self._handles:
@@ -662,7 +684,15 @@ class FlatModel:
             )
         for group in self.groups:
             group.rebind("forward")
+        if self.unmade is not None:
+            self._check_unmade(self.unmade, "forward")
         self._unfreeze()
+
+    def _check_unmade(self, unmade: Unmade, call: str) -> None:
+        for group in self.groups:
+            group.adopt_writes(call)
+        unmade.check(self.ranks, self.module, call)
+        self.unmade = None
 
     def _what_changed(self) -> str | None:
         for owner, params, children in self._census:

@@ -16,8 +16,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -26,10 +26,11 @@ from ringcomm.arguments import FLAG, TEXT, Wanted, a, expects, several
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh
-from ringcomm.parallel.arguments import ATOM, MODULE, RANKS
+from ringcomm.parallel.arguments import ATOM, INIT, MODULE, RANKS
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
+from ringcomm.parallel.meta import InitFn, Waiting, device_of_ranks, real_device
 from ringcomm.parallel.module_state import keep_state_of
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
@@ -197,7 +198,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return unit.call(module, method, args, kwargs)
 
+    unit.undo.append(partial(_put_back, module, name, module.__dict__.get(name)))
     setattr(module, name, forward)
+
+
+def _put_back(module: nn.Module, name: str, before: Any) -> None:
+    """A module's own method, as it was."""
+    delattr(module, name)
+    if before is not None:
+        setattr(module, name, before)
 
 
 # ---- the call ----------------------------------------------------------------------------------------------------
@@ -217,6 +226,7 @@ def _modules(value: Any) -> Any:
     comm=RANKS,
     atom=ATOM,
     broadcast_buffers=FLAG,
+    init_fn=INIT,
 )
 def fully_shard(
     module: _M,
@@ -231,6 +241,7 @@ def fully_shard(
     comm: Communicator | CommunicatorPair | None = None,
     atom: Atom = "element",
     broadcast_buffers: bool = True,
+    init_fn: InitFn | Literal[False] | None = None,
 ) -> _M:
     """Shards a module's parameters, gradients and optimizer state over all ranks, composed module by module.
 
@@ -250,20 +261,21 @@ def fully_shard(
         comm: in place of ``mesh``, also a pair: over those that share the shards, over those that hold the same one.
         atom: what a shard's end must not cut; "tensor" for optimizers that look at whole tensors.
         broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        init_fn: as of `ringcomm.shard`: initialises submodules on the meta device, those of this call at once.
     Returns: ``module``, whose class has become one with the methods of FSDPModule.
     Raises:  InvalidArgumentError: a module that is wrapped already, a parameter shared with a module outside.
-             UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward, the meta device.
+             UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward.
              MismatchError: the ranks have different modules.
     """
     reshard = _reshard(reshard_after_forward)
     _refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     top = modules[0] if isinstance(module, nn.Module) else nn.ModuleList(modules)
-    ranks = _ranks_for(comm, mesh, _device_of(top))
+    ranks = _ranks_for(comm, mesh, real_device(top))
     below = _below(top, modules, ranks)
     taken = {id(p): p for unit in below for group in unit.groups for p in group.params}
     ignored = list(ignored_params or ())
-    params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored])
+    params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored], meta=True)
     if not params and not taken:
         raise InvalidArgumentError(
             f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
@@ -271,8 +283,10 @@ def fully_shard(
         )
     precision = precision_of(mp_policy, "fully_shard", "mp_policy")
     host = _host(offload_policy)
-    how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}"
+    how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}, {init_fn is False}"
     ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
+    device = device_of_ranks(ranks, top)
+    waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
     recipe = Recipe(
         ranks=ranks,
         stage=LAST_STAGE,
@@ -283,12 +297,16 @@ def fully_shard(
         master_device=host,
         optimizer_group={},
         kept=kept_in_their_type(top),
+        device=device,
     )
     unit = recipe.unit("", modules, params, bool(reshard))
     unit.precision, unit.asked_reshard = precision, reshard
-    _join(top, ranks, precision, below, unit, broadcast_buffers)
+    waiting.initialise([unit])
+    unmade = [each.flat.unmade for each in below]
+    flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
+    flat.unmade = waiting.left_in(flat, unmade)
     for each in modules:
-        keep_state_of(each, unit.groups)
+        keep_state_of(each, unit, unit.groups)
         mix_in(each, unit, FSDPModule)
     watch_optimizers()
     return module
@@ -314,7 +332,7 @@ def _refuse(**given: Any) -> None:
 
 def _join(
     top: nn.Module, ranks: Ranks, precision: MixedPrecision, below: list[Unit], unit: Unit, broadcast_buffers: bool
-) -> None:
+) -> FlatModel:
     """Makes the flat model of the unit and those below it."""
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
@@ -328,6 +346,7 @@ def _join(
             group.rename(names)
     flat = FlatModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
     flat.send_buffers()
+    return flat
 
 
 def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]:
@@ -377,11 +396,6 @@ def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
 
 def _facts(params: list[tuple[str, nn.Parameter]]) -> list[str]:
     return [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in params]
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    found = (p.device for p in module.parameters() if p.device.type != "meta")
-    return next(found, torch.device("cpu"))
 
 
 def _host(policy: Any) -> torch.device | None:

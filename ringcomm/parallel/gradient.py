@@ -281,6 +281,13 @@ class Gradient:
             self.ranks.read = self, self.group.gather_owned(self.reduced)
         return self._part(self.ranks.read[1], i)
 
+    def given_back(self) -> dict[int, torch.Tensor]:
+        """What users see as `p.grad`, whole, in memory of its own and the type of the module; a collective. Means of
+        all ranks, and before a reduction this rank's sums."""
+        self.take_in("unshard")
+        dtype = self.group.dtype
+        return {i: self.whole(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
+
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
         """This rank's piece of a parameter's gradient, flat, and where in the gradient it begins."""
         if self._is_local(i):

@@ -21,6 +21,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.layout import FlatLayout
+from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
@@ -34,7 +35,7 @@ _unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the oth
 def accumulator_of(p: torch.Tensor) -> Any:
     """The node of autograd that adds a gradient to ``p.grad``."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return p.view_as(p).grad_fn.next_functions[0][0]
 
 
 def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
@@ -59,6 +60,7 @@ class FlatGroup:
         tree: see `Gradient`.
         master_device: where master weights and the optimizer's state lie; None: beside the weights.
         send: whether all ranks get the first one's values.
+        device: where parameters on meta get their memory, between `open` and `close`; None: all have theirs.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class FlatGroup:
         tree: bool = False,
         master_device: torch.device | None = None,
         send: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
         self.names = [segment.name for segment in layout.segments]
-        self.device = params[0].device
+        self.device = params[0].device if device is None else device
+        self.dtype = params[0].dtype  # that the module was built in
         self.trainable = params[0].requires_grad
         self.tree = tree
         self.master_device = master_device
@@ -89,14 +93,51 @@ class FlatGroup:
         self.unit: Any = None  # that it belongs to
         self.borrowed = False  # whether a module outside of the unit has read a parameter
         self._pieces, self._at = _pieces(layout, self._nothing)
+        self.stage = stage
+        self._opened: torch.Tensor | None = None
+        self._unmade: set[int] | None = None  # parameters that come from meta, until `close`
+        if device is not None:
+            self._unmade = {i for i, p in enumerate(params) if p.is_meta}
+            for i in self._unmade:
+                give_memory(self.params[i], self.names[i], device, ranks.rank)
+            return
         values = ranks.empty(layout.numel, types.master, self.device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
             values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
         if send:
             ranks.broadcast(values)
-        self._place(stage, values)
+        self._settle(values)
+
+    def _settle(self, values: torch.Tensor) -> None:
+        self._place(self.stage, values)
         # Kept, for autograd does not: what adds gradients to parameters, in their final type, with our hooks.
-        self.accumulators = [accumulator_of(p) for p in params] if self.trainable else []
+        self.accumulators = [accumulator_of(p) for p in self.params] if self.trainable else []
+
+    # ---- parameters from the meta device --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Gives all parameters memory, in the type that they were built in, to be initialised in."""
+        if self._unmade is None or self._opened is not None:
+            return
+        new = torch.empty if self.stage == LAST_STAGE else self.ranks.empty
+        self._opened = new(self.layout.numel, dtype=self.params[0].dtype, device=self.device).zero_()
+        for i, p in enumerate(self.params):
+            part = self.part(self._opened, i)
+            with torch.no_grad():
+                part.fill_(unmade(part)) if i in self._unmade else part.copy_(p)
+            p.data = part
+
+    def close(self, send: bool) -> None:
+        """Keeps this rank's part of what `open` has made.
+
+        Args:
+            send: whether all ranks get the first one's values.
+        """
+        if self._opened is not None:
+            values, self._opened, self._unmade = self._opened, None, None
+            if send:
+                self.ranks.broadcast(values)
+            self._settle(values)
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
@@ -109,10 +150,17 @@ class FlatGroup:
         self.stage = stage
         self.start, self.end = self.owned(stage)
         compute, numel = self.types.compute, self.layout.numel
+        self.separate = self.types.master != compute or self.master_device is not None
+        if self.separate:
+            where = self.master_device or self.device
+            pinned = where.type == "cpu" and self.device.type == "cuda"
+            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
+            self.master.copy_(values[self.start : self.end])
         if stage == LAST_STAGE:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
-            self.whole = torch.empty(numel, dtype=compute, device=self.device)
+            reuse = values.dtype == compute and values.untyped_storage().resizable()
+            self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
             self._views = self.parts(self.whole)
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
@@ -123,13 +171,7 @@ class FlatGroup:
             self._views = self.parts(self.whole)
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
-        self.separate = self.types.master != compute or self.master_device is not None
-        if self.separate:
-            where = self.master_device or self.device
-            pinned = where.type == "cpu" and self.device.type == "cuda"
-            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
-            self.master.copy_(values[self.start : self.end])
-        else:
+        if not self.separate:
             self.master = self.weight
         self._gradient = Gradient(self, stage, self.tree) if self.trainable else None
 
@@ -153,6 +195,20 @@ class FlatGroup:
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
+
+    def give_back(self) -> None:
+        """Makes the parameters plain tensors with memory of their own: the master weights, in the type that the module
+        was built in, and the whole gradients; a collective."""
+        self.adopt_writes("unshard")
+        gradients = self.gradient.given_back() if self.trainable else {}
+        whole = self.gather_owned(self.master)
+        for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
+            p.__class__ = kind
+            p.grad = None
+            p.data = self.part(whole, i).to(self.device, self.dtype, copy=True)
+            p.grad = gradients.get(i)
+        self.weight = self.master = self.whole = torch.empty(0)
+        self._views, self._gradient, self.accumulators, self.unit = [], None, [], None
 
     def thaw(self) -> None:
         """Trains parameters that were frozen."""

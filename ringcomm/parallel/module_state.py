@@ -16,6 +16,7 @@ from ringcomm.parallel.group import LAST_STAGE
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
+    from ringcomm.parallel.unit import Unit
 
 Places = dict[int, tuple["FlatGroup", int]]
 _done = WeakTensorKeyDictionary()  # tensors of state dicts that are whole
@@ -25,14 +26,15 @@ def keep_ordinary_state(flat: FlatModel) -> None:
     """Puts the hooks on the module that was wrapped, and on the modules of its units."""
     for unit in flat.units:
         for module in unit.modules:
-            keep_state_of(module, flat.groups if module is flat.module else unit.groups)
+            keep_state_of(module, unit, flat.groups if module is flat.module else unit.groups)
 
 
-def keep_state_of(module: nn.Module, groups: Sequence[FlatGroup]) -> None:
-    """Puts the hooks for these groups on a module that holds their parameters."""
+def keep_state_of(module: nn.Module, unit: Unit, groups: Sequence[FlatGroup]) -> None:
+    """Puts the hooks for these groups on a module of a unit that holds their parameters."""
     if groups:
-        module.register_state_dict_post_hook(_Hook(_after_state_dict, groups))
-        module.register_load_state_dict_pre_hook(_Hook(_before_load, groups))
+        after = module.register_state_dict_post_hook(_Hook(_after_state_dict, groups))
+        before = module.register_load_state_dict_pre_hook(_Hook(_before_load, groups))
+        unit.undo += [after.remove, before.remove]
 
 
 class _Hook:

@@ -476,9 +476,19 @@ class Attached:
             flat.on_reduced.remove(self.host.fetch)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
+        settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        for group, i in chain.from_iterable(self.places):
+            p = group.params[i]
+            if p in states:
+                states[p] = _in_type_of(group, states[p], settings[id(p)])
         ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
+        self.optimizer.__dict__.pop("_ringcomm_seen", None)
+        self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # memory goes now
+        self.places, self._sharded, self._stepped = [], {}, {}
+        self.state = defaultdict(dict)
+        self.host = HostGradients()
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -858,6 +868,19 @@ def _in_master_type(group: FlatGroup, state: Any) -> Any:
     narrow, wide = group.types.compute, group.types.master
     return {
         key: value.to(wide) if key != "step" and torch.is_tensor(value) and value.dtype == narrow else value
+        for key, value in state.items()
+    }
+
+
+def _in_type_of(group: FlatGroup, state: State, settings: dict[str, Any]) -> State:
+    """A parameter's state for a plain optimizer: on the parameter's device, in its type where that of the master
+    weights is another."""
+    on_host = not (settings.get("capturable") or settings.get("fused"))
+    wide, own = group.types.master, group.dtype
+    return {
+        key: value
+        if not torch.is_tensor(value) or (key == "step" and on_host)
+        else value.to(group.device, own if value.dtype == wide and key != "step" else value.dtype)
         for key, value in state.items()
     }
 

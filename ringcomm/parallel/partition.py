@@ -38,6 +38,7 @@ class Recipe:
     optimizer_group: Mapping[int, int]  # by id of the parameter
     kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
     send: bool = True  # whether all ranks get the first one's values
+    device: torch.device | None = None  # where parameters on meta get their memory
 
     def unit(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
@@ -49,7 +50,8 @@ class Recipe:
     def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, p in params:
-            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, p.device), []).append((name, p))
+            device = self.device if p.is_meta and self.device is not None else p.device
+            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
         return list(kinds.values())
 
     def _types(self, p: nn.Parameter) -> Types:
@@ -84,15 +86,18 @@ class Recipe:
             tree=self.tree,
             master_device=self.master_device,
             send=self.send,
+            device=self.device if any(p.is_meta for p in ordered) else None,
         )
 
 
 def named_parameters(
-    module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = ()
+    module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = (), meta: bool = False
 ) -> list[tuple[str, nn.Parameter]]:
     """A module's parameters, each once, under the first of its names; without frozen ones of a class of their own, such
     as quantised weights, which stay as they are on every rank.
 
+    Args:
+        meta: whether they may be on the meta device.
     Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
     """
     for name, each in module.named_modules():
@@ -108,7 +113,7 @@ def named_parameters(
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it once"
             )
-        if p.device.type == "meta":
+        if p.is_meta and not meta:
             raise UnsupportedError(
                 f"{call}: rank {rank} got {name} on the meta device, expected one with values; call "
                 "module.to_empty(device=...) and initialise it first"

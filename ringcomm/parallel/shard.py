@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch import nn
 from ringcomm.arguments import FLAG, POSITIVE, expects, one_of
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.arguments import ATOM, MODULE, OFFLOAD, PRECISION, RANKS, STAGE, UNITS
+from ringcomm.parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
+from ringcomm.parallel.meta import InitFn, Waiting, device_of_ranks, real_device
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
 from ringcomm.parallel.part import part_of
@@ -29,6 +30,7 @@ from ringcomm.parallel.partition import (
     owned_by_one,
     runs_of,
 )
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh
 from ringcomm.parallel.unit import Unit, mix_in
@@ -55,6 +57,7 @@ Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | No
     accumulation=one_of("sequential", "tree"),
     atom=ATOM,
     offload=OFFLOAD,
+    init_fn=INIT,
 )
 def shard(
     module: nn.Module,
@@ -71,6 +74,7 @@ def shard(
     accumulation: str = "sequential",
     atom: Atom | None = None,
     offload: bool | str | torch.device = False,
+    init_fn: InitFn | Literal[False] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Lets a module and its optimizer train over all ranks; every stage gives the same bits.
 
@@ -95,6 +99,10 @@ def shard(
         atom: what a shard's end must not cut: "element", "row", "tensor" or a number of elements; None: what the
             optimizer needs.
         offload: True: master weights and the optimizer's state in the host's memory, and the step there.
+        init_fn: initialises a submodule whose own parameters or buffers are on the meta device, in place; children come
+            before their parents. All ranks get rank 0's values. At stage 3 one unit is whole at a time. None:
+            ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises
+            where some are missing.
     Order:   the mean of a gradient is canonical: bits depend neither on the stage nor on units and buckets.
     Cost:    on the wire 2 (W-1)/W of the parameters each step; stage 3 once (W-1)/W more.
     Returns: the module and the optimizer, the same objects.
@@ -103,11 +111,11 @@ def shard(
     """
     wish = _Wish(
         stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward, broadcast_buffers,
-        accumulation, atom, _host(offload),
+        accumulation, atom, _host(offload), init_fn is not False,
     )  # fmt: skip
     flat = flat_model_of(module)
     if flat is None or optimizer is None:
-        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish)
+        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
@@ -126,6 +134,7 @@ class _Wish:
     accumulation: str
     atom: Atom | None
     master_device: torch.device | None
+    initialises: bool
 
     def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
         """What ranks must agree on, a line for each argument."""
@@ -133,9 +142,17 @@ class _Wish:
         return [f"{name}={value}" for name, value in named.items()]
 
 
-def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, wish: _Wish) -> FlatModel:
+def _wrap(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    wish: _Wish,
+    init_fn: InitFn | Literal[False] | None,
+) -> FlatModel:
     blocks = _blocks(module, wish.units)
     params = _checked(module, optimizer, ranks, wish.stage, wish.facts(blocks))
+    device = device_of_ranks(ranks, module)
+    waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
     cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
     groups = [] if optimizer is None else optimizer.param_groups
@@ -149,14 +166,17 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
         master_device=wish.master_device,
         optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
         kept=kept_in_their_type(module),
+        device=device,
     )
     units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
+    waiting.initialise(units)
     later = optimizer is None  # it may come later, as with fully_shard
     flat = FlatModel(module, ranks, wish.stage, wish.precision, units, wish.broadcast_buffers, composed=later)
     for unit in units:
         for each in unit.modules:
             mix_in(each, unit)
     flat.send_buffers()
+    flat.unmade = waiting.left_in(flat)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat
@@ -168,7 +188,7 @@ def _checked(
     """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
     if optimizer is not None:
         refuse_unusable(optimizer, "shard", ranks.rank, stage)
-    params = named_parameters(module, "shard", ranks.rank)
+    params = named_parameters(module, "shard", ranks.rank, meta=True)
     if not params:
         raise InvalidArgumentError(
             f"shard: rank {ranks.rank} got a module without parameters, expected at least one; call the module itself"
@@ -224,7 +244,7 @@ def _ranks(
 ) -> Ranks:
     if comm is not None and mesh is not None:
         raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = real_device(module)
     if mesh is not None:
         return ranks_of_mesh(mesh, "shard", device)
     if isinstance(comm, tuple):
@@ -278,6 +298,45 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     for attached in flat.optimizers:
         attached.refuse_stage("restage", stage)
     flat.restage(stage)
+
+
+@expects("unshard", module=MODULE, optimizer=OPTIMIZER)
+def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Makes a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, and all its optimizers, plain
+    ones again, between two steps; a collective.
+
+    Parameters and ``p.grad`` become whole tensors with memory of their own, in the type that the module was built in,
+    with the master weights' values. Optimizers keep their whole state. The module can be changed and wrapped anew.
+
+    Args:
+        optimizer: is looked at to be one of the module's; None: no look.
+    Cost:    an all-gather of what was sharded; every rank holds everything.
+    Returns: the module; of DistributedDataParallel the one inside.
+    Raises:  InvalidArgumentError: the module is not wrapped, or is a part of what was; the optimizer is not its own.
+             UnsupportedError: inside of `join`.
+    """
+    from ringcomm.data_parallel import DistributedDataParallel
+
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    flat = _wrapped(inner, "unshard")
+    flats = {id(place.flat): place.flat for place in map(place_of, inner.parameters()) if place is not None}
+    if optimizer is not None:
+        refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
+    mine = {id(p) for p in inner.parameters()}
+    for each in flats.values():
+        named = [pair for group in each.groups for pair in zip(group.names, group.params, strict=True)]
+        missing = [name for name, p in named if id(p) not in mine]
+        if missing:
+            raise InvalidArgumentError(
+                f"unshard: rank {flat.ranks.rank} got a {type(inner).__name__} without {missing[0]}, a part of what "
+                "was wrapped, expected all of it; pass the outermost module"
+            )
+    for each in flats.values():
+        each.ranks.agree("unshard", ["unshard"])
+        each.unwrap()
+    if inner is not module:
+        module._made = None
+    return inner
 
 
 @expects("stage_of", module=MODULE)

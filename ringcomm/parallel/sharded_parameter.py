@@ -61,7 +61,7 @@ def _alias(x: torch.Tensor) -> ShardedParameter:
     """The same parameter without its history of gradients."""
     with torch._C.DisableTorchFunctionSubclass():
         made = x.detach().as_subclass(ShardedParameter)
-    made._ringcomm = x._ringcomm  # type: ignore[attr-defined]
+    made._ringcomm = x._ringcomm
     return made
 
 
@@ -69,7 +69,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
     """`p.data = values`: this rank takes its part of them."""
     place = place_of(p)
     assert place is not None
-    if getattr(values, "_ringcomm", None) is p._ringcomm:  # type: ignore[attr-defined]
+    if getattr(values, "_ringcomm", None) is p._ringcomm:
         return
     if (values.shape, values.dtype, values.device) != (p.shape, p.dtype, p.device):
         raise InvalidArgumentError(
@@ -91,7 +91,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
     given = [x for x in _flat([*args, *kwargs.values()]) if isinstance(x, ShardedParameter)]
-    places = [x._ringcomm for x in given]  # type: ignore[attr-defined]
+    places = [x._ringcomm for x in given]
     name = getattr(func, "__name__", str(func))
     if name in _MEMORY:
         raise InvalidArgumentError(

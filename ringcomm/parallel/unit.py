@@ -68,7 +68,7 @@ class UnitModule:
         """What `nn.Module.__call__` runs, also where torch.compile or a checkpoint has kept that."""
         unit: Unit = self.__dict__["_ringcomm_unit"]
         call = super()._call_impl  # type: ignore[misc]
-        return call(*args, **kwargs) if unit.calling is self else unit.call(self, call, args, kwargs)  # type: ignore[arg-type]
+        return call(*args, **kwargs) if unit.calling is self else unit.call(self, call, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: the module's own call, without the unit's."""
@@ -95,7 +95,8 @@ class UnitModule:
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+    made: nn.Module = object.__new__(kind)
+    return made
 
 
 def plain_class(kind: type) -> Any:
@@ -134,6 +135,7 @@ class Unit:
         self.first_call: int | None = None  # the number of its first call since the last backward pass
         self.in_backward = False
         self.calling: nn.Module | None = None  # whose call runs
+        self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
         self.flat: FlatModel
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -158,6 +160,16 @@ class Unit:
         """Lets go of them."""
         for group in self.groups:
             group.release()
+
+    def unwrap(self) -> None:
+        """Makes the modules and parameters plain ones; a collective."""
+        for group in self.groups:
+            group.give_back()
+        for take_away in self.undo:
+            take_away()
+        for module in self.modules:
+            if module.__dict__.pop("_ringcomm_unit", None) is not None:
+                module.__class__ = plain_class(type(module))
 
     # ---- a call ---------------------------------------------------------------------------------------------------
 
