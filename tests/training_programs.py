@@ -324,7 +324,9 @@ def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
     style = dice.choice(("positional", "keywords", "nested"))
     flags |= {style} if style != "positional" else set()
     how = "nonreentrant" if "checkpoint" in features else "reentrant" if "checkpoint.reentrant" in features else ""
-    if dice.random() > 0.5 or (how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags)):
+    if dice.random() > 0.5 or block.kind == "cache":  # which a second forward pass finds written
+        how = ""
+    if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags):
         how = ""
     return Call(number, block.number, how, frozenset(flags))
 

@@ -42,12 +42,13 @@ from ringcomm import backend, hooks
 Seen = list[tuple[str, torch.Tensor]]
 PLACEMENTS = ("plain", "torch", "ddp", "stage 0", "stage 1", "stage 2", "stage 3")
 STAGES = PLACEMENTS[3:]
+SOMETIMES_UNUSED = ("partly", "experts")
 WHOLE_TENSORS = ("adafactor", "muon")
 CALL_LIMIT_S = 20.0
 
 # What a placement cannot run; see also `places_of`.
 NOT_PLAIN = {"mixed_precision", "accumulate.tree"}
-NOT_DDP = NOT_PLAIN | {"offload", "restage", "units.all", "units.some", "units.nested", "no_reshard"}
+NOT_DDP = NOT_PLAIN | {"offload", "restage"}
 NOT_TORCH = NOT_DDP | {"two_backwards", "freeze_later", "checkpoint.reentrant", "accumulate.each"}
 
 
@@ -57,16 +58,17 @@ def places_of(program: Program) -> list[str]:
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
     found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
-    found += [] if features & {*NOT_PLAIN, "offload", "restage"} else ["ddp"]
+    found += [] if features & NOT_DDP else ["ddp"]
     return [*found, *(STAGES[:3] if skipped else STAGES)]
 
 
 def _confuses_torch(program: Program) -> bool:
-    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for; or adds a gradient that nobody set
-    to zero before it reduces, and the norm shows it."""
+    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for; looks for unused parameters in the
+    last forward pass alone; or adds a gradient that nobody set to zero before it reduces, and the norm shows it."""
     waits = "accumulate.no_sync" in program and {"two_forwards", "dropped_forward"} & program.features
     clips = {"clip", "clip.torch"} & program.features and "model_zero_grad" not in program
-    return bool(waits or (clips and (program.optimizer == "muon" or "optimizer.subset" in program)))
+    twice = "two_forwards" in program and any(block.kind in SOMETIMES_UNUSED for block in program.blocks)
+    return bool(waits or twice or (clips and (program.optimizer == "muon" or "optimizer.subset" in program)))
 
 
 # ---- the wrappers ------------------------------------------------------------------------------------------------
@@ -536,7 +538,8 @@ class Failure:
     @property
     def cause(self) -> tuple[str, str, str]:
         """What failures of one cause share: the sentence without its names and numbers."""
-        words = "" if self.kind == "differs" else re.sub(r"[\w.]*[\d._][\w.]*", "_", self.text)[:80]
+        names = re.sub(r"[\w.]*[\d._][\w.]*", "_", self.text)[:80]
+        words = "other things" * ("other things" in self.text) if self.kind == "differs" else names
         return (self.placement, self.kind, words)
 
     def __str__(self) -> str:
