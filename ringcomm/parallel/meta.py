@@ -196,7 +196,7 @@ class Unmade:
         return first < last and not is_unmade(group.master[first - group.start : last - group.start])
 
 
-def _is_untouched(now: torch.Tensor | None, made: torch.Tensor, version: int) -> bool:
+def _is_untouched(now: Any, made: Any, version: int) -> bool:
     if now is not made or not made.numel():
         return False
     return made._version == version if made.dtype == torch.bool else is_unmade(made)
