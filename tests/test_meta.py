@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_shard import STAGES, Tower, batch, loss_of, sgd, state_of, step_of
+from test_shard import STAGES, Tower, loss_of, sgd, state_of, step_of
 from torch import nn
 
 import ringcomm
@@ -114,7 +114,9 @@ def test_default_is_reset_parameters(stage: int) -> None:
             assert torch.equal(x, torch.full_like(x, float(name.endswith("weight"))))
         else:
             bound = 5**-0.5
-            assert x.isfinite().all() and 0 < x.abs().max() <= bound and len(x.unique()) > 1
+            assert x.isfinite().all()
+            assert 0 < x.abs().max() <= bound
+            assert len(x.unique()) > 1
 
 
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint", "whole", "in place"])
@@ -156,7 +158,9 @@ def test_forgotten_values_are_named(stage: int) -> None:
     def train(comm: ringcomm.Communicator) -> None:
         model = on_meta(Odd)
         ringcomm.shard(model, sgd(model), stage, comm, init_fn=False)
-        with pytest.raises(InvalidArgumentError, match=r"rank . got .* and 23 more from the meta device without values"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"rank . got .* and 23 more from the meta device without values"
+        ):
             loss_of(model, comm.rank, 0)
         state = {name: x for name, x in on_cpu(Odd).state_dict().items() if name not in ("outlet.bias", "inlet.weight")}
         model.load_state_dict(state, strict=False)

@@ -69,7 +69,9 @@ class Waiting:
         init: called for each of them; None: its own `reset_parameters`. False: none is initialised.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int):
+    def __init__(
+        self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int
+    ) -> None:
         self.device, self.call, self.rank = device, call, rank
         self.modules = [(name, m) for name, m in _children_first(module) if _has_meta(m)]
         self.params = {id(p) for _, m in self.modules for p in m._parameters.values() if p is not None and p.is_meta}
@@ -162,9 +164,7 @@ class Waiting:
 class Unmade:
     """Parameters and buffers that were on meta, of which nobody has said yet what they are."""
 
-    def __init__(
-        self, places: list[tuple[FlatGroup, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]
-    ) -> None:
+    def __init__(self, places: list[tuple[FlatGroup, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self.places, self.buffers = places, buffers
         self._versions = [made._version for _, _, made in buffers]
 

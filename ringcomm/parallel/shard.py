@@ -323,7 +323,12 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
     mine = {id(p) for p in inner.parameters()}
     for each in flats.values():
-        missing = [name for group in each.groups for name, p in zip(group.names, group.params) if id(p) not in mine]
+        missing = [
+            name
+            for group in each.groups
+            for name, p in zip(group.names, group.params, strict=False)
+            if id(p) not in mine
+        ]
         if missing:
             raise InvalidArgumentError(
                 f"unshard: rank {flat.ranks.rank} got a {type(inner).__name__} without {missing[0]}, a part of what was "
