@@ -129,4 +129,4 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    ringcomm.run_ranks(rank_main, 2, ranks=sys.argv[2], args=(sys.argv[1],))
+    ringcomm.run_ranks(rank_main, 2, sys.argv[1], ranks=sys.argv[2])

@@ -116,7 +116,7 @@ def idle(rows: list[list[Any]]) -> float:
 def bubbles(a: argparse.Namespace, folder: Path | None) -> list[str]:
     """The table of the first part, and its pictures."""
     arguments = (a.wait_ms / 1e3, a.microbatches, a.repetitions)
-    done = ringcomm.run_ranks(waited, RANKS, "processes", args=arguments, timeout=60)[0]
+    done = ringcomm.run_ranks(waited, RANKS, *arguments, ranks="processes", timeout=60)[0]
     lines = [
         f"## Idle share, {RANKS} ranks that wait",
         "",

@@ -188,7 +188,7 @@ def spread(values: list[float], scale: float, digits: int) -> str:
 
 def table(a: argparse.Namespace, length: int) -> list[str]:
     """Measures one length."""
-    results = ringcomm.run_ranks(measure, a.world, "processes", args=(a, length))
+    results = ringcomm.run_ranks(measure, a.world, a, length, ranks="processes")
     times = results[0][0]
     lines = [
         f"## {length} tokens on {a.world} ranks",

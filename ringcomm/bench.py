@@ -40,7 +40,7 @@ def run(options: Options) -> list[Table]:
             return run_rank(comm, options)
     ranks = options.ranks or 2
     return ringcomm.run_ranks(
-        run_rank, ranks, options.ranks_as, args=(options,), timeout=options.timeout_s, device=options.device
+        run_rank, ranks, options, ranks=options.ranks_as, timeout=options.timeout_s, device=options.device
     )[0]
 
 

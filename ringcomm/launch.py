@@ -57,9 +57,8 @@ class _Job:
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
+    *args: Any,
     ranks: str = "threads",
-    *,
-    args: Sequence[Any] = (),
     timeout: Timeout = 300.0,
     engine: str | None = None,
     device: Any = None,
@@ -69,7 +68,7 @@ def run_ranks(
     """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
 
     Args:
-        fn: with processes it must be importable from its module, and its results picklable.
+        fn: with processes it must be importable from its module, and its arguments and results picklable.
         ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (spawned afresh).
         timeout: seconds (or a timedelta): limit of every call of the communicator.
         engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
@@ -95,7 +94,7 @@ def run_ranks(
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes
     pretended = None if hosts is None else Hosts.pretended(hosts, world_size, "run_ranks")
-    return launch(_Job(fn, tuple(args), limit_ms, places, pretended, wire_dtype))
+    return launch(_Job(fn, args, limit_ms, places, pretended, wire_dtype))
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------

@@ -146,9 +146,14 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
         with _file_for(op, world_size, candidate):
             try:
                 results[candidate], device = ringcomm.run_ranks(
-                    measure, world_size, options.ranks_as, args=(op, told), timeout=options.timeout_s,
+                    measure,
+                    world_size,
+                    op,
+                    told,
+                    ranks=options.ranks_as,
+                    timeout=options.timeout_s,
                     device=options.device,
-                )[0]  # fmt: skip
+                )[0]
             except (InvalidArgumentError, UnsupportedError) as error:
                 print(f"# {op} {candidate.columns()}: {error}", flush=True)
     return results, device

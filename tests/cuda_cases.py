@@ -26,7 +26,7 @@ LIMIT_S = 60
 def ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, kind: str = "threads", device: str = "cuda"
 ) -> list[Any]:
-    return ringcomm.run_ranks(fn, world_size, kind, args=args, timeout=LIMIT_S, device=device)
+    return ringcomm.run_ranks(fn, world_size, *args, ranks=kind, timeout=LIMIT_S, device=device)
 
 
 # ---- the matrix --------------------------------------------------------------------------------------------------

@@ -60,9 +60,10 @@ def messages(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
 
 def same_bits_as_cpu(hosts: list[int], dtypes: list[str], counts: list[int]) -> None:
     library, world_size = fake(), sum(hosts)
-    here = {"args": (dtypes, counts), "timeout": LIMIT_S}
-    expected = ringcomm.run_ranks(every_collective, world_size, **here)
-    found = ringcomm.run_ranks(every_collective, world_size, device="cuda", hosts=hosts, **here)
+    expected = ringcomm.run_ranks(every_collective, world_size, dtypes, counts, timeout=LIMIT_S)
+    found = ringcomm.run_ranks(
+        every_collective, world_size, dtypes, counts, device="cuda", hosts=hosts, timeout=LIMIT_S
+    )
     for rank in range(world_size):
         for at, (want, got) in enumerate(zip(expected[rank], found[rank], strict=True)):
             assert same_bits(want, got), f"result {at} of rank {rank}"

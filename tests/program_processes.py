@@ -35,7 +35,7 @@ class ProcessRanks(Ranks):
             store = str(Path(folder) / "store") if self.backend else ""
             try:
                 args = (listener.address, key, store)
-                ringcomm.run_ranks(rank_main, world_size, "processes", args=args, timeout=LIMIT_S)
+                ringcomm.run_ranks(rank_main, world_size, *args, ranks="processes", timeout=LIMIT_S)
             except Exception as error:
                 self.replies.put((-1, error))
 

@@ -231,7 +231,7 @@ MOVED = (*DTYPES, *BYTES_ONLY)
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_matrix_over_threads(cells: Any, dtypes: tuple[str, ...], world_size: int) -> None:
-    ran = ringcomm.run_ranks(cells, world_size, args=(dtypes,), timeout=60)
+    ran = ringcomm.run_ranks(cells, world_size, dtypes, timeout=60)
     assert len(set(ran)) == 1
 
 
@@ -246,7 +246,7 @@ def every_cell(comm: Communicator) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_matrix_over_processes(world_size: int) -> None:
-    ran = ringcomm.run_ranks(every_cell, world_size, "processes", timeout=60)
+    ran = ringcomm.run_ranks(every_cell, world_size, ranks="processes", timeout=60)
     assert len(set(ran)) == 1
 
 
@@ -292,7 +292,7 @@ def wrong_paths(comm: Communicator, dtype: str) -> list[str]:
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(3, "threads"), (5, "threads"), (8, "threads"), (3, "processes")])
 def test_the_path_does_not_change_the_bits(world_size: int, ranks: str) -> None:
-    assert ringcomm.run_ranks(bits_by_path, world_size, ranks, timeout=60) == [[]] * world_size
+    assert ringcomm.run_ranks(bits_by_path, world_size, ranks=ranks, timeout=60) == [[]] * world_size
 
 
 def special_values(comm: Communicator, dtype: str) -> None:
@@ -308,7 +308,7 @@ def special_values(comm: Communicator, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
 def test_nan_and_infinity_propagate(dtype: str) -> None:
-    ringcomm.run_ranks(special_values, 3, args=(dtype,), timeout=30)
+    ringcomm.run_ranks(special_values, 3, dtype, timeout=30)
 
 
 def ring_sums(comm: Communicator) -> None:

@@ -19,7 +19,7 @@ from ringcomm import Communicator, errors
 
 
 def four(fn: Any, *args: Any) -> list[Any]:
-    return ringcomm.run_ranks(fn, 4, args=args, timeout=30)
+    return ringcomm.run_ranks(fn, 4, *args, timeout=30)
 
 
 # ---- asynchronous calls ------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_init_through_stores(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    assert ringcomm.run_ranks(init_over_a_store, 2, "processes", args=(str(tmp_path), port), timeout=30) == [10.0, 10.0]
+    assert ringcomm.run_ranks(init_over_a_store, 2, str(tmp_path), port, ranks="processes", timeout=30) == [10.0, 10.0]
 
 
 def over_a_process_group(comm: Communicator, folder: str) -> list[str]:
@@ -376,4 +376,4 @@ def every_method(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_the_same_methods_over_a_process_group(tmp_path: Path) -> None:
-    assert ringcomm.run_ranks(over_a_process_group, 3, "processes", args=(str(tmp_path),), timeout=30) == [[]] * 3
+    assert ringcomm.run_ranks(over_a_process_group, 3, str(tmp_path), ranks="processes", timeout=30) == [[]] * 3

@@ -26,7 +26,7 @@ BUSY = 200_000_000  # cycles: about a tenth of a second
 
 
 def ranks(fn: Any, world_size: int = 3, kind: str = "threads") -> list[Any]:
-    return ringcomm.run_ranks(fn, world_size, kind, timeout=60, device="cuda:0")
+    return ringcomm.run_ranks(fn, world_size, ranks=kind, timeout=60, device="cuda:0")
 
 
 def on_gpu(comm: Communicator, dtype: str, rank: int, count: int) -> torch.Tensor:

@@ -405,5 +405,5 @@ def test_any_process_group_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     expected = reference(make(), world_size=2)
     store = str(tmp_path / "store")
-    found = ringcomm.run_ranks(over_process_groups, 2, ranks="processes", args=(store, expected), timeout=60)
+    found = ringcomm.run_ranks(over_process_groups, 2, store, expected, ranks="processes", timeout=60)
     assert found == [[True, True, True]] * 2

@@ -36,7 +36,7 @@ def rank(comm, how):
     comm.all_reduce(np.ones(5))
 
 if __name__ == "__main__":
-    ringcomm.run_ranks(rank, 3, "processes", args=(sys.argv[1],), timeout=1000)
+    ringcomm.run_ranks(rank, 3, sys.argv[1], ranks="processes", timeout=1000)
 """
 GATHER, RECV, LAST = (
     1 + next(number for number, line in enumerate(JOB.splitlines()) if word in line)

@@ -177,10 +177,10 @@ def _refuses(comm: Communicator, cases: list[tuple[str, str, str]]) -> None:
 @given(st.lists(st.sampled_from(_cases(CALLS)), min_size=10, max_size=10))
 @drawn(150)
 def test_a_rank_alone_refuses_what_is_wrong(cases: list[tuple[str, str, str]]) -> None:
-    ringcomm.run_ranks(_refuses, 1, args=(cases,), timeout=20)
+    ringcomm.run_ranks(_refuses, 1, cases, timeout=20)
 
 
 @given(st.lists(st.sampled_from(_cases({**CALLS, **MESSAGES})), min_size=10, max_size=10))
 @drawn(250)
 def test_two_ranks_refuse_what_is_wrong(cases: list[tuple[str, str, str]]) -> None:
-    ringcomm.run_ranks(_refuses, 2, args=(cases,), timeout=20)
+    ringcomm.run_ranks(_refuses, 2, cases, timeout=20)

@@ -162,7 +162,7 @@ WORLDS = [(name, world_size) for name in CALLS for world_size in (1, 2) if (name
 @pytest.mark.parametrize(("name", "world_size"), WORLDS)
 def test_what_is_wrong_is_refused(name: str, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ringcomm.run_ranks(_refuses, world_size, args=(name,), timeout=20)
+    ringcomm.run_ranks(_refuses, world_size, name, timeout=20)
     ringcomm.step(None)  # which belongs to the process
 
 
@@ -217,7 +217,7 @@ def test_every_rank_hears_of_one_that_differs(
     name: str, argument: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    kinds = ringcomm.run_ranks(_differs, 2, args=(name, argument, value), timeout=20)
+    kinds = ringcomm.run_ranks(_differs, 2, name, argument, value, timeout=20)
     assert "CollectiveTimeoutError" not in kinds
 
 

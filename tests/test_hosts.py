@@ -229,8 +229,8 @@ def one_sum(comm: Communicator, count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("counts", [[2, 2], [2, 1], [4, 1]], ids=str)
 def test_the_bits_of_one_host_whatever_the_path(counts: list[int]) -> None:
     count = 150_001  # several messages between hosts
-    together = run_ranks(one_sum, sum(counts), args=(count,), timeout=30)
-    apart = run_ranks(one_sum, sum(counts), args=(count,), hosts=counts, timeout=30)
+    together = run_ranks(one_sum, sum(counts), count, timeout=30)
+    apart = run_ranks(one_sum, sum(counts), count, hosts=counts, timeout=30)
     for one, several in zip(together, apart, strict=True):
         for way, x in enumerate(several):
             check(f"way {way}", x, one[-1] if way == len(one) - 1 else one[0])
@@ -417,10 +417,10 @@ def compressed(comm: Communicator, count: int) -> tuple[torch.Tensor, torch.Tens
 def test_a_wire_type_halves_what_is_sent_and_every_rank_has_the_same(hosts: list[int]) -> None:
     count, rounding = 12 * 2048, {"bfloat16": 2**-8, "float16": 2**-11, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
     world_size = sum(hosts)
-    exact = run_ranks(compressed, world_size, args=(count,), hosts=hosts, timeout=20)
+    exact = run_ranks(compressed, world_size, count, hosts=hosts, timeout=20)
     size = max(float(sum(values("float32", r, count).abs() for r in range(world_size)).max()), 1.0)
     for wire_dtype, unit in rounding.items():
-        ours = run_ranks(compressed, world_size, args=(count,), hosts=hosts, wire_dtype=wire_dtype, timeout=20)
+        ours = run_ranks(compressed, world_size, count, hosts=hosts, wire_dtype=wire_dtype, timeout=20)
         for (x, whole, sent, _), (want, _, plain, _) in zip(ours, exact, strict=True):
             check(f"{wire_dtype} all_reduce", x, ours[0][0])
             check(f"{wire_dtype} reduce_scatter", whole, ours[0][1])

@@ -121,8 +121,8 @@ def test_distributed_data_parallel(hosts: list[int]) -> None:
     def models() -> list[Net]:  # made by one thread: torch's generator is shared
         return [parity.net(Case(world_size=4)) for _ in range(4)]
 
-    one = ringcomm.run_ranks(ddp, 4, args=(models(),), timeout=30)
-    several = ringcomm.run_ranks(ddp, 4, args=(models(),), hosts=hosts, timeout=30)
+    one = ringcomm.run_ranks(ddp, 4, models(), timeout=30)
+    several = ringcomm.run_ranks(ddp, 4, models(), hosts=hosts, timeout=30)
     for mine in several:
         assert parity.differences_of(mine, one[0]) == []
 

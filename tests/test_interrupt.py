@@ -230,6 +230,6 @@ def test_a_handler_that_closes_ends_its_call(op: str) -> None:
 def test_so_it_does_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_RECORD", "0")
     for op in ("wait", "irecv"):
-        told = run_ranks(closes_inside, 3, "processes", args=(op, False), timeout=40)
+        told = run_ranks(closes_inside, 3, op, False, ranks="processes", timeout=40)
         assert told[0] == ("KeyboardInterrupt", "", True)
         assert not any("before it said why" in text for _, text, _ in told)

@@ -41,7 +41,7 @@ def total(comm: Communicator, scale: int) -> tuple[int, int]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_by_rank(world_size: int, ranks: str) -> None:
     want = [(rank, sum(range(world_size + 1)) * 10) for rank in range(world_size)]
-    assert ringcomm.run_ranks(total, world_size, ranks, args=(10,), timeout=30) == want
+    assert ringcomm.run_ranks(total, world_size, 10, ranks=ranks, timeout=30) == want
 
 
 def tensors(comm: Communicator) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def tensors(comm: Communicator) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_tensors_come_back_from_ranks_that_have_ended(ranks: str) -> None:
-    for rank, got in enumerate(ringcomm.run_ranks(tensors, 2, ranks, timeout=30)):
+    for rank, got in enumerate(ringcomm.run_ranks(tensors, 2, ranks=ranks, timeout=30)):
         assert [x.numel() for x in got] == [0, 3, 1 << 16]
         assert all((x == rank).all() and x.dtype == torch.bfloat16 for x in got)
 
@@ -65,7 +65,7 @@ def one_fails(comm: Communicator) -> None:
 def test_the_first_exception_wins_and_the_others_are_aborted(ranks: str) -> None:
     started = time.monotonic()
     with pytest.raises(KeyError, match="only on rank 1"):
-        ringcomm.run_ranks(one_fails, 3, ranks, timeout=60)
+        ringcomm.run_ranks(one_fails, 3, ranks=ranks, timeout=60)
     assert time.monotonic() - started < 30
 
 
@@ -82,7 +82,7 @@ def sees_the_abort(comm: Communicator, seen: list[str]) -> None:
 def test_the_others_learn_why() -> None:
     seen: list[str] = []
     with pytest.raises(ZeroDivisionError):
-        ringcomm.run_ranks(sees_the_abort, 3, args=(seen,), timeout=30)
+        ringcomm.run_ranks(sees_the_abort, 3, seen, timeout=30)
     assert len(seen) == 2
     assert all("ZeroDivisionError: gone" in text for text in seen)
 
@@ -99,7 +99,7 @@ def raises_what_cannot_travel(comm: Communicator) -> None:
 
 def test_an_exception_that_cannot_travel_is_told() -> None:
     with pytest.raises(errors.RankFailedError, match="cannot be rebuilt"):
-        ringcomm.run_ranks(raises_what_cannot_travel, 1, "processes", timeout=30)
+        ringcomm.run_ranks(raises_what_cannot_travel, 1, ranks="processes", timeout=30)
 
 
 def dies(comm: Communicator, how: str) -> None:
@@ -113,7 +113,7 @@ def dies(comm: Communicator, how: str) -> None:
 @pytest.mark.parametrize(("how", "code"), [("exit", "3"), ("kill", r"-9 \(SIGKILL\)")])
 def test_a_dead_process_is_told_and_the_others_end(how: str, code: str) -> None:
     with pytest.raises(errors.RankFailedError, match=f"rank 1 .*exit code {code}"):
-        ringcomm.run_ranks(dies, 3, "processes", args=(how,), timeout=60)
+        ringcomm.run_ranks(dies, 3, how, ranks="processes", timeout=60)
 
 
 def survives(comm: Communicator, folder: str) -> None:
@@ -126,7 +126,7 @@ def survives(comm: Communicator, folder: str) -> None:
 
 def test_of_a_dead_process_the_others_hear_in_which_call_it_is_missed(tmp_path: Path) -> None:
     with pytest.raises(errors.RankFailedError):
-        ringcomm.run_ranks(survives, 3, "processes", args=(str(tmp_path),), timeout=60)
+        ringcomm.run_ranks(survives, 3, str(tmp_path), ranks="processes", timeout=60)
     texts = {each.name: each.read_text() for each in tmp_path.iterdir()}
     assert sorted(texts) == ["0", "2"]
     assert all("barrier #0: rank " in text and "its process has exited" in text for text in texts.values())
@@ -141,7 +141,7 @@ def leaves(comm: Communicator, code: Any) -> None:
 @pytest.mark.parametrize("code", [0, 3, None])
 def test_a_rank_that_exits_does_not_end_the_caller(ranks: str, code: Any) -> None:
     with pytest.raises(errors.RankFailedError, match=rf"rank 1 .*sys\.exit\({code}\)") as caught:
-        ringcomm.run_ranks(leaves, 2, ranks, args=(code,), timeout=60)
+        ringcomm.run_ranks(leaves, 2, code, ranks=ranks, timeout=60)
     assert isinstance(caught.value.__cause__, SystemExit)
 
 
@@ -154,12 +154,12 @@ def never_ends(comm: Communicator) -> None:
 
 def test_a_process_that_does_not_end_is_killed() -> None:
     with pytest.raises(ValueError, match="stop"):
-        ringcomm.run_ranks(never_ends, 2, "processes", timeout=60)
+        ringcomm.run_ranks(never_ends, 2, ranks="processes", timeout=60)
 
 
 def test_a_local_function_needs_threads() -> None:
     with pytest.raises(errors.InvalidArgumentError, match="a new process cannot import"):
-        ringcomm.run_ranks(lambda comm: None, 2, "processes")
+        ringcomm.run_ranks(lambda comm: None, 2, ranks="processes")
     assert ringcomm.run_ranks(lambda comm: comm.rank, 2, timeout=30) == [0, 1]
 
 
@@ -217,7 +217,7 @@ import ringcomm
 def rank(comm):
     return comm.rank
 
-ringcomm.run_ranks(rank, 2, "processes")
+ringcomm.run_ranks(rank, 2, ranks="processes")
 """
 
 
@@ -312,7 +312,7 @@ def waits(comm):
     time.sleep(100)
 
 if __name__ == "__main__":
-    ringcomm.run_ranks(waits, 2, "processes", args=())
+    ringcomm.run_ranks(waits, 2, ranks="processes")
 """
 
 

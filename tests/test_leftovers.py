@@ -218,4 +218,4 @@ def forks(comm: Communicator) -> int:
 
 @pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
 def test_a_forked_child_cannot_wait_for_a_call_of_its_parent(hosts: list[int] | None) -> None:
-    assert run_ranks(forks, 2, "processes", hosts=hosts, timeout=40) == [2, 0]
+    assert run_ranks(forks, 2, ranks="processes", hosts=hosts, timeout=40) == [2, 0]

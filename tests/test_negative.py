@@ -222,4 +222,4 @@ def one_is_killed(comm: Communicator, how: str) -> None:
 
 def test_the_death_of_a_process_reaches_the_others() -> None:
     with pytest.raises(errors.RankFailedError, match=r"rank 1 .*exit code -9"):
-        ringcomm.run_ranks(one_is_killed, 3, "processes", args=("SIGKILL",), timeout=20)
+        ringcomm.run_ranks(one_is_killed, 3, "SIGKILL", ranks="processes", timeout=20)

@@ -253,7 +253,7 @@ def test_a_path_may_be_long_and_no_utf8(tmp_path: Path) -> None:
         names: dict[str, Any] = {}
         exec(compile(program, str(path), "exec"), names)
         with pytest.raises(errors.MismatchError) as caught:
-            ringcomm.run_ranks(names["fn"], 2, args=(ONES.copy(),), timeout=20)
+            ringcomm.run_ranks(names["fn"], 2, ONES.copy(), timeout=20)
         end = "/train.py:2)" if path == folder / "train.py" else r"/\udcff.py:2)"
         assert str(caught.value).count(end) == 2
 
@@ -347,7 +347,7 @@ def _mismatch(comm: Communicator) -> None:
 def test_a_note_comes_home_from_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(record.FOLDER, str(tmp_path / "records"))
     with pytest.raises(errors.MismatchError) as caught:
-        ringcomm.run_ranks(_mismatch, 2, "processes", timeout=60)
+        ringcomm.run_ranks(_mismatch, 2, ranks="processes", timeout=60)
     (text,) = notes(caught.value)
     assert notes(pickle.loads(pickle.dumps(caught.value))) == [text]
     assert f"\nwritten to {tmp_path / 'records'}/ringcomm-" in text

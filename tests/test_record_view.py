@@ -140,7 +140,7 @@ def _dumped(comm: Communicator, folder: str) -> list[str]:
 
 
 def test_records_of_processes_are_put_together_from_files(tmp_path: Path) -> None:
-    names = ringcomm.run_ranks(_dumped, 2, "processes", args=(str(tmp_path),), timeout=60)
+    names = ringcomm.run_ranks(_dumped, 2, str(tmp_path), ranks="processes", timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name for each in names for name in each)
     found = record.load(tmp_path.iterdir())
     for each in found:

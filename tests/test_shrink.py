@@ -86,7 +86,7 @@ def differ(comm: Communicator, what: str) -> tuple[type[Exception], str]:
 def test_a_mismatch_is_told_to_every_rank(what: str, parts: list[str], ranks: str) -> None:
     if ranks == "processes" and what not in ("count", "root"):
         pytest.skip("threads take the same way; two kinds are enough for the slower ones")
-    told = run_ranks(differ, 3, ranks, args=(what,), timeout=20)
+    told = run_ranks(differ, 3, what, ranks=ranks, timeout=20)
     assert {kind for kind, _ in told} == {MismatchError}
     assert len({text for _, text in told}) == 1, told
     for part in [*parts, f"{HERE}:", "every rank must make the same calls"]:
@@ -132,7 +132,7 @@ def lost(comm: Communicator, how: str) -> tuple[type[Exception], str, float]:
 
 @pytest.mark.parametrize("how", ["leaves", "waits", "stalls"])
 def test_threads_hear_of_a_rank_that_leaves_or_stalls(how: str) -> None:
-    told = run_ranks(lost, 3, args=(how,), timeout=2)
+    told = run_ranks(lost, 3, how, timeout=2)
     for kind, text, seconds in (told[0], told[2]):
         assert kind is (CollectiveTimeoutError if how == "stalls" else RankLostError), text
         assert "expected rank 1 (process" in text
@@ -177,7 +177,7 @@ def go_on(comm: Communicator, folder: str, how: str) -> Any:
 def test_processes_go_on_without_one(tmp_path: Any, how: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_GRACE_S", 20.0)  # run_ranks leaves the survivors time
     with pytest.raises(ringcomm.RankFailedError, match="exit code -9"):
-        run_ranks(go_on, 4, "processes", args=(str(tmp_path), how), timeout=4)
+        run_ranks(go_on, 4, str(tmp_path), how, ranks="processes", timeout=4)
     for new, old in enumerate((0, 2, 3)):
         facts = (kind, new, 3, [6.0] * 3, True, True, True)
         assert (tmp_path / str(old)).read_text() == repr(facts)
@@ -218,7 +218,7 @@ def stopped_at_work(comm: Communicator) -> int:
 
 
 def test_memory_that_was_given_back_is_left_alone() -> None:
-    assert run_ranks(stopped_at_work, 2, "processes", timeout=20) == [0, 0]
+    assert run_ranks(stopped_at_work, 2, ranks="processes", timeout=20) == [0, 0]
 
 
 def test_shrink_again_and_again() -> None:
@@ -313,7 +313,7 @@ def misses_two(comm: Communicator, folder: str) -> None:
 
 def test_a_rank_that_has_done_its_part_is_not_blamed(tmp_path: Path) -> None:
     with pytest.raises(ringcomm.RankFailedError, match="exit code -9"):
-        run_ranks(misses_two, 3, "processes", args=(str(tmp_path),), timeout=20)
+        run_ranks(misses_two, 3, str(tmp_path), ranks="processes", timeout=20)
     text = (tmp_path / "told").read_text()
     assert "rank 2 (process" in text
     assert "rank 1 (process" not in text

@@ -41,7 +41,7 @@ def record(fn: Callable[..., Any], world_size: int, *args: Any, room: int = 1 <<
     """The timeline of ranks that are threads."""
     trace.start(room)
     try:
-        run_ranks(fn, world_size, args=args, timeout=60, **options)
+        run_ranks(fn, world_size, *args, timeout=60, **options)
     finally:
         timeline = trace.stop()
     return timeline
@@ -307,7 +307,7 @@ def traced_process(comm: Communicator, folder: str) -> None:
 
 
 def test_files_of_processes_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(traced_process, 3, ranks="processes", args=(str(tmp_path),), timeout=60)
+    run_ranks(traced_process, 3, str(tmp_path), ranks="processes", timeout=60)
     out = tmp_path / "merged.json"
     assert cli.main(["trace", *(str(tmp_path / f"rank{r}.json") for r in range(3)), "-o", str(out)]) == 0
     spans = spans_of(json.loads(out.read_text()))

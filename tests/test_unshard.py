@@ -158,6 +158,7 @@ def test_parameters_are_added_between(stage: int) -> None:
         opt = sgd_of([p for p in model.parameters() if p is not new_weight])
         ringcomm.shard(model, opt, 0, comm)
         step_of(model, opt, comm.rank, 0)
+        new_weight.grad = None
         opt.add_param_group({"params": [new_weight], "lr": 0.1})
         return [step_of(model, opt, comm.rank, step) for step in range(1, 3)] + state_of(model)
 

@@ -19,7 +19,7 @@ real = pytest.mark.skipif(EMULATED, reason="needs a CUDA device that torch sees;
 def ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, kind: str = "threads", device: str = "cuda:0"
 ) -> list[Any]:
-    return ringcomm.run_ranks(fn, world_size, kind, args=args, timeout=LIMIT_S, device=device)
+    return ringcomm.run_ranks(fn, world_size, *args, ranks=kind, timeout=LIMIT_S, device=device)
 
 
 def place(x: torch.Tensor, on: str) -> torch.Tensor:

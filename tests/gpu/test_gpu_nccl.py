@@ -74,7 +74,7 @@ def test_real_nccl_gives_the_bits_of_the_cpu_engine(way: str, hosts: list[int], 
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(text[-3000:] for text in said)
-    expected = ringcomm.run_ranks(cells, world_size, args=("cpu",), timeout=LIMIT_S)
+    expected = ringcomm.run_ranks(cells, world_size, "cpu", timeout=LIMIT_S)
     for rank, file in enumerate(files):
         for at, (want, got) in enumerate(zip(expected[rank], torch.load(file), strict=True)):
             assert same_bits(want, got), f"result {at} of rank {rank}"
