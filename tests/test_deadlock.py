@@ -65,7 +65,7 @@ def crossed(comm: Communicator, how: str) -> Any:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("how", ["used", "unused", "async", "queued", "message"])
 def test_two_communicators_crossed(how: str, ranks: str) -> None:
-    outcomes = run_ranks(crossed, 3, ranks, args=(how,), timeout=60)
+    outcomes = run_ranks(crossed, 3, how, ranks=ranks, timeout=60)
     check_told(outcomes)
     assert "expected rank 1 (process" in outcomes[0][1]
     assert "which waits" not in outcomes[0][1]
@@ -171,7 +171,7 @@ def slow(comm: Communicator, how: str) -> Any:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("how", ["computes", "thread", "first call of a thread"])
 def test_a_rank_that_goes_on_is_left_alone(how: str, ranks: str) -> None:
-    assert run_ranks(slow, 3, ranks, args=(how,), timeout=60) == [[3.0] * 4] * 3
+    assert run_ranks(slow, 3, how, ranks=ranks, timeout=60) == [[3.0] * 4] * 3
 
 
 def short_limits(comm: Communicator) -> Any:
@@ -202,7 +202,7 @@ def stopped(comm: Communicator) -> Any:
 
 
 def test_a_stopped_rank_is_late() -> None:
-    assert run_ranks(stopped, 2, "processes", timeout=60) == [True, True]
+    assert run_ranks(stopped, 2, ranks="processes", timeout=60) == [True, True]
 
 
 # ---- random programs -----------------------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ def legal(comm: Communicator, seed: int, calls: int) -> int:
 def test_no_false_alarm(seed: int, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a patience of 4 ms, so that every second wait is a long one."""
     monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "4")
-    assert sum(run_ranks(legal, 4, ranks, args=(seed, 150), timeout=60)) > 150
+    assert sum(run_ranks(legal, 4, seed, 150, ranks=ranks, timeout=60)) > 150
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "0")
-    for kind, text, seconds in run_ranks(crossed, 2, args=("used",), timeout=10):
+    for kind, text, seconds in run_ranks(crossed, 2, "used", timeout=10):
         assert kind is not MismatchError, text
         assert seconds > 9
