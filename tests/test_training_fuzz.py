@@ -26,9 +26,7 @@ OPEN = (
     "block.scalar",  # an optimizer's state of a parameter without elements
     "checkpoint.reentrant",
     "freeze_later",  # ringcomm.DistributedDataParallel and no_sync
-    "optimizer_later",  # stage 0 and no_sync, and a block that a step leaves out
     "shared",  # a block with two names that has a list of its own
-    "units.nested",
 )
 ALLOWED = tuple(name for name in FEATURES if name not in OPEN)
 
