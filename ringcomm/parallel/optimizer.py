@@ -775,29 +775,18 @@ class Attached:
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; with ``set_to_none=False`` they count as zero."""
+        """Forgets the gradients; with ``set_to_none=False`` they become zeros, as in torch."""
         self.settle()
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
                     flat.ranks.announce("zero_grad", flat.optimizers.index(self))
-            self._forget_and_count()
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # which asks for nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
             zero_grad(self.optimizer, set_to_none=set_to_none)
         for group in self._mine:
             group.gradient.reconcile()
-
-    def _forget_and_count(self) -> None:
-        """Parameters that had a gradient count as used, with a gradient of zero."""
-        for group, mine in self._mine.items():
-            group.gradient.reconcile()
-            held = mine & group.gradient.has_any
-            for i in mine:
-                group.params[i].grad = None
-            group.gradient.reconcile()
-            group.gradient.contributed |= held
 
 
 SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
