@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 # Not right yet: programs with these are left out.
 OPEN = (
     "block.alias",  # a block of an inner list with two names
-    "block.scalar",  # an optimizer's state of a parameter without elements
     "checkpoint.reentrant",
     "freeze_later",  # ringcomm.DistributedDataParallel and no_sync
     "shared",  # a block with two names that has a list of its own

@@ -119,11 +119,13 @@ def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_say_who_was_used")
+@fault(FlatModel, "_hear_who_was_used")
 def parameters_used_on_another_rank_alone(right: Function) -> Function:
-    def wrong(flat: FlatModel) -> Any:
-        flags, work = right(flat)
-        return flags.clone(), work  # what this rank has said, and not what it hears
+    def wrong(flat: FlatModel, said: Any) -> None:
+        mine = [set(group.gradient.has) for group in flat.order]
+        right(flat, said)
+        for group, has in zip(flat.order, mine, strict=True):
+            group.gradient.has = has
 
     return wrong
 
