@@ -481,6 +481,8 @@ class FlatModel:
         for group in self.order:
             if group.gradient.opened:
                 self._collect(group)
+            elif group not in self._launched and group not in self._arrived:
+                group.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
             group.gradient.show()
         self._reset()
 

@@ -197,14 +197,13 @@ def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> 
             if p is not None:
                 uses[id(p)] = uses.get(id(p), 0) + 1
     found: dict[int, str] = {}
-    for name, block in blocks:
+    for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
         inside: dict[int, int] = {}
         for each in block.modules():
             for p in each._parameters.values():
                 if p is not None:
                     inside[id(p)] = inside.get(id(p), 0) + 1
-        mine = [key for key, count in inside.items() if count == uses[key]]
-        found |= {key: name for key in mine if not found.get(key, "").startswith(f"{name}.")}
+        found |= {key: name for key, count in inside.items() if count == uses[key]}
     return found
 
 

@@ -224,6 +224,7 @@ def units_of(
     Args:
         join: whether small blocks are joined to runs of a bucket.
     """
+    blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
     owned = owned_by_one(blocks, module)
     runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
     units: list[Unit] = []
