@@ -112,7 +112,6 @@ class FlatModel:
                     p._ringcomm = Place(self, group, i)
         for group in self.order:
             self._watch(group)
-
         self._find_homes()
 
     def _find_homes(self) -> None:
@@ -157,9 +156,6 @@ class FlatModel:
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
         if module is self.module and not recomputing:
             self.begin_forward()
-        if self._depth == 0:
-            self._start_packing()
-        self._depth += 1
         self._calls += 1
         if torch.is_grad_enabled() and unit.first_call is None:
             unit.first_call = self._calls
@@ -168,6 +164,9 @@ class FlatModel:
                 self._gather_ahead(unit)
             else:
                 self.timed(unit.gather)
+        if self._depth == 0:  # nothing raises from here on: `leave_call` undoes it
+            self._start_packing()
+        self._depth += 1
 
     def begin_forward(self) -> None:
         """The whole module is called."""
