@@ -93,7 +93,7 @@ def circle(comm: Communicator) -> Any:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_circle_over_as_many_communicators(world_size: int, ranks: str) -> None:
-    outcomes = run_ranks(circle, world_size, ranks, timeout=60)
+    outcomes = run_ranks(circle, world_size, ranks=ranks, timeout=60)
     check_told(outcomes)
     for _, text, _ in outcomes:
         assert text.count("waits in barrier #0 (tests/test_deadlock.py:") == world_size - 1
@@ -107,7 +107,7 @@ def own_messages(comm: Communicator) -> Any:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_circle_inside_one_communicator(ranks: str) -> None:
-    outcomes = run_ranks(own_messages, 2, ranks, timeout=60)
+    outcomes = run_ranks(own_messages, 2, ranks=ranks, timeout=60)
     check_told(outcomes)
     assert all("but it waits in recv (tests/test_deadlock.py:" in text for _, text, _ in outcomes)
     assert not any("another communicator" in text for _, text, _ in outcomes)
@@ -260,6 +260,7 @@ def test_no_false_alarm(seed: int, ranks: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "0")
-    for kind, text, seconds in run_ranks(crossed, 2, "used", timeout=10):
+    # In processes of their own: a process reads it when it makes its first communicator.
+    for kind, text, seconds in run_ranks(crossed, 2, "used", ranks="processes", timeout=10):
         assert kind is not MismatchError, text
         assert seconds > 9
