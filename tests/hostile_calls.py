@@ -189,7 +189,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         lambda c: _here(c, module=model()),
         kinds(
             "module:object mesh:object? comm:object? broadcast_buffers:flag atom:atom reshard_after_forward:flag "
-            "shard_placement_fn:object? mp_policy:object offload_policy:object? ignored_params:list? "
+            "init_fn:object? shard_placement_fn:object? mp_policy:object offload_policy:object? ignored_params:list? "
             "dp_mesh_dims:object?"
         ),
     ),
@@ -276,7 +276,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         lambda c: _here(c, module=model(), stage=2, bucket_cap_mb=1),
         kinds(
             "module:object mesh:object? comm:object? broadcast_buffers:flag atom:atom reshard_after_forward:flag "
-            "optimizer:object? stage:stage units:units accumulation:choice mixed_precision:object? "
+            "init_fn:object? optimizer:object? stage:stage units:units accumulation:choice mixed_precision:object? "
             "bucket_cap_mb:positive offload:place"
         ),
     ),
@@ -287,6 +287,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     **{f"tensor.{name}": (lambda c: _here(c, x=_x()), OVER) for name in ("f", "f_bar")},
     **{f"tensor.{name}": (lambda c: _here(c, x=_x(), dim=1), ALONG) for name in ("g", "g_bar", "gather", "scatter")},
     "trace": (lambda c: {"path": Path("trace.json"), "spans_per_thread": 9}, kinds("path:path spans_per_thread:count")),
+    "unshard": (_wrapped, kinds("module:object optimizer:object?")),
     "vocab_parallel_cross_entropy": (
         lambda c: _here(c, logits=torch.ones(3, 4), target=torch.zeros(3, dtype=torch.int64), vocabulary=4),
         kinds(

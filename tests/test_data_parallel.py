@@ -323,7 +323,7 @@ def test_bad_arguments_are_refused() -> None:
             DistributedDataParallel(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
         wrapped = DistributedDataParallel(nn.Linear(1, 1), comm)
         for again in (wrapped, wrapped.module, nn.Sequential(nn.Linear(1, 1), wrapped)):
-            with pytest.raises(InvalidArgumentError, match="has wrapped, expected a plain one|is wrapped already"):
+            with pytest.raises(InvalidArgumentError, match=r"has wrapped, expected a plain one|is wrapped already"):
                 DistributedDataParallel(again, comm)
 
     on_ranks(rank, 1)

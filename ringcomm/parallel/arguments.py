@@ -44,7 +44,10 @@ ATOM = that(
         value in ("element", "row", "tensor") if isinstance(value, str) else type(value) is int and 0 < value < 1 << 63
     ),
 )
-INIT = that("a function of a module, or False", lambda value: value is False or callable(value))
+INIT = that(
+    "a function of a module, or False",
+    lambda value: value is False or (callable(value) and not isinstance(value, type)),
+)
 OFFLOAD = Wanted("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class _Done:
 
 
 _DONE = _Done()
+_cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # the least of any rank
 
 
 class Ranks:
@@ -89,11 +91,15 @@ class Ranks:
 
     def _least_cores(self) -> int:
         """That a rank may run on: the order of collectives follows from it, so the ranks agree on one number."""
-        cores = torch.tensor([len(os.sched_getaffinity(0))])
+        least = []
         for comm in (self.comm, self.replicas):
             if comm is not None:
-                comm.all_reduce(cores, "min")
-        return int(cores)
+                if comm not in _cores:  # asked once: whether other models still live differs between ranks
+                    cores = torch.tensor([len(os.sched_getaffinity(0))])
+                    comm.all_reduce(cores, "min")
+                    _cores[comm] = int(cores)
+                least.append(_cores[comm])
+        return min(least)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
