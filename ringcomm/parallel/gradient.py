@@ -309,6 +309,15 @@ class Gradient:
             return self.reduced[:0], 0
         return self.reduced[first - self.start : last - self.start], first - segment.offset
 
+    def zero(self, i: int) -> None:
+        """Makes a parameter's gradient zero."""
+        if self.has_reduced:
+            self.zero_reduced(i)
+        for level in self.levels:
+            if level is not None:
+                self._part(level, i).zero_()
+        self.changed()
+
     def write(self, i: int, values: torch.Tensor) -> None:
         """Takes this rank's piece of new values for a parameter's gradient."""
         if values.shape != self.layout.segments[i].shape:

@@ -74,6 +74,9 @@ class ShardedGradient(torch.Tensor):
             return _unscale(func, *args)
         if name.startswith("_foreach_"):
             return _by_group(func, args, kwargs)
+        if name == "zero_" and isinstance(first, ShardedGradient) and not first._views:
+            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does, which `join` follows
+            return first
         if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
             return first._edit(func, args[1:], kwargs)
         if func._schema.is_mutable and any(isinstance(x, ShardedGradient) for x in _written(func, args, kwargs)):
