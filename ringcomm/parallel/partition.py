@@ -165,7 +165,8 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 look(path, child)
 
     look("", module)
-    return found
+    inside = {id(each) for _, block in found for each in block.modules() if each is not block}
+    return [(name, block) for name, block in found if id(block) not in inside]  # also those that have another name
 
 
 def runs_of(
