@@ -119,6 +119,16 @@ class Reentrant(Net):
         return self.blocks[3](checkpoint(self.blocks[2], x, use_reentrant=True))
 
 
+class ReentrantShared(Net):
+    """Gradients of one parameter come in several passes, each inside of the whole one."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.encoder, self.encoder(x), use_reentrant=True)
+        for i in (0, 1, 0):
+            x = self.blocks[2 + i](checkpoint(self.blocks[i], x, use_reentrant=True))
+        return checkpoint(self.encoder, self.blocks[1](x), use_reentrant=True)
+
+
 class FrozenParts(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -180,8 +190,8 @@ class BatchNorm(Net):
 
 
 NETS: list[type[Net]] = [
-    *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant, FrozenParts),
-    *(InPlace, UndefinedGradient, BatchNorm),
+    *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant),
+    *(ReentrantShared, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
 ]
 
 
@@ -261,6 +271,29 @@ def test_every_stage_has_the_bits_of_every_other(kind: type[Net]) -> None:
     found = on_every_stage(kind, plain_loop)
     for name, value in in_one_process(kind).items():
         torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_some_ranks_return_what_the_unit_inside_returns() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+        def forward(self, x: torch.Tensor, scales: bool) -> torch.Tensor:
+            y = self.inner(x)
+            return y * self.scale if scales else y
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.outer = nn.Linear(WIDTH, WIDTH), Outer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.first(x), bool(x.sum() > 0))
+
+    assert len({bool(batch(rank, 0).sum() > 0) for rank in range(WORLD)}) == 2, "every rank takes the same way"
+    on_every_stage(Model, plain_loop, units=(Outer, nn.Linear))
 
 
 def test_what_is_unused_stays_as_it_was() -> None:

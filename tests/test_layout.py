@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.layout import ALIGN_BYTES, Atom, FlatLayout, Spec, up
+from ringcomm.parallel.partition import blocks_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])
@@ -153,3 +155,29 @@ def test_an_example() -> None:
 def test_a_wrong_atom_is_refused(atom: Atom) -> None:
     with pytest.raises(InvalidArgumentError, match=r"layout: got atom=.* for a, expected"):
         FlatLayout.build([Spec("a", (2, 3))], torch.float32, 2, atom)
+
+
+def _modules(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def _linears(n: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(2, 2) for _ in range(n))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (_modules(layers=_linears(2), head=nn.Linear(2, 2)), ["layers.0", "layers.1"]),
+        (_modules(layers=nn.ModuleList([_modules(inner=_linears(2))])), ["layers.0.inner.0", "layers.0.inner.1"]),
+        (_modules(gpt=nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": _linears(2)})), ["gpt.h.0", "gpt.h.1"]),
+        (_modules(moe=_modules(gate=nn.Linear(2, 2), experts=_linears(2))), []),
+        (_modules(tasks=nn.ModuleDict({"a": _modules(layers=_linears(2)), "b": nn.Linear(2, 2)})), []),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), ["0", "2"]),
+    ],
+)
+def test_blocks_are_in_lists_that_every_rank_runs(module: nn.Module, expected: list[str]) -> None:
+    assert [name for name, _ in blocks_of(module)] == expected

@@ -282,6 +282,17 @@ def test_against_exact_sums(name: str) -> None:
                 assert alone(x, dtype=None) == pytest.approx(expected, rel=2**-24 + 1e-12, abs=2.0**-150), form
 
 
+@pytest.mark.parametrize("p", [1, 2])
+def test_every_root_and_sum_is_the_nearest_number(p: int) -> None:
+    """Libraries' square roots of float64 are off in the last bit now and then, and sums of limbs round twice."""
+    generator = torch.Generator().manual_seed(3)
+    for n in range(1, 800):
+        x = torch.randn(n % 60 + 1, dtype=torch.float64, generator=generator) * n
+        values = [abs(v) for v in x.tolist()]
+        expected = math.fsum(values) if p == 1 else math.sqrt(math.fsum(v * v for v in values))
+        assert float(norm.total_norm([x], p, None, x.numel())) == expected
+
+
 def test_a_million_tiny_ones_beside_one_that_hides_them() -> None:
     expected = math.sqrt(math.fsum((one_and_tiny.double() ** 2).tolist()))
     assert expected > 1 + 1e-12

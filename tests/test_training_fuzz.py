@@ -20,10 +20,6 @@ MOST_SEARCHED = 400  # programs until a planted fault must be found
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
-# Refused, as by torch's DistributedDataParallel, where two calls use a parameter.
-REFUSED = ("checkpoint.reentrant",)
-ALLOWED = tuple(name for name in FEATURES if name not in REFUSED)
-
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
@@ -38,10 +34,10 @@ def told(program: Program, failures: list[Failure]) -> str:
 @pytest.mark.timeout(300)
 def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner) -> None:
     for seed in range(SEED, SEED + PROGRAMS):
-        program = generate(seed, ALLOWED)
+        program = generate(seed)
         failures = runner.failures(program)
         if failures:
-            smallest = runner.shrunk(program, failures[0], ALLOWED)
+            smallest = runner.shrunk(program, failures[0])
             pytest.fail(f"program {seed}:\n{told(program, failures)}\nmade smaller:\n{smallest}")
 
 
@@ -49,7 +45,7 @@ def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner) -
 def test_ranks_that_are_processes() -> None:
     """With torch's own dropout."""
     with Runner(processes=True) as runner:
-        programs = [generate(seed, ALLOWED) for seed in range(1000, 1100)]
+        programs = [generate(seed) for seed in range(1000, 1100)]
         drops = [p for p in programs if any(block.kind == "dropout" for block in p.blocks)]
         for program in drops[:8]:
             assert not (failures := runner.failures(program)), told(program, failures)
@@ -81,7 +77,7 @@ def test_a_planted_fault_is_found(fault: Fault, runner: Runner, monkeypatch: pyt
     with monkeypatch.context() as planted:
         fault.plant(planted.setattr)
         for seed in range(SEED, SEED + MOST_SEARCHED):
-            program = generate(seed, ALLOWED)
+            program = generate(seed)
             if fault.needs <= features_of(program) and (failures := runner.failures(program)):
                 found = program, failures
                 break
@@ -98,9 +94,9 @@ def features_of(program: Program) -> set[str]:
 def test_a_failing_program_is_made_small(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
         next(fault for fault in FAULTS if fault.name == "mean added twice").plant(planted.setattr)
-        program = next(p for p in (generate(s, ALLOWED) for s in range(1000)) if "accumulate.each" in p)
+        program = next(p for p in (generate(s) for s in range(1000)) if "accumulate.each" in p)
         failures = runner.failures(program)
-        smallest = runner.shrunk(program, failures[0], ALLOWED)
+        smallest = runner.shrunk(program, failures[0])
     assert smallest.features == {"accumulate.each"}
     assert (len(smallest.blocks), len(smallest.calls), smallest.steps, smallest.passes) == (1, 1, 1, 2)
     assert torch.is_grad_enabled()

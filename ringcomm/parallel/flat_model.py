@@ -95,6 +95,9 @@ class FlatModel:
         self._calls = 0  # of units, so far
         self._depth = 0  # calls of units that are running
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
+        self._trains = False  # whether the module's last call had a graph
+        self._repeating: set[FlatGroup] = set()  # of which a parameter's gradient came twice in a backward pass
+        self._learned = False  # whether there was a backward pass to find them in
         self._makes_graph = False  # whether this pass of autograd does, by create_graph
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
@@ -159,6 +162,9 @@ class FlatModel:
         self._calls += 1
         if torch.is_grad_enabled() and unit.first_call is None:
             unit.first_call = self._calls
+        if self._trains and not recomputing:
+            unit.calls[module] += 1
+            unit.checkpointed |= not torch.is_grad_enabled()
         if self.stage == LAST_STAGE:
             if module is unit.modules[0] and not recomputing:
                 self._gather_ahead(unit)
@@ -178,6 +184,7 @@ class FlatModel:
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
             )
+        self._trains = torch.is_grad_enabled()
         self._last, self._seen = self._seen or self._last, []
         sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
         if sends or self.stage == LAST_STAGE:
@@ -375,6 +382,12 @@ class FlatModel:
             return True
         return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
 
+    def _waits(self, group: FlatGroup) -> bool:
+        """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once. Of
+        what is in no block the first pass tells."""
+        learns = self.stage < 2 and group.unit is self.root and not self._learned
+        return learns or group in self._repeating or group.unit.repeats
+
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
         if group not in self._launched:
@@ -393,8 +406,10 @@ class FlatModel:
         if defined:
             group.gradient.contributed.add(i)
         arrived = self._arrived.setdefault(group, set())
+        if i in arrived:
+            self._repeating.add(group)
         arrived.add(i)
-        if len(arrived) < len(group.params):
+        if len(arrived) < len(group.params) or self._waits(group):
             return
         if not self.sync:
             self._collect(group)
@@ -408,7 +423,8 @@ class FlatModel:
         """Launches what is complete, in the order that all ranks keep."""
         while self._next < len(self.order):
             group = self.order[self._next]
-            if group not in self._passed and len(self._arrived.get(group, ())) < len(group.params):
+            arrived = len(self._arrived.get(group, ()))
+            if self._waits(group) or (group not in self._passed and arrived < len(group.params)):
                 return
             self.launch(group)
 
@@ -442,7 +458,7 @@ class FlatModel:
         if not self._accumulating:
             return
         for group in reversed(unit.groups):
-            if not group.trainable or group in self._launched:
+            if not group.trainable or group in self._launched or self._waits(group):
                 continue
             if not self.sync:
                 if group.gradient.opened:
@@ -560,9 +576,11 @@ class FlatModel:
         if ended and not self._makes_graph:  # the graph of an earlier pass is used up
             self._keeps_gathered = False
         self._makes_graph = False
+        self._learned |= ended
         for unit in self.units:
             unit.in_backward = False
-            unit.first_call = None if ended else unit.first_call
+            if ended:
+                unit.forget_calls()
             if unit.reshard_after_backward and not self.held:
                 self._release(unit)
 

@@ -6,7 +6,7 @@ into buckets, fragments and shards, nor on the world size. So clipping is the sa
     2. An element becomes v = |x / scale|^p in float64, at most 1; `scale` comes from `top`, so v from x and top alone.
     3. v = a / 2^45 + b / 2^91 + rest, with integers a and b found by rounding (v + M) - M; the rest, at most 2^-92, is
        dropped. As many as 256 such integers add up exactly in a float64, and those sums exactly in int64.
-    4. Integers of all ranks are added: exact in any order. The root is taken once, in float64, and rounded once.
+    4. Integers of all ranks are added: exact in any order. Their sum is rounded to float64 once, and so is its root.
 
 The sum is off by at most 2^-90 of itself per element, and by what rounding v costs: nothing for p = 1, nor for p = 2
 but of float64, 2^-53 there. Splitting summands before adding them is the reproducible summation of Demmel and Nguyen,
@@ -204,16 +204,21 @@ def _powers(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
 
 def _root(limbs: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
     """(sum of all)^(1/p) * scale, float64, from the limbs of all ranks."""
-    total = torch.zeros((), dtype=torch.float64, device=limbs.device)
+    total = error = torch.zeros((), dtype=torch.float64, device=limbs.device)
     for fold, bits in reversed(list(enumerate(FOLD_BITS))):
         high, low = limbs[2 * fold], limbs[2 * fold + 1]
         high, low = high + (low >> LIMB_BITS), low & ((1 << LIMB_BITS) - 1)  # now the number alone decides both
-        total = total + (high.double() * 2.0**LIMB_BITS + low.double()) * 2.0**-bits
+        for limb, exponent in ((low, -bits), (high & 0xFFFF, LIMB_BITS - bits), (high >> 16 << 16, LIMB_BITS - bits)):
+            part = limb.double() * 2.0**exponent
+            before, total = total, total + part
+            kept = total - before
+            error = error + ((before - (total - kept)) + (part - kept))  # what the sum has lost
+    total = total + error
     if p not in (1.0, 2.0):
         third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))  # the whole may be out of range
         return third * top * third * third
     first, second = _halves(torch.frexp(top).exponent.long())
-    return (total.sqrt() if p == 2 else total) * first * second
+    return (_sqrt(total) if p == 2 else total) * first * second
 
 
 # ---- elementary functions ------------------------------------------------------------------------------------------
@@ -230,6 +235,16 @@ def _halves(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two factors of 2^e, which may be out of range itself."""
     half = exponent >> 1
     return _power_of_two(half), _power_of_two(exponent - half)
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Of float64 at least 1/4: that of a library, which may be off in its last bit, and a step of Newton's method."""
+    root = x.sqrt()
+    head = root * 134217729.0  # 2^27 + 1: Dekker's two halves of a number
+    head = head - (head - root)
+    tail, square = root - head, root * root
+    lost = ((head * head - square) + 2 * head * tail) + tail * tail
+    return root + ((x - square) - lost) / (2 * root)
 
 
 def _log2(x: torch.Tensor) -> torch.Tensor:

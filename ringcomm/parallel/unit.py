@@ -14,6 +14,7 @@ compile, and of a class's own `__call__`. Up to stage 2 parameters are whole and
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -134,9 +135,22 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.first_call: int | None = None  # the number of its first call since the last backward pass
         self.in_backward = False
+        self.calls: Counter[nn.Module] = Counter()  # in training, since the last backward pass
+        self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
         self.calling: nn.Module | None = None  # whose call runs
         self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
         self.flat: FlatModel
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a parameter's gradient may come more than once in a backward pass: each reentrant checkpoint is a
+        pass of its own inside of it."""
+        return self.checkpointed and max(self.calls.values()) > 1
+
+    def forget_calls(self) -> None:
+        """A backward pass has ended."""
+        self.first_call, self.checkpointed = None, False
+        self.calls.clear()
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -209,7 +223,7 @@ class Unit:
         if number is not None:
             for x in tensors_of(output):
                 if x.grad_fn is not None:
-                    x.register_hook(partial(_reached, self, number))
+                    _hook_first(x, partial(_reached, self, number))
         if module is flat.module:
             return flat.precision.cast(output, flat.precision.output_dtype)
         return self._cast_output(output)
@@ -225,6 +239,17 @@ class Unit:
     def _cast_output(self, output: Any) -> Any:
         precision = self.precision
         return output if precision is None else precision.cast(output, precision.output_dtype)
+
+
+def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook that runs before the others: backward comes to a unit before it comes to those inside of it,
+    also where it returns what they have returned."""
+    x.register_hook(hook)
+    hooks = x._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        *before, last = hooks.items()
+        hooks.clear()
+        hooks.update([last, *before])
 
 
 @eager
