@@ -570,7 +570,8 @@ def test_ranks_with_different_numbers_of_cores_order_their_collectives_alike(mon
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 
 
-def test_nothing_outlives_the_model() -> None:
+@pytest.mark.parametrize("last", ["a step", "gradients", "a forward pass"])
+def test_nothing_outlives_the_model(last: str) -> None:
     """Buffers, hooks and the optimizer go with the last reference to the module."""
 
     def rank(comm: ringcomm.Communicator) -> list[Any]:
@@ -580,6 +581,10 @@ def test_nothing_outlives_the_model() -> None:
             opt = sgd(model)
             ringcomm.shard(model, opt, stage, comm)
             step_of(model, opt, comm.rank, 0)
+            if last != "a step":
+                loss = loss_of(model, comm.rank, 1)
+            if last == "gradients":
+                loss.backward()
             left += [weakref.ref(each) for each in (model, opt, flat_model_of(model))]
         return left
 

@@ -253,8 +253,8 @@ class FlatModel:
 
     def _pack(self, x: torch.Tensor) -> Any:
         group = self._homes.get(x.untyped_storage()._cdata)
-        if group is None:
-            return x, x._version
+        if group is None:  # what a node has made would hold the node
+            return x.detach(), x._version
         return group, self._calls, x.storage_offset(), x.shape, x.stride()
 
     def _unpack(self, saved: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ What a rank does with it, and what is sent:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,20 +50,31 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _name: str
-    _home: Gradient
+    _owner: weakref.ref[Gradient]  # not held: Python's garbage collector does not see what p.grad holds
     _index: int
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
 
     @staticmethod
     def of(p: torch.Tensor, name: str, gradient: Gradient, index: int) -> ShardedGradient:
         """The one that stands for the gradient of ``p``: segment ``index`` of a flat group's gradient."""
-        return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, gradient, index, ()))
+        return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
 
     @staticmethod
     def _made(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, what: Any) -> ShardedGradient:
         made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
-        made._name, made._home, made._index, made._views = what
+        made._name, made._owner, made._index, made._views = what
         return made
+
+    @property
+    def _home(self) -> Gradient:
+        """The gradient of the flat group."""
+        home = self._owner()
+        if home is None:
+            raise InvalidArgumentError(
+                f"grad: got the gradient of {self._name}, whose model is gone, expected one of a model that is kept; "
+                "clone what is used later"
+            )
+        return home
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +122,7 @@ class ShardedGradient(torch.Tensor):
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
-        what = (self._name, self._home, self._index, (*self._views, *steps))
+        what = (self._name, self._owner, self._index, (*self._views, *steps))
         return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
