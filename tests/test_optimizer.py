@@ -682,6 +682,32 @@ def test_different_options_of_the_ranks_are_named_before_the_step(stage: int) ->
     sharded(check, stages=(stage,))
 
 
+@pytest.mark.parametrize("wraps", ["DistributedDataParallel", "shard"])
+def test_different_options_of_optimizers_that_were_not_passed(wraps: str) -> None:
+    """From the second step on: before the first one nobody knows of the optimizer."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = net()
+        called = model if wraps == "shard" else ringcomm.DistributedDataParallel(model, comm)
+        if wraps == "shard":
+            ringcomm.shard(model, comm=comm)
+        optimizer = momentum(model.parameters())
+        train(called, optimizer, 0, 1)
+        optimizer.load_state_dict(optimizer.state_dict())  # makes new groups
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        before = values(model)
+        with pytest.raises(
+            MismatchError, match=r"step: rank . got lr=0\.. in the optimizer's group 0 where rank . has"
+        ):
+            train(called, optimizer, 2)
+        assert same(values(model), before)
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(called, optimizer, 3)
+        assert not same(values(model), before)
+
+    run(rank)
+
+
 def test_options_that_are_tensors_or_change_alike_are_no_difference() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from ringcomm.parallel.unit import Unit, eager
 if TYPE_CHECKING:
     from ringcomm.parallel.meta import Unmade
     from ringcomm.parallel.optimizer import Attached
+    from ringcomm.parallel.options import Options
 
 _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
@@ -77,6 +77,7 @@ class FlatModel:
         self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.optimizers: list[Attached] = []
+        self.options: weakref.WeakSet[Options] = weakref.WeakSet()  # of all optimizers that step the parameters
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
         self._options_heard: torch.Tensor | None = None
@@ -548,9 +549,7 @@ class FlatModel:
         options follow the others' at each step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
             return [0] * (2 * OPTIONS_NBYTES)
-        found = 0
-        for attached in self.optimizers:
-            found = zlib.crc32(attached.options_bytes(), found)
+        found = sum(options.checksum() for options in self.options) % (1 << 8 * OPTIONS_NBYTES)
         some = found.to_bytes(OPTIONS_NBYTES, "little")
         return [*some, *(255 - byte for byte in some)]
 

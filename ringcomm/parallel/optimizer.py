@@ -17,7 +17,7 @@ import copy
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State, WholeStates
+from ringcomm.parallel.options import Options
 from ringcomm.parallel.place import place_of
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -187,12 +188,25 @@ def watch_optimizers() -> None:
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer of plain parameters is looked at once."""
+    """An optimizer that is not attached is looked at once; its options are compared at every step."""
     del args, kwargs
     now = (_watches, len(optimizer.param_groups))
     if optimizer.__dict__.get("_ringcomm_seen") != now:
-        attached_of(optimizer, "step")
+        if attached_of(optimizer, "step") is None:
+            _compare_options(optimizer)
         optimizer._ringcomm_seen = now
+    options: Options | None = optimizer.__dict__.get("_ringcomm_options")
+    if options is not None:
+        options.refuse_differences()
+
+
+def _compare_options(optimizer: torch.optim.Optimizer) -> None:
+    """From now on the ranks hear whether they have the same options."""
+    flats = _flats_of(optimizer.param_groups)
+    if flats:
+        optimizer._ringcomm_options = options = optimizer.__dict__.get("_ringcomm_options") or Options(optimizer)
+        for flat in flats:
+            options.compare_in(flat)
 
 
 def _flats_of(param_groups: list[dict[str, Any]]) -> list[FlatModel]:
@@ -257,8 +271,7 @@ class Attached:
         self._working = False
         self._loading: dict[FlatGroup, GroupState] = {}
         self._watches = _watches
-        self._facts: list[Any] = []
-        self._facts_bytes = b""
+        self.options: Options = optimizer.__dict__.pop("_ringcomm_options", None) or Options(optimizer)
         self.places: list[list[tuple[FlatGroup, int]]] = []
         self.entries: list[Entry] = []
         self.inside: list[list[nn.Parameter]] = []
@@ -308,10 +321,12 @@ class Attached:
         for flat in self.flats:
             if flat not in flats:
                 flat.optimizers.remove(self)
+                self.options.leave(flat)
                 flat.on_reduced.remove(self.host.fetch)
         for flat in flats:
             if flat not in self.flats:
                 flat.optimizers.append(self)
+                self.options.compare_in(flat)
                 flat.on_reduced.append(self.host.fetch)
         self.flats = flats
 
@@ -473,6 +488,7 @@ class Attached:
         states = self.take_state()
         for flat in self.flats:
             flat.optimizers.remove(self)
+            self.options.leave(flat)
             flat.on_reduced.remove(self.host.fetch)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
@@ -717,9 +733,7 @@ class Attached:
         for group in self._mine:
             group.gradient.take_in("step")
         self._refuse_unreduced()
-        if any(flat.options_differ for flat in self.flats):
-            for flat in self.flats:
-                flat.ranks.agree("step", self._option_lines(), SAME_OPTIONS)
+        self.options.refuse_differences()
         for flat in self.flats:
             if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
                 flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())
@@ -757,21 +771,6 @@ class Attached:
         """The hyperparameters of every group."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
-    def _option_lines(self) -> list[str]:
-        """What the ranks must have alike, a line for each option."""
-        return [
-            f"{key}={value!r} in the optimizer's group {number}"
-            for number, group in enumerate(self.optimizer.param_groups)
-            for key, value in _comparable(group)
-        ]
-
-    def options_bytes(self) -> bytes:
-        """The same as bytes: equal where the ranks' options are."""
-        found = [each for group in self.optimizer.param_groups for each in _comparable(group)]
-        if found != self._facts or not self._facts_bytes:
-            self._facts, self._facts_bytes = found, repr(found).encode()
-        return self._facts_bytes
-
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -787,9 +786,6 @@ class Attached:
             zero_grad(self.optimizer, set_to_none=set_to_none)
         for group in self._mine:
             group.gradient.reconcile()
-
-
-SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
 
 
 class _Hooks:
@@ -890,23 +886,3 @@ def _loaded(group: FlatGroup, state: State, on_device: bool) -> State:
         return value.to(device, group.types.master if floats else value.dtype)
 
     return {key: one(key, value) for key, value in state.items()}
-
-
-def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Numbers, flags and names among a group's options."""
-    for key, value in group.items():
-        if key != "params":
-            found = _fact(value)
-            if found is not None:
-                yield key, found
-
-
-def _fact(value: Any) -> Any:
-    """A value that can be compared between ranks; None: it cannot, or only by waiting for a device."""
-    if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
-        return float(value)
-    if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():
-        return float(value)
-    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
-        return tuple(map(float, value))
-    return value if isinstance(value, str) else None

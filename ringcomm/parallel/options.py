@@ -1,0 +1,80 @@
+"""The options of an optimizer, such as its learning rates, which all ranks must have alike.
+
+A checksum of them travels with the message that ends a backward pass. Where the ranks' differ, the next step names the
+first difference.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.flat_model import FlatModel
+
+SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
+
+
+class Options:
+    """What can be compared of an optimizer's options: numbers, flags and names."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self._flats: weakref.WeakSet[FlatModel] = weakref.WeakSet()
+        self._seen: list[Any] = []
+        self._checksum = 0
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def checksum(self) -> int:
+        """Below 2^32, equal where the options are; computed anew when one has changed."""
+        found = [each for group in self._groups() for each in _comparable(group)]
+        if found != self._seen:
+            self._seen, self._checksum = found, zlib.crc32(repr(found).encode())
+        return self._checksum
+
+    def compare_in(self, flat: FlatModel) -> None:
+        """From now on the ranks of a model hear whether their options are alike."""
+        self._flats.add(flat)
+        flat.options.add(self)
+
+    def leave(self, flat: FlatModel) -> None:
+        """Ends `compare_in`."""
+        self._flats.discard(flat)
+        flat.options.discard(self)
+
+    def refuse_differences(self) -> None:
+        """Before a step: raises where the ranks have heard of a difference; a collective of these alone."""
+        for flat in self._flats:
+            if flat.options_differ:
+                lines = [
+                    f"{key}={value!r} in the optimizer's group {number}"
+                    for number, group in enumerate(self._groups())
+                    for key, value in _comparable(group)
+                ]
+                flat.ranks.agree("step", lines, SAME_OPTIONS)
+
+
+def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for key, value in group.items():
+        if key != "params":
+            found = _fact(value)
+            if found is not None:
+                yield key, found
+
+
+def _fact(value: Any) -> Any:
+    """A value that can be compared between ranks; None: it cannot, or only by waiting for a device."""
+    if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
+        return float(value)
+    if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():
+        return float(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
+        return tuple(map(float, value))
+    return value if isinstance(value, str) else None
