@@ -5,13 +5,15 @@
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --without checkpoint.reentrant mixed_precision
 
 tests/training_programs.py says what a program is, tests/test_training_fuzz.py is the short form. Program k of a seed is
-always the same. One that fails is made smaller and printed; the run then goes on. Exit status 1 if any did.
+always the same. One that fails is made smaller and printed; the run then goes on, until Ctrl-C ends it with the report
+of what it did so far. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import signal
 import sys
 import time
 import warnings
@@ -43,6 +45,7 @@ class Worker:
     @classmethod
     def start(cls, allowed: tuple[str, ...], shrinks: bool, processes: bool) -> None:
         """Once in each process."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's advice about single programs
         cls.runner, cls.allowed, cls.shrinks = Runner(processes), allowed, shrinks
@@ -110,8 +113,12 @@ def main() -> int:
     report = Report(a)
     fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
     with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
-        for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
-            report.add(len(seeds), *done)
+        try:
+            for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
+                report.add(len(seeds), *done)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            pool.shutdown(cancel_futures=True)
     text = "\n".join([f"$ python benchmarks/training_fuzz.py {' '.join(sys.argv[1:])}", *report.rows()])
     print(text)
     if a.write:

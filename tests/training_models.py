@@ -139,7 +139,7 @@ class Experts(Body):
 
     def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
         gates = self.linear(h).softmax(-1)
-        chosen = int(h.detach().float().abs().sum() * 8) % 3
+        chosen = int((h.detach().float().abs().sum() * 8).nan_to_num(0, 0)) % 3
         bag["losses"].append(gates.square().mean())
         return h + self.experts[chosen](h) * gates[..., :1]
 
@@ -236,7 +236,7 @@ class Tokens(Body):
         self.embedding = nn.Embedding(5, width)
 
     def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
-        ids = (h.detach().float().abs().sum(-1) * 4).long() % 5
+        ids = (h.detach().float().abs().sum(-1) * 4).nan_to_num(0, 0).long() % 5
         h = self.linear(h) + self.embedding(ids)
         return (h @ self.embedding.weight.t()).softmax(-1) @ self.embedding.weight + h
 

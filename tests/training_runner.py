@@ -65,7 +65,10 @@ def places_of(program: Program) -> list[str]:
 def _confuses_torch(program: Program) -> bool:
     """Whether torch's DDP takes a pass inside of no_sync for one that it waits for; looks for unused parameters in the
     last forward pass alone; or adds a gradient that nobody set to zero before it reduces, and the norm shows it."""
-    waits = "accumulate.no_sync" in program and {"two_forwards", "dropped_forward"} & program.features
+    passes = {"two_forwards", "dropped_forward"} & program.features
+    if "exception" in program and any("rank_skip" in call.flags for call in program.calls):
+        passes.add("dropped_forward")  # of the ranks that leave out the block that raises
+    waits = "accumulate.no_sync" in program and passes
     clips = {"clip", "clip.torch"} & program.features and "model_zero_grad" not in program
     twice = "two_forwards" in program and any(block.kind in SOMETIMES_UNUSED for block in program.blocks)
     return bool(waits or twice or (clips and (program.optimizer == "muon" or "optimizer.subset" in program)))
@@ -495,7 +498,12 @@ class Ranks:
             program, placement = asked
             if placement == "torch" and group is None:
                 group = process_group(comm, self.name, self.store)
-            self.outbox.put((comm.rank, Loop(program, _placed(placement, program, comm, group)).run()))
+            try:
+                found = Loop(program, _placed(placement, program, comm, group)).run()
+            except BaseException as error:  # the other ranks may be done and wait for the next program
+                self.outbox.put((-1, error))
+                raise
+            self.outbox.put((comm.rank, found))
 
     def run(self, program: Program, placement: str) -> list[Seen]:
         """What each rank saw. Raises: what a rank raised first; the ranks have ended then."""
