@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +45,33 @@ _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
 OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
+
+
+@dataclass
+class BackwardPass:
+    """What a pass of autograd has done so far. At its end a new one takes its place.
+
+    Attributes:
+        scheduled: whether its end is to be noticed: something of it has come.
+        accumulates: whether it is one of backward, not of torch.autograd.grad.
+        makes_graph: whether it does, by create_graph.
+        reached: the units that it has come to and not passed.
+        passed: at stage 2, the groups of the units that it has passed.
+        arrived: by group, the parameters whose gradients are complete on this rank.
+        launched: the groups that are on their way, or have come.
+        next: at stages 0 to 2, where in the order of groups the next one to launch is.
+        in_flight: the groups that are on their way.
+    """
+
+    scheduled: bool = False
+    accumulates: bool = False
+    makes_graph: bool = False
+    reached: list[Unit] = field(default_factory=list)
+    passed: set[FlatGroup] = field(default_factory=set)
+    arrived: dict[FlatGroup, set[int]] = field(default_factory=dict)
+    launched: set[FlatGroup] = field(default_factory=set)
+    next: int = 0
+    in_flight: deque[FlatGroup] = field(default_factory=deque)
 
 
 class FlatModel:
@@ -85,21 +113,13 @@ class FlatModel:
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
         self._leaves = 0  # how many there were
-        self._scheduled = False  # whether this pass of autograd has asked for its end
-        self._accumulating = False  # whether it is one of backward, not of torch.autograd.grad
-        self._reached: list[Unit] = []  # that backward has come to and not passed
-        self._next = 0  # of `order`: what stages 0 and 1 launch next
-        self._arrived: dict[FlatGroup, set[int]] = {}
-        self._passed: set[FlatGroup] = set()  # at stage 2
-        self._launched: set[FlatGroup] = set()
-        self._in_flight: deque[FlatGroup] = deque()
+        self.backward = BackwardPass()
         self._calls = 0  # of units, so far
         self._depth = 0  # calls of units that are running
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
         self._trains = False  # whether the module's last call had a graph
         self._repeating: set[FlatGroup] = set()  # of which a parameter's gradient came twice in a backward pass
         self._learned = False  # whether there was a backward pass to find them in
-        self._makes_graph = False  # whether this pass of autograd does, by create_graph
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
@@ -177,7 +197,7 @@ class FlatModel:
 
     def begin_forward(self) -> None:
         """The whole module is called."""
-        if self._scheduled:  # the last backward pass raised half-way
+        if self.backward.scheduled:  # the last backward pass raised half-way
             self._abandon()
         self._check()
         if self.ranks.joining is not None and self.ranks.joining.flat is not self:
@@ -324,17 +344,17 @@ class FlatModel:
 
     def begin_backward(self) -> None:
         """Something of a pass of autograd has come; its end is to be noticed."""
-        if self._scheduled:
+        if self.backward.scheduled:
             return
-        self._scheduled = True
+        self.backward.scheduled = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if self._will_accumulate():
             self._accumulate()
 
     def _accumulate(self) -> None:
         """The pass is one of backward, not of torch.autograd.grad."""
-        if not self._accumulating:
-            self._accumulating = True
+        if not self.backward.accumulates:
+            self.backward.accumulates = True
             if self.sync or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
 
@@ -346,13 +366,13 @@ class FlatModel:
         number are done."""
         self.begin_backward()
         if torch.is_grad_enabled():
-            self._makes_graph = True
+            self.backward.makes_graph = True
             self._keeps_gathered = self.stage == LAST_STAGE
         self._pass(number)
         if not unit.in_backward:
             unit.in_backward = True
             unit.first_call = number if unit.first_call is None else unit.first_call
-            self._reached.append(unit)
+            self.backward.reached.append(unit)
         if self.stage == LAST_STAGE and not unit.is_whole:
             self.timed(unit.gather)
             for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
@@ -367,10 +387,10 @@ class FlatModel:
 
     def _pass(self, number: int) -> None:
         """Ends what came after a call in forward, and is done in backward."""
-        done = [unit for unit in self._reached if unit.first_call is not None and unit.first_call > number]
+        done = [unit for unit in self.backward.reached if unit.first_call is not None and unit.first_call > number]
         for unit in sorted(done, key=_first_call, reverse=True):
             if all(self._is_complete(group) for group in unit.groups):
-                self._reached.remove(unit)
+                self.backward.reached.remove(unit)
                 unit.in_backward = False
                 if unit.reshard_after_backward:
                     self._release(unit)
@@ -378,7 +398,7 @@ class FlatModel:
 
     def _is_complete(self, group: FlatGroup) -> bool:
         """Whether no gradient of the group is still to come in this pass."""
-        arrived = self._arrived.get(group, ())
+        arrived = self.backward.arrived.get(group, ())
         if len(arrived) == len(group.accumulators):
             return True
         return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
@@ -391,22 +411,22 @@ class FlatModel:
 
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
-        if group not in self._launched:
+        if group not in self.backward.launched:
             group.gradient.open()
 
     def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
         """A parameter's gradient is complete on this rank."""
-        if not (self._scheduled and self._accumulating):
+        if not (self.backward.scheduled and self.backward.accumulates):
             self.begin_backward()
             self._accumulate()
-        if group in self._launched:
+        if group in self.backward.launched:
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
         if defined:
             group.gradient.contributed.add(i)
-        arrived = self._arrived.setdefault(group, set())
+        arrived = self.backward.arrived.setdefault(group, set())
         if i in arrived:
             self._repeating.add(group)
         arrived.add(i)
@@ -422,44 +442,44 @@ class FlatModel:
 
     def _launch_ready(self) -> None:
         """Launches what is complete, in the order that all ranks keep."""
-        while self._next < len(self.order):
-            group = self.order[self._next]
-            arrived = len(self._arrived.get(group, ()))
-            if self._waits(group) or (group not in self._passed and arrived < len(group.params)):
+        while self.backward.next < len(self.order):
+            group = self.order[self.backward.next]
+            arrived = len(self.backward.arrived.get(group, ()))
+            if self._waits(group) or (group not in self.backward.passed and arrived < len(group.params)):
                 return
             self.launch(group)
 
     def launch(self, group: FlatGroup) -> None:
         """Starts a group's reduction."""
         gradient = group.gradient
-        while self.stage >= 2 and len(self._in_flight) >= IN_FLIGHT:
+        while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
             self._settle()
         if gradient.opened:
             gradient.collect()
         else:
             gradient.take_in("backward")  # nothing has arrived
-        self._launched.add(group)
-        while self._next < len(self.order) and self.order[self._next] in self._launched:
-            self._next += 1
+        self.backward.launched.add(group)
+        while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
+            self.backward.next += 1
         self.ranks.announce("reduce", group.number, gradient.has_reduced)
         self.timed(gradient.launch)
-        self._in_flight.append(group)
+        self.backward.in_flight.append(group)
         # The future of a hook may send more, from another thread, at another time on each rank.
         if not self.ranks.background or (group.hook is not None and group.device.type == "cpu"):
             self._settle()
 
     def _settle(self) -> None:
-        group = self._in_flight.popleft()
+        group = self.backward.in_flight.popleft()
         self.timed(group.gradient.settle)
         for notify in self.on_reduced:
             notify(group)
 
     def flush(self, unit: Unit) -> None:
         """Backward has passed a unit, whose gradients are as complete as they will be."""
-        if not self._accumulating:
+        if not self.backward.accumulates:
             return
         for group in reversed(unit.groups):
-            if not group.trainable or group in self._launched or self._waits(group):
+            if not group.trainable or group in self.backward.launched or self._waits(group):
                 continue
             if not self.sync:
                 if group.gradient.opened:
@@ -467,19 +487,19 @@ class FlatModel:
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.launch(group)
             else:  # a rank may have left some out
-                self._passed.add(group)
+                self.backward.passed.add(group)
                 self._launch_ready()
 
     @eager
     def _finish(self) -> None:
         """End of a pass of autograd."""
-        if not self._accumulating:
+        if not self.backward.accumulates:
             self._reset()
             return
         try:
             if self.sync:
                 for group in self.order:
-                    if group not in self._launched:
+                    if group not in self.backward.launched:
                         self.launch(group)
                 self.ranks.announce("used")
             self.conclude()
@@ -491,13 +511,13 @@ class FlatModel:
         """All groups are on their way: waits for them, and shows their gradients."""
         if self.sync:
             used = self._say_who_was_used()  # behind all groups: some ranks have launched them before
-            while self._in_flight:
+            while self.backward.in_flight:
                 self._settle()
             self._hear_who_was_used(used)
         for group in self.order:
             if group.gradient.opened:
                 self._collect(group)
-            elif group not in self._launched and group not in self._arrived:
+            elif group not in self.backward.launched and group not in self.backward.arrived:
                 group.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
             group.gradient.show()
         self._reset()
@@ -566,26 +586,20 @@ class FlatModel:
         return flags[2 * OPTIONS_NBYTES :]
 
     def _reset(self) -> None:
-        ended, self._accumulating, self._scheduled, self._next = self._accumulating, False, False, 0
-        self._passed.clear()
-        self._arrived.clear()
-        self._launched.clear()
-        self._in_flight.clear()
-        self._reached.clear()
-        if ended and not self._makes_graph:  # the graph of an earlier pass is used up
+        ended, self.backward = self.backward, BackwardPass()
+        if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
             self._keeps_gathered = False
-        self._makes_graph = False
-        self._learned |= ended
+        self._learned |= ended.accumulates
         for unit in self.units:
             unit.in_backward = False
-            if ended:
+            if ended.accumulates:
                 unit.forget_calls()
             if unit.reshard_after_backward and not self.held:
                 self._release(unit)
 
     def _abandon(self) -> None:
         """Forgets a backward pass that failed, and all gradients with it."""
-        if self._accumulating:
+        if self.backward.accumulates:
             self.forget_gradients()
         self._keeps_gathered = False
         self._reset()
@@ -618,14 +632,14 @@ class FlatModel:
             yield
         except BaseException:
             self.sync, self.held = before, False
-            self._accumulating = True
+            self.backward.accumulates = True
             self._abandon()
             raise
         self.sync, self.held = before, False
         for group in self.order:
             group.gradient.end_parts(self._leaves)
         if torch.is_grad_enabled() and self.sync:
-            self._accumulating = True
+            self.backward.accumulates = True
             self._finish()
         else:
             self._reset()
@@ -667,7 +681,7 @@ class FlatModel:
             raise UnsupportedError(
                 f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
             )
-        if self._scheduled:  # the last backward pass raised half-way
+        if self.backward.scheduled:  # the last backward pass raised half-way
             self._abandon()
         if self.unmade is not None:
             self._check_unmade(self.unmade, "unshard")
