@@ -53,6 +53,7 @@ class BackwardPass:
 
     Attributes:
         scheduled: whether its end is to be noticed: something of it has come.
+        task: autograd's number for it.
         accumulates: whether it is one of backward, not of torch.autograd.grad.
         makes_graph: whether it does, by create_graph.
         reached: the units that it has come to and not passed.
@@ -64,6 +65,7 @@ class BackwardPass:
     """
 
     scheduled: bool = False
+    task: int = -1
     accumulates: bool = False
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
@@ -118,8 +120,7 @@ class FlatModel:
         self._depth = 0  # calls of units that are running
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
         self._trains = False  # whether the module's last call had a graph
-        self._repeating: set[FlatGroup] = set()  # of which a parameter's gradient came twice in a backward pass
-        self._learned = False  # whether there was a backward pass to find them in
+        self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
@@ -347,6 +348,9 @@ class FlatModel:
         if self.backward.scheduled:
             return
         self.backward.scheduled = True
+        self.backward.task = torch._C._current_graph_task_id()
+        for unit in self.units:
+            unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if self._will_accumulate():
             self._accumulate()
@@ -404,10 +408,9 @@ class FlatModel:
         return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
 
     def _waits(self, group: FlatGroup) -> bool:
-        """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once. Of
-        what is in no block the first pass tells."""
-        learns = self.stage < 2 and group.unit is self.root and not self._learned
-        return learns or group in self._repeating or group.unit.repeats
+        """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once."""
+        unit = group.unit
+        return unit.repeats or (unit is self.root and self.stage < LAST_STAGE and self._reenters is not False)
 
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
@@ -427,9 +430,9 @@ class FlatModel:
         if defined:
             group.gradient.contributed.add(i)
         arrived = self.backward.arrived.setdefault(group, set())
-        if i in arrived:
-            self._repeating.add(group)
         arrived.add(i)
+        if torch._C._current_graph_task_id() != self.backward.task:
+            self._reenters = True  # by a reentrant checkpoint
         if len(arrived) < len(group.params) or self._waits(group):
             return
         if not self.sync:
@@ -589,7 +592,8 @@ class FlatModel:
         ended, self.backward = self.backward, BackwardPass()
         if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
             self._keeps_gathered = False
-        self._learned |= ended.accumulates
+        if ended.accumulates and self._reenters is None:
+            self._reenters = False
         for unit in self.units:
             unit.in_backward = False
             if ended.accumulates:

@@ -137,6 +137,7 @@ class Unit:
         self.in_backward = False
         self.calls: Counter[nn.Module] = Counter()  # in training, since the last backward pass
         self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
+        self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
         self.calling: nn.Module | None = None  # whose call runs
         self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
         self.flat: FlatModel
@@ -145,11 +146,16 @@ class Unit:
     def repeats(self) -> bool:
         """Whether a parameter's gradient may come more than once in a backward pass: each reentrant checkpoint is a
         pass of its own inside of it."""
-        return self.checkpointed and max(self.calls.values()) > 1
+        return self.checkpointed and (self.used_outside or max(self.calls.values()) > 1)
+
+    @property
+    def accumulators(self) -> list[Any]:
+        """The nodes of autograd that add up the parameters' gradients."""
+        return [node for group in self.groups for node in group.accumulators]
 
     def forget_calls(self) -> None:
         """A backward pass has ended."""
-        self.first_call, self.checkpointed = None, False
+        self.first_call, self.checkpointed, self.used_outside = None, False, False
         self.calls.clear()
 
     # ---- parameters -----------------------------------------------------------------------------------------------
