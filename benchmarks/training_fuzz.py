@@ -111,6 +111,7 @@ def main() -> int:
     first = a.seed * 10**6
     chunks = [range(at, min(at + CHUNK, first + a.programs)) for at in range(first, first + a.programs, CHUNK)]
     report = Report(a)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
     with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
         try:
