@@ -287,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
         """Names what a later wrapping of ``module`` leaves alone; torch's method of the same name."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     @property
     def broadcast_buffers(self) -> bool:
