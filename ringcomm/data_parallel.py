@@ -15,6 +15,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,8 +143,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         ranks = _ranks(module, comm, process_group, device_mesh)
         self.comm = ranks.comm
+        self.device_mesh = device_mesh
+        self.process_group = process_group if comm is None else None
+        if comm is None and process_group is None:
+            self.process_group = _default_group() if device_mesh is None else device_mesh.get_group()
         self._inputs_to = _device_of(module, ranks.rank, device_ids, output_device)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.require_forward_param_sync = True  # Accelerate and Lightning save, set and restore it; nothing reads it
         sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         precision = precision_of(
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
@@ -168,13 +174,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: it is wrapped anew when it is first trained, over torch's default group where it is unpickled."""
-        return {**super().__getstate__(), "_made": None, "comm": None, "_alone": None, "_join_hook": None}
+        gone = ("_made", "comm", "process_group", "device_mesh", "_alone", "_join_hook")
+        return {**super().__getstate__(), **dict.fromkeys(gone)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.comm = self.comm
+        twin.comm, twin.process_group, twin.device_mesh = self.comm, self.process_group, self.device_mesh
         return twin
 
     @property
@@ -266,6 +273,23 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._flat.sync = value
 
     @property
+    def reducer(self) -> Any:
+        """The methods of torch's Reducer that Accelerate and Lightning call ahead of a backward pass. They do nothing
+        here, because every backward pass finds out by itself which parameters it uses."""
+        return SimpleNamespace(prepare_for_backward=lambda outputs: None, _rebuild_buckets=lambda: False)
+
+    def _set_static_graph(self) -> None:
+        """Accepted, as ``static_graph`` is."""
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Names what a later wrapping of ``module`` leaves alone; torch's method of the same name."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+
+    @property
     def broadcast_buffers(self) -> bool:
         """Whether every synchronised forward pass in training begins with rank 0's buffers."""
         return self._flat.broadcast_buffers
@@ -314,6 +338,12 @@ class _JoinHook(JoinHook):
         finally:
             self.joining.leave()
             self.model._join_hook = None
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _refuse(**given: Any) -> None:
@@ -382,7 +412,7 @@ def _flat(
             "one; call the module itself"
         )
     if init_sync:
-        ranks.agree(CALL, [*facts_of(module), f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
+        ranks.agree(CALL, [*facts_of(module, ignored), f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
     recipe = Recipe(
         ranks=ranks,

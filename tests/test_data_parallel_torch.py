@@ -191,6 +191,71 @@ def test_require_backward_grad_sync_is_no_sync() -> None:
     on_ranks(rank)
 
 
+def test_what_trainers_do_to_torch_s_wrapper_before_a_backward_pass() -> None:
+    """Accelerate's trigger_sync_in_backward and Lightning's manual optimization."""
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        triggered, plain = (DistributedDataParallel(module, comm) for module in models[comm.rank])
+        with triggered.no_sync():
+            loss = loss_of(triggered, comm.rank, 0)
+        before = triggered.require_backward_grad_sync, triggered.require_forward_param_sync
+        triggered.require_backward_grad_sync = triggered.require_forward_param_sync = True
+        triggered.reducer._rebuild_buckets()
+        triggered.reducer.prepare_for_backward([])
+        loss.backward()
+        assert before == (True, True)
+        loss_of(plain, comm.rank, 0).backward()
+        assert torch.equal(triggered.module[0].weight.grad, plain.module[0].weight.grad)
+
+    on_ranks(rank)
+
+
+def test_ignored_parameters_may_have_other_shapes_on_each_rank() -> None:
+    models = [make(seed) for seed in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        module = models[comm.rank]
+        own = nn.Parameter(torch.ones(comm.rank + 1))
+        module.register_parameter("own", own)
+        module.register_buffer("own_buffer", torch.ones(comm.rank + 1))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own", "own_buffer"])
+        model = DistributedDataParallel(module, comm)
+        (loss_of(model, comm.rank, 0) + own.sum()).backward()
+        assert torch.equal(own.grad, torch.ones(comm.rank + 1))
+        comm.all_reduce(means := module[3].weight.grad.clone(), "avg")
+        assert torch.allclose(means, module[3].weight.grad)
+
+    on_ranks(rank)
+
+
+def test_an_optimizer_that_steps_during_backward_is_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = make()
+    _apply_optimizer_in_backward(torch.optim.SGD, [module[3].weight], {"lr": 0.1})
+    with pytest.raises(UnsupportedError, match=r"3\.weight with an optimizer that steps during backward"):
+        ringcomm.run_ranks(lambda comm: DistributedDataParallel(module, comm), 1, ranks="threads")
+
+
+def _attributes_of_torch_s_wrapper() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    group = dist.new_group()
+    over_mesh = DistributedDataParallel(make(), device_mesh=mesh)
+    assert over_mesh.device_mesh is mesh
+    assert over_mesh.process_group is mesh.get_group()
+    assert DistributedDataParallel(make(), process_group=group).process_group is group
+    model = DistributedDataParallel(make())
+    assert model.process_group is dist.group.WORLD
+    assert copy.deepcopy(model).process_group is dist.group.WORLD
+    model._set_static_graph()
+    assert model.static_graph
+
+
+def test_attributes_of_torch_s_wrapper() -> None:
+    torch_ranks.run(_attributes_of_torch_s_wrapper, world_size=2)
+
+
 def test_an_attached_optimizer_goes_on_at_another_stage() -> None:
     models = [[make(), make()] for _ in range(WORLD)]
 

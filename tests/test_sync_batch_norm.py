@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_training_equals_the_whole_batch_in_one_process() -> None:
     for name, value in single.state_dict().items():
         torch.testing.assert_close(found[0][name], value)
         assert all(torch.equal(each[name], found[0][name]) for each in found)
+
+
+def test_a_copy_has_the_same_ranks_and_a_pickled_one_none() -> None:
+    base = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    models = [copy.deepcopy(base) for _ in COUNTS]
+    parts = [x.float() for x in data((4,), COUNTS)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = SyncBatchNorm.convert(models[comm.rank], comm)
+        twin = copy.deepcopy(model)
+        assert torch.equal(model(parts[comm.rank]), twin(parts[comm.rank]))
+        assert torch.equal(model[1].running_var, twin[1].running_var)
+        assert pickle.loads(pickle.dumps(model))[1].comm is None
+
+    on_ranks(rank)
 
 
 def test_low_precision_is_normalised_in_float32() -> None:

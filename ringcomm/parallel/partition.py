@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +113,11 @@ def named_parameters(
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it once"
             )
+        if hasattr(p, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} with an optimizer that steps during backward, expected none: it would "
+                "step before the gradient is averaged; use an ordinary optimizer"
+            )
         if p.is_meta and not meta:
             raise UnsupportedError(
                 f"{call}: rank {rank} got {name} on the meta device, expected one with values; call "
@@ -133,13 +138,15 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
 
 
-def facts_of(module: nn.Module) -> list[str]:
-    """What ranks must agree on, a line for each parameter and buffer."""
+def facts_of(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
+    """What ranks must agree on, a line for each parameter and buffer; those whose names are ``ignored`` may differ."""
     params = [
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
         for name, p in module.named_parameters()
+        if name not in ignored
     ]
-    return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+    buffers = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+    return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
 
 
 def _place(p: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ torch.nn.SyncBatchNorm takes GPU tensors alone, and torch.distributed.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the ranks, which cannot be pickled: what is unpickled is a BatchNorm until ``comm`` is set."""
+        return {**super().__getstate__(), "comm": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy over the same ranks."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm = self.comm
+        return twin
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
