@@ -63,11 +63,10 @@ def places_of(program: Program) -> list[str]:
 
 
 def _confuses_torch(program: Program) -> bool:
-    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for; looks for unused parameters in the
-    last forward pass alone; or adds a gradient that nobody set to zero before it reduces, and the norm shows it."""
-    passes = {"two_forwards", "dropped_forward"} & program.features
-    if "exception" in program and any("rank_skip" in call.flags for call in program.calls):
-        passes.add("dropped_forward")  # of the ranks that leave out the block that raises
+    """Whether torch's DDP takes a pass inside of no_sync for one that it waits for, or one that raised; looks for
+    unused parameters in the last forward pass alone; or adds a gradient that nobody set to zero before it reduces, and
+    the norm shows it."""
+    passes = {"two_forwards", "dropped_forward", "exception"} & program.features
     waits = "accumulate.no_sync" in program and passes
     clips = {"clip", "clip.torch"} & program.features and "model_zero_grad" not in program
     twice = "two_forwards" in program and any(block.kind in SOMETIMES_UNUSED for block in program.blocks)

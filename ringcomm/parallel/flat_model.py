@@ -120,6 +120,7 @@ class FlatModel:
         self._depth = 0  # calls of units that are running
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
         self._trains = False  # whether the module's last call had a graph
+        self._forgets = False  # whether a backward pass was since: it may be repeated until the next such call
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
@@ -207,6 +208,10 @@ class FlatModel:
                 "that one alone; train this one outside"
             )
         self._trains = torch.is_grad_enabled()
+        if self._trains and self._forgets:
+            self._forgets = False
+            for unit in self.units:
+                unit.forget_calls()
         self._last, self._seen = self._seen or self._last, []
         sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
         if sends or self.stage == LAST_STAGE:
@@ -373,9 +378,10 @@ class FlatModel:
             self.backward.makes_graph = True
             self._keeps_gathered = self.stage == LAST_STAGE
         self._pass(number)
+        if unit.first_call is None or unit.first_call > number:  # of a graph that is older than the last backward pass
+            unit.first_call = 0
         if not unit.in_backward:
             unit.in_backward = True
-            unit.first_call = number if unit.first_call is None else unit.first_call
             self.backward.reached.append(unit)
         if self.stage == LAST_STAGE and not unit.is_whole:
             self.timed(unit.gather)
@@ -391,7 +397,7 @@ class FlatModel:
 
     def _pass(self, number: int) -> None:
         """Ends what came after a call in forward, and is done in backward."""
-        done = [unit for unit in self.backward.reached if unit.first_call is not None and unit.first_call > number]
+        done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
             if all(self._is_complete(group) for group in unit.groups):
                 self.backward.reached.remove(unit)
@@ -410,7 +416,7 @@ class FlatModel:
     def _waits(self, group: FlatGroup) -> bool:
         """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once."""
         unit = group.unit
-        return unit.repeats or (unit is self.root and self.stage < LAST_STAGE and self._reenters is not False)
+        return unit.repeats or (unit is self.root and self._reenters is not False)
 
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
@@ -594,10 +600,9 @@ class FlatModel:
             self._keeps_gathered = False
         if ended.accumulates and self._reenters is None:
             self._reenters = False
+        self._forgets |= ended.accumulates
         for unit in self.units:
             unit.in_backward = False
-            if ended.accumulates:
-                unit.forget_calls()
             if unit.reshard_after_backward and not self.held:
                 self._release(unit)
 

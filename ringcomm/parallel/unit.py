@@ -133,9 +133,9 @@ class Unit:
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = None  # the number of its first call since the last backward pass
+        self.first_call: int | None = None  # the number of its first call since the last backward pass; 0: unknown
         self.in_backward = False
-        self.calls: Counter[nn.Module] = Counter()  # in training, since the last backward pass
+        self.calls: Counter[nn.Module] = Counter()  # in training, likewise
         self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
         self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
         self.calling: nn.Module | None = None  # whose call runs
@@ -154,7 +154,7 @@ class Unit:
         return [node for group in self.groups for node in group.accumulators]
 
     def forget_calls(self) -> None:
-        """A backward pass has ended."""
+        """A new forward pass begins, after a backward pass."""
         self.first_call, self.checkpointed, self.used_outside = None, False, False
         self.calls.clear()
 
