@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherited by every process of a test
+# A shell lets jobs in the background ignore Ctrl-C, and what they start: the tests of it begin with what is usual.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def shared_memory_files() -> set[str]:

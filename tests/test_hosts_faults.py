@@ -267,6 +267,9 @@ def fail(part, comm):
     (folder / f"{part}-{rank}.part").write_text(text)
     (folder / f"{part}-{rank}.part").rename(folder / f"{part}-{rank}")
 
+(folder / f"started-{rank}").touch()
+for each in range(world):
+    until(f"started-{each}")  # Python takes long to start on a busy machine
 comm = ringcomm.init(rank, world, store=store, timeout=4)
 fail("first", comm)
 until("go on")
