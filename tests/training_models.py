@@ -424,6 +424,7 @@ class Net(nn.Module):
         self.program, self.rank = program, rank
         width = program.width
         self.stem = nn.Linear(width, width)
+        self.read_first = {call.block for call in program.calls if "read_weight" in call.flags and call.block % 2}
         made = [Wrapper(block, width) for block in program.blocks]
         keys = [f"b{block.number}" for block in program.blocks]
         as_dict = "module_dict" in program
@@ -445,6 +446,7 @@ class Net(nn.Module):
         program, losses = self.program, []
         memory = torch.tanh(self.stem(x)) if "memory" in program else None
         bag: Bag = {"losses": losses, "cache": {}}
+        factors = {block: self.factor(block) for block in self.read_first}
         h, saved = self.stem(x), []
         for call in program.calls:
             if ("step_skip" in call.flags and step % 2) or (
@@ -454,7 +456,7 @@ class Net(nn.Module):
             if "skip" in call.flags:
                 h = h + saved.pop() if saved else h
                 saved.append(h)
-            h = self.called(call, h, memory, bag)
+            h = self.called(call, h, memory, bag, factors)
         if "shared" in program:
             h = unwrapped(self.alias(h, None, None, bag))[0]
         h = self.head(h + sum(saved))
@@ -463,7 +465,13 @@ class Net(nn.Module):
             total = total + loss.float()
         return _wrapped(program.output, h, total)
 
-    def called(self, call: Call, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
+    def factor(self, number: int) -> torch.Tensor:
+        """Of a weight that is read outside of its block."""
+        return 1 + 0.1 * self.block(number).body.weight_owner.weight.mean()
+
+    def called(
+        self, call: Call, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag, factors: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
         """The result of one block."""
         block = self.block(call.block)
         if "no_grad_call" in call.flags:
@@ -475,7 +483,7 @@ class Net(nn.Module):
         if isinstance(block.body, Attribute) and block.body.aux is not None and not call.checkpoint:
             bag["losses"].append(block.body.aux)
         if "read_weight" in call.flags:
-            value = value * (1 + 0.1 * block.body.weight_owner.weight.mean())
+            value = value * (factors[call.block] if call.block in factors else self.factor(call.block))
         if "detach" in call.flags:
             value = value + value.detach().sin()
         if "grad_hook" in call.flags and value.requires_grad:
