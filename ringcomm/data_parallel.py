@@ -430,8 +430,7 @@ def _flat(
     flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
     flat.ignore_buffers(ignored)
     keep_ordinary_state(flat)
-    if any(group.separate for group in flat.groups):
-        watch_optimizers()
+    watch_optimizers()
     return flat
 
 

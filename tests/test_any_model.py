@@ -129,6 +129,39 @@ class ReentrantShared(Net):
         return checkpoint(self.encoder, self.blocks[1](x), use_reentrant=True)
 
 
+class ReentrantAlone(Net):
+    """Everything is inside of checkpoints, and the loss is no output: backward begins in a pass inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].requires_grad_(False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for i in (0, 1, 0, 2, 1):
+            x = checkpoint(self.blocks[i], x, use_reentrant=True)
+        return self.blocks[3](x)
+
+
+class ReentrantInside(Net):
+    """Checkpoints inside of a block, twice over the same parameters."""
+
+    class Inner(Block):
+        def forward(self, x: torch.Tensor, memory: Any = None, seen: Any = None) -> Any:
+            y = checkpoint(self.inner, x, use_reentrant=True)
+            return super().forward(x + y * checkpoint(self.inner, 2 * x, use_reentrant=True), memory, seen)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class FrozenParts(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +224,7 @@ class BatchNorm(Net):
 
 NETS: list[type[Net]] = [
     *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant),
-    *(ReentrantShared, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
+    *(ReentrantShared, ReentrantAlone, ReentrantInside, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
 ]
 
 
@@ -296,6 +329,24 @@ def test_some_ranks_return_what_the_unit_inside_returns() -> None:
     on_every_stage(Model, plain_loop, units=(Outer, nn.Linear))
 
 
+class Seen(Net):
+    """Keeps what is half-way through."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1:
+                self.__dict__["seen"] = x
+        return x
+
+
+def test_a_backward_pass_that_raised_can_be_repeated() -> None:
+    found = on_every_stage(Seen, repeated_after_an_error)
+    for name, value in in_one_process(Seen, steps=2).items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_unused_stays_as_it_was() -> None:
     found = on_every_stage(CrossAttention, plain_loop)
     plain = made(CrossAttention)
@@ -314,6 +365,28 @@ def two_passes_before_backward(model: Any, opt: Any, rank: int) -> Iterator[torc
         opt.step()
         opt.zero_grad()
         yield (real + fake + dropped.sum() + first + second).detach()
+
+
+def repeated_after_an_error(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    """A backward pass that raises half-way is run again over the same graph."""
+    for step in range(2):
+        fails = [True]
+        out = model(batch(rank, step))
+
+        def once(grad: torch.Tensor, fails: list[bool] = fails) -> None:
+            if fails:
+                fails.clear()
+                raise ValueError
+
+        model.seen.register_hook(once)
+        loss = out.square().mean()
+        with pytest.raises(ValueError):
+            loss.backward(retain_graph=True)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        yield loss.detach()
 
 
 def penalties(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:

@@ -174,6 +174,7 @@ def _linears(n: int) -> nn.ModuleList:
         (_modules(layers=_linears(2), head=nn.Linear(2, 2)), ["layers.0", "layers.1"]),
         (_modules(layers=nn.ModuleList([_modules(inner=_linears(2))])), ["layers.0.inner.0", "layers.0.inner.1"]),
         (_modules(gpt=nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": _linears(2)})), ["gpt.h.0", "gpt.h.1"]),
+        (_modules(heads=nn.ModuleDict({"a": nn.Sequential(*_linears(2)), "b": nn.Sequential(*_linears(2))})), []),
         (_modules(moe=_modules(gate=nn.Linear(2, 2), experts=_linears(2))), []),
         (_modules(tasks=nn.ModuleDict({"a": _modules(layers=_linears(2)), "b": nn.Linear(2, 2)})), []),
         (nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), ["0", "2"]),

@@ -53,18 +53,20 @@ class BackwardPass:
 
     Attributes:
         scheduled: whether its end is to be noticed: something of it has come.
+        end: what autograd calls then, and lets go of when the pass raises.
         task: autograd's number for it.
         accumulates: whether it is one of backward, not of torch.autograd.grad.
         makes_graph: whether it does, by create_graph.
         reached: the units that it has come to and not passed.
         passed: at stage 2, the groups of the units that it has passed.
         arrived: by group, the parameters whose gradients are complete on this rank.
-        launched: the groups that are on their way, or have come.
-        next: at stages 0 to 2, where in the order of groups the next one to launch is.
-        in_flight: the groups that are on their way.
+        launched: the groups whose reduction has begun.
+        next: where in the order of groups the first one is that is not launched.
+        in_flight: those of the launched groups that were not waited for.
     """
 
     scheduled: bool = False
+    end: Callable[[], Any] = lambda: None
     task: int = -1
     accumulates: bool = False
     makes_graph: bool = False
@@ -74,6 +76,11 @@ class BackwardPass:
     launched: set[FlatGroup] = field(default_factory=set)
     next: int = 0
     in_flight: deque[FlatGroup] = field(default_factory=deque)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has raised, and nobody has noticed."""
+        return self.scheduled and self.end() is None
 
 
 class FlatModel:
@@ -107,7 +114,7 @@ class FlatModel:
         self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.optimizers: list[Attached] = []
-        self.options: weakref.WeakSet[Options] = weakref.WeakSet()  # of all optimizers that step the parameters
+        self.stepped: list[Options] = []  # of optimizers that are not attached, since the last message
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
         self._options_heard: torch.Tensor | None = None
@@ -119,8 +126,8 @@ class FlatModel:
         self._calls = 0  # of units, so far
         self._depth = 0  # calls of units that are running
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
-        self._trains = False  # whether the module's last call had a graph
-        self._forgets = False  # whether a backward pass was since: it may be repeated until the next such call
+        self._trains = False  # whether the last outermost call had a graph
+        self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
         self._keeps_gathered = False  # such a graph may use parameters of stage 3
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
@@ -180,14 +187,20 @@ class FlatModel:
     def begin_call(self, unit: Unit, module: nn.Module) -> None:
         """A module of a unit is called: its parameters are brought, and the next unit's are sent for."""
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
+        if self._depth == 0 and not recomputing:
+            self._begin_outermost(module)
         if module is self.module and not recomputing:
             self.begin_forward()
+        grad = torch.is_grad_enabled()
+        if recomputing and grad:  # here, for what comes first may come in a pass inside of this one
+            unit.recomputed = True
+            self.begin_backward()
         self._calls += 1
-        if torch.is_grad_enabled() and unit.first_call is None:
+        if grad and unit.first_call is None:
             unit.first_call = self._calls
         if self._trains and not recomputing:
             unit.calls[module] += 1
-            unit.checkpointed |= not torch.is_grad_enabled()
+            unit.checkpointed |= not grad
         if self.stage == LAST_STAGE:
             if module is unit.modules[0] and not recomputing:
                 self._gather_ahead(unit)
@@ -196,6 +209,16 @@ class FlatModel:
         if self._depth == 0:  # nothing raises from here on: `leave_call` undoes it
             self._start_packing()
         self._depth += 1
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        """A call that is inside of no other one: what the last backward pass has used up is forgotten."""
+        self._trains = torch.is_grad_enabled()
+        if self._trains and self._forgets:
+            self._forgets = False
+            for unit in self.units:
+                unit.forget_calls()
+            if module is not self.module:
+                self._last, self._seen = self._seen, []
 
     def begin_forward(self) -> None:
         """The whole module is called."""
@@ -207,11 +230,6 @@ class FlatModel:
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
             )
-        self._trains = torch.is_grad_enabled()
-        if self._trains and self._forgets:
-            self._forgets = False
-            for unit in self.units:
-                unit.forget_calls()
         self._last, self._seen = self._seen or self._last, []
         sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
         if sends or self.stage == LAST_STAGE:
@@ -350,13 +368,17 @@ class FlatModel:
 
     def begin_backward(self) -> None:
         """Something of a pass of autograd has come; its end is to be noticed."""
-        if self.backward.scheduled:
+        if self.backward.scheduled and not self.backward.is_dead:
             return
+        if self.backward.is_dead:
+            self._abandon()
         self.backward.scheduled = True
         self.backward.task = torch._C._current_graph_task_id()
         for unit in self.units:
             unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        end = partial(FlatModel._finish, self)
+        self.backward.end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._will_accumulate():
             self._accumulate()
 
@@ -416,11 +438,13 @@ class FlatModel:
     def _waits(self, group: FlatGroup) -> bool:
         """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once."""
         unit = group.unit
-        return unit.repeats or (unit is self.root and self._reenters is not False)
+        return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
     def _opens(self, group: FlatGroup) -> None:
         """A gradient of the group is about to be added to `p.grad`."""
-        if group not in self.backward.launched:
+        if self.backward.is_dead:
+            self._abandon()
+        if not group.gradient.opened and group not in self.backward.launched:
             group.gradient.open()
 
     def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
@@ -429,6 +453,7 @@ class FlatModel:
             self.begin_backward()
             self._accumulate()
         if group in self.backward.launched:
+            self._reenters = group.unit.came_twice = True  # from the next pass on it waits
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
@@ -578,7 +603,9 @@ class FlatModel:
         options follow the others' at each step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
             return [0] * (2 * OPTIONS_NBYTES)
-        found = sum(options.checksum() for options in self.options) % (1 << 8 * OPTIONS_NBYTES)
+        stepped, self.stepped = self.stepped, []
+        compared = [attached.options for attached in self.optimizers] or stepped
+        found = sum(options.checksum() for options in compared) % (1 << 8 * OPTIONS_NBYTES)
         some = found.to_bytes(OPTIONS_NBYTES, "little")
         return [*some, *(255 - byte for byte in some)]
 
@@ -594,11 +621,11 @@ class FlatModel:
         self.options_differ = any(a + b != 255 for a, b in pairs)
         return flags[2 * OPTIONS_NBYTES :]
 
-    def _reset(self) -> None:
+    def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
         if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
             self._keeps_gathered = False
-        if ended.accumulates and self._reenters is None:
+        if done and ended.accumulates and self._reenters is None:
             self._reenters = False
         self._forgets |= ended.accumulates
         for unit in self.units:
@@ -611,7 +638,7 @@ class FlatModel:
         if self.backward.accumulates:
             self.forget_gradients()
         self._keeps_gathered = False
-        self._reset()
+        self._reset(done=False)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -698,6 +725,7 @@ class FlatModel:
             unit.release()
         for attached in list(self.optimizers):
             attached.detach()
+        self.options_differ = False
         for unit in self.units:
             unit.unwrap()
         self.detach()
@@ -778,7 +806,7 @@ def _first_call(unit: Unit) -> int:
 @eager
 def _before_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], _: Any) -> None:
     here, home = flat(), group()
-    if here is not None and home is not None and not home.gradient.opened:
+    if here is not None and home is not None:
         here._opens(home)
 
 

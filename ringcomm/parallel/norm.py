@@ -6,7 +6,8 @@ into buckets, fragments and shards, nor on the world size. So clipping is the sa
     2. An element becomes v = |x / scale|^p in float64, at most 1; `scale` comes from `top`, so v from x and top alone.
     3. v = a / 2^45 + b / 2^91 + rest, with integers a and b found by rounding (v + M) - M; the rest, at most 2^-92, is
        dropped. As many as 256 such integers add up exactly in a float64, and those sums exactly in int64.
-    4. Integers of all ranks are added: exact in any order. Their sum is rounded to float64 once, and so is its root.
+    4. Integers of all ranks are added: exact in any order. Their sum, and its root, become float64 with their errors
+       added back: the nearest numbers, but for what lies within 2^-50 of the middle of two.
 
 The sum is off by at most 2^-90 of itself per element, and by what rounding v costs: nothing for p = 1, nor for p = 2
 but of float64, 2^-53 there. Splitting summands before adding them is the reproducible summation of Demmel and Nguyen,

@@ -34,7 +34,7 @@ from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.offload import HostGradients
 from ringcomm.parallel.optimizer_state import GroupState, State, WholeStates
-from ringcomm.parallel.options import Options
+from ringcomm.parallel.options import SAME_OPTIONS, Options, SteppedOptions
 from ringcomm.parallel.place import place_of
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -193,20 +193,12 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     now = (_watches, len(optimizer.param_groups))
     if optimizer.__dict__.get("_ringcomm_seen") != now:
         if attached_of(optimizer, "step") is None:
-            _compare_options(optimizer)
+            flats = _flats_of(optimizer.param_groups)
+            optimizer._ringcomm_options = SteppedOptions(optimizer, flats) if flats else None
         optimizer._ringcomm_seen = now
-    options: Options | None = optimizer.__dict__.get("_ringcomm_options")
+    options: SteppedOptions | None = optimizer.__dict__.get("_ringcomm_options")
     if options is not None:
-        options.refuse_differences()
-
-
-def _compare_options(optimizer: torch.optim.Optimizer) -> None:
-    """From now on the ranks hear whether they have the same options."""
-    flats = _flats_of(optimizer.param_groups)
-    if flats:
-        optimizer._ringcomm_options = options = optimizer.__dict__.get("_ringcomm_options") or Options(optimizer)
-        for flat in flats:
-            options.compare_in(flat)
+        options.before_step()
 
 
 def _flats_of(param_groups: list[dict[str, Any]]) -> list[FlatModel]:
@@ -271,7 +263,8 @@ class Attached:
         self._working = False
         self._loading: dict[FlatGroup, GroupState] = {}
         self._watches = _watches
-        self.options: Options = optimizer.__dict__.pop("_ringcomm_options", None) or Options(optimizer)
+        self.options = Options(optimizer)
+        optimizer.__dict__.pop("_ringcomm_options", None)
         self.places: list[list[tuple[FlatGroup, int]]] = []
         self.entries: list[Entry] = []
         self.inside: list[list[nn.Parameter]] = []
@@ -321,12 +314,10 @@ class Attached:
         for flat in self.flats:
             if flat not in flats:
                 flat.optimizers.remove(self)
-                self.options.leave(flat)
                 flat.on_reduced.remove(self.host.fetch)
         for flat in flats:
             if flat not in self.flats:
                 flat.optimizers.append(self)
-                self.options.compare_in(flat)
                 flat.on_reduced.append(self.host.fetch)
         self.flats = flats
 
@@ -488,7 +479,6 @@ class Attached:
         states = self.take_state()
         for flat in self.flats:
             flat.optimizers.remove(self)
-            self.options.leave(flat)
             flat.on_reduced.remove(self.host.fetch)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
@@ -733,7 +723,9 @@ class Attached:
         for group in self._mine:
             group.gradient.take_in("step")
         self._refuse_unreduced()
-        self.options.refuse_differences()
+        if any(flat.options_differ for flat in self.flats):
+            for flat in self.flats:
+                flat.ranks.agree("step", self.options.lines(), SAME_OPTIONS)
         for flat in self.flats:
             if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
                 flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())

@@ -1,14 +1,15 @@
 """The options of an optimizer, such as its learning rates, which all ranks must have alike.
 
-A checksum of them travels with the message that ends a backward pass. Where the ranks' differ, the next step names the
-first difference.
+A checksum of them travels with the message that ends a backward pass. Where the ranks' differ, the next step of an
+optimizer that was passed to `shard` names the first difference; that of another warns once.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,6 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
-        self._flats: weakref.WeakSet[FlatModel] = weakref.WeakSet()
         self._seen: list[Any] = []
         self._checksum = 0
 
@@ -39,26 +39,37 @@ class Options:
             self._seen, self._checksum = found, zlib.crc32(repr(found).encode())
         return self._checksum
 
-    def compare_in(self, flat: FlatModel) -> None:
-        """From now on the ranks of a model hear whether their options are alike."""
-        self._flats.add(flat)
-        flat.options.add(self)
+    def lines(self) -> list[str]:
+        """What the ranks must have alike, a line for each option."""
+        return [
+            f"{key}={value!r} in the optimizer's group {number}"
+            for number, group in enumerate(self._groups())
+            for key, value in _comparable(group)
+        ]
 
-    def leave(self, flat: FlatModel) -> None:
-        """Ends `compare_in`."""
-        self._flats.discard(flat)
-        flat.options.discard(self)
 
-    def refuse_differences(self) -> None:
-        """Before a step: raises where the ranks have heard of a difference; a collective of these alone."""
-        for flat in self._flats:
-            if flat.options_differ:
-                lines = [
-                    f"{key}={value!r} in the optimizer's group {number}"
-                    for number, group in enumerate(self._groups())
-                    for key, value in _comparable(group)
-                ]
-                flat.ranks.agree("step", lines, SAME_OPTIONS)
+class SteppedOptions(Options):
+    """Of an optimizer that steps the models' own parameters, and that nobody has passed to ringcomm: ranks may mean to
+    have others, as those that step a part of the parameters each and send them around. So they are told, not refused.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[FlatModel]) -> None:
+        super().__init__(optimizer)
+        self._flats = [*map(weakref.ref, flats)]
+        self._told = False
+
+    def before_step(self) -> None:
+        """The next backward pass of the models compares the options as they are then."""
+        flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
+        if not self._told and any(flat.options_differ for flat in flats):
+            self._told = True
+            warnings.warn(
+                f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
+                f"learning rate, expected the same; {SAME_OPTIONS}",
+                stacklevel=4,
+            )
+        for flat in flats:
+            flat.stepped.append(self)
 
 
 def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:

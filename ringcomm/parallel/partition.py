@@ -161,19 +161,24 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
     outermost ModuleLists and Sequentials.
 
-    Not what the data may pick, and another rank's data pick otherwise: the members of a list called "experts", and what
-    lies inside of the members of a ModuleDict.
+    Not what the data may pick, and another rank's data pick otherwise: children called "experts", and what lies inside
+    of the members of a ModuleDict, but for the only list among them, as in nanoGPT.
     """
     found: list[tuple[str, nn.Module]] = []
 
     def look(name: str, each: nn.Module) -> None:
         lists = (nn.ModuleList, nn.Sequential)
         listed = isinstance(each, lists) and len(each) > 1
+        only = sum(isinstance(child, lists) for child in each.children()) == 1
         for key, child in each.named_children():
             path = f"{name}.{key}" if name else key
             if listed and any(True for _ in child.parameters()):
                 found.append((path, child))
-            elif not listed and key != "experts" and (isinstance(child, lists) or not isinstance(each, nn.ModuleDict)):
+            elif (
+                not listed
+                and key != "experts"
+                and (not isinstance(each, nn.ModuleDict) or (only and isinstance(child, lists)))
+            ):
                 look(path, child)
 
     look("", module)

@@ -71,8 +71,8 @@ class ShardedGradient(torch.Tensor):
         home = self._owner()
         if home is None:
             raise InvalidArgumentError(
-                f"grad: got the gradient of {self._name}, whose model is gone, expected one of a model that is kept; "
-                "clone what is used later"
+                f"grad: got the gradient of {self._name}, whose model was dropped or restaged since, expected "
+                "that of now; read p.grad again"
             )
         return home
 

@@ -133,10 +133,14 @@ class Unit:
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = None  # the number of its first call since the last backward pass; 0: unknown
+        self.first_call: int | None = (
+            None  # the number of its first call in the graphs that are not used up; 0: unknown
+        )
         self.in_backward = False
         self.calls: Counter[nn.Module] = Counter()  # in training, likewise
         self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
+        self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
+        self.came_twice = False  # whether a gradient has come twice where this was not expected
         self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
         self.calling: nn.Module | None = None  # whose call runs
         self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
@@ -146,7 +150,10 @@ class Unit:
     def repeats(self) -> bool:
         """Whether a parameter's gradient may come more than once in a backward pass: each reentrant checkpoint is a
         pass of its own inside of it."""
-        return self.checkpointed and (self.used_outside or max(self.calls.values()) > 1)
+        if self.came_twice:
+            return True
+        hidden = self.checkpointed and self.recomputed is not False
+        return hidden and (self.used_outside or max(self.calls.values()) > 1)
 
     @property
     def accumulators(self) -> list[Any]:
@@ -155,6 +162,8 @@ class Unit:
 
     def forget_calls(self) -> None:
         """A new forward pass begins, after a backward pass."""
+        if self.checkpointed and self.recomputed is None:  # calls without a graph that are no checkpoints
+            self.recomputed = False
         self.first_call, self.checkpointed, self.used_outside = None, False, False
         self.calls.clear()
 
