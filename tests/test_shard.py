@@ -570,7 +570,7 @@ def test_ranks_with_different_numbers_of_cores_order_their_collectives_alike(mon
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 
 
-@pytest.mark.parametrize("last", ["a step", "gradients", "a forward pass"])
+@pytest.mark.parametrize("last", ["a step", "gradients", "a forward pass", "a graph in an attribute"])
 def test_nothing_outlives_the_model(last: str) -> None:
     """Buffers, hooks and the optimizer go with the last reference to the module."""
 
@@ -585,6 +585,8 @@ def test_nothing_outlives_the_model(last: str) -> None:
                 loss = loss_of(model, comm.rank, 1)
             if last == "gradients":
                 loss.backward()
+            if last == "a graph in an attribute":
+                model.loss = loss
             left += [weakref.ref(each) for each in (model, opt, flat_model_of(model))]
         return left
 

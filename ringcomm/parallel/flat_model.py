@@ -288,33 +288,13 @@ class FlatModel:
         autograd = torch._C._autograd
         free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
         if self.stage == LAST_STAGE and free:  # another's hooks, such as those of checkpoint, see to them otherwise
-            self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._packing = torch.autograd.graph.saved_tensors_hooks(partial(_pack, weakref.ref(self)), _unpack)
             self._packing.__enter__()
 
     def _stop_packing(self) -> None:
         if self._packing is not None:
             self._packing.__exit__(None, None, None)
             self._packing = None
-
-    def _pack(self, x: torch.Tensor) -> Any:
-        group = self._homes.get(x.untyped_storage()._cdata)
-        if group is None:  # what a node has made would hold the node
-            return x.detach(), x._version
-        return group, self._calls, x.storage_offset(), x.shape, x.stride()
-
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if len(saved) == 2:
-            x, version = saved
-            if x._version != version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
-                )
-            return x
-        group, number, offset, shape, stride = saved
-        if not group.is_whole:
-            self.reach(group.unit, number)
-        return group.whole.as_strided(shape, stride, offset)
 
     @contextmanager
     def borrowing(self, groups: Sequence[FlatGroup], name: str, call: str) -> Iterator[bool]:
@@ -798,6 +778,35 @@ def will_run(node: Any) -> bool:
 
 def _first_call(unit: Unit) -> int:
     return unit.first_call or 0
+
+
+def _pack(flat: weakref.ref[FlatModel], x: torch.Tensor) -> Any:
+    """What autograd keeps of a tensor: of a parameter of stage 3 where it is. It does not hold the model, which may
+    hold the graph; nor what a node has made, which would hold the node."""
+    here = flat()
+    group = None if here is None else here._homes.get(x.untyped_storage()._cdata)
+    if here is None or group is None:
+        return x.detach(), x._version
+    return weakref.ref(group), here._calls, x.storage_offset(), x.shape, x.stride()
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    """The tensor that `_pack` was given."""
+    if len(saved) == 2:
+        x, version = saved
+        if x._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
+            )
+        return x
+    home, number, offset, shape, stride = saved
+    group = home()
+    if group is None or group.unit is None:
+        raise RuntimeError("backward: got a graph of a model that was dropped or unsharded, expected one that is kept")
+    if not group.is_whole:
+        group.unit.flat.reach(group.unit, number)
+    return group.whole.as_strided(shape, stride, offset)
 
 
 # Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.

@@ -14,6 +14,7 @@ compile, and of a class's own `__call__`. Up to stage 2 parameters are whole and
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -238,7 +239,7 @@ class Unit:
         if number is not None:
             for x in tensors_of(output):
                 if x.grad_fn is not None:
-                    _hook_first(x, partial(_reached, self, number))
+                    _hook_first(x, partial(_reached, weakref.ref(self), number))
         if module is flat.module:
             return flat.precision.cast(output, flat.precision.output_dtype)
         return self._cast_output(output)
@@ -268,9 +269,11 @@ def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
 
 @eager
-def _reached(unit: Unit, number: int, _: torch.Tensor) -> None:
-    """Backward has come to the output of a call."""
-    unit.flat.reach(unit, number)
+def _reached(unit: weakref.ref[Unit], number: int, _: torch.Tensor) -> None:
+    """Backward has come to the output of a call. The graph does not hold the model, which may hold the graph."""
+    here = unit()
+    if here is not None:
+        here.flat.reach(here, number)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
