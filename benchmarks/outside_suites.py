@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import types
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -652,7 +653,12 @@ def table(kept: dict[str, list[Outcome]], versions: dict[str, str]) -> str:
         "|---|---|---|--:|--:|--:|--:|",
     ]
     rest = ["", f"Not run: {', '.join(missing)}."] if missing else []
-    return "\n".join([*head, *rows, *rest, *notes, ""])
+    return "\n".join([*head, *rows, *rest, *map(_wrapped, notes), ""])
+
+
+def _wrapped(note: str) -> str:
+    """A line of the page in lines of at most 120 columns."""
+    return textwrap.fill(note, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _cause(told: str) -> str:

@@ -130,7 +130,7 @@ class ReentrantShared(Net):
 
 
 class ReentrantAlone(Net):
-    """Everything is inside of checkpoints, and the loss is no output: backward begins in a pass inside of it."""
+    """All blocks that are trained are inside of checkpoints, and the one behind them is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,15 +134,13 @@ class Unit:
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = (
-            None  # the number of its first call in the graphs that are not used up; 0: unknown
-        )
+        self.first_call: int | None = None  # the number of its first call whose graph is not used up; 0: unknown
         self.in_backward = False
         self.calls: Counter[nn.Module] = Counter()  # in training, likewise
         self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
+        self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
         self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
         self.came_twice = False  # whether a gradient has come twice where this was not expected
-        self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
         self.calling: nn.Module | None = None  # whose call runs
         self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
         self.flat: FlatModel
