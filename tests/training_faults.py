@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ringcomm.parallel import clip
+from ringcomm.parallel import clip, sharded_parameter
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.group import FlatGroup
@@ -199,6 +199,11 @@ def backward_on_released_parameters(right: Function) -> Function:
         unit.release()
 
     return wrong
+
+
+@fault(sharded_parameter, "_values", "write")
+def writes_into_copies_of_views(right: Function) -> Function:
+    return lambda x: right(x) if sharded_parameter._made_by(x) is None else right(x).clone()
 
 
 # ---- what goes through -------------------------------------------------------------------------------------------

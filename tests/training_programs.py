@@ -102,6 +102,8 @@ CHANCES = {
     "freeze_later": 0.08,
     "save_load": 0.12,
     "ema": 0.1,
+    "write": 0.12,  # into parameters and their views, between steps
+    "grad_write": 0.12,  # the same for gradients
     "scheduler": 0.15,
     "zeros": 0.15,
     "closure": 0.05,

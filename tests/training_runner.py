@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import queue
+import random
 import re
 import threading
 import warnings
@@ -294,6 +295,25 @@ def _optimizers(program: Program) -> Callable[[nn.Module], list[torch.optim.Opti
 
 # ---- the loop ----------------------------------------------------------------------------------------------------
 
+# What programs write into a parameter or a gradient, and into views of it.
+_WRITES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.mul_(0.9),
+    lambda x: x[0].mul_(0.5),
+    lambda x: x[:, :2].zero_() if x.dim() > 1 else x[:2].zero_(),
+    lambda x: x.view(-1)[::2].add_(0.01),
+    lambda x: x.t()[0].fill_(0.03) if x.dim() == 2 else x[-1:].fill_(0.03),
+    lambda x: [row.mul_(0.5 + k / 8) for k, row in enumerate(x)],
+    lambda x: x.chunk(2)[0].neg_(),
+    lambda x: x.unbind(0)[-1].sub_(x[0]),
+    lambda x: x.flatten().narrow(0, 0, 1).copy_(x.max()),
+    lambda x: x.diagonal().clamp_(-0.1, 0.1) if x.dim() == 2 else x.clamp_(-0.1, 0.1),
+    lambda x: x.data.sub_(x.detach() * 0.1),
+    lambda x: x.copy_(x.flip(0)),
+    lambda x: x.__setitem__(x > 0.2, 0.2),
+    lambda x: x.__setitem__(0, 0),
+    lambda x: torch._foreach_mul_([x, x[:1]], 0.75),
+]
+
 
 class Loop:
     """One rank's run of a program."""
@@ -351,8 +371,19 @@ class Loop:
                 for number in (50, 51):
                     self.see(f"step {step} evaluation", unwrapped(self.forward(step, number))[0])
             self.placed.model.train()
+        if "write" in self.program:
+            self.write([*self.placed.net.parameters()], step)
         if "restage" in self.program:
             self.placed.restage((self.placed.stage + self.program.restage_by) % 4)
+
+    @torch.no_grad()
+    def write(self, tensors: list[torch.Tensor], step: int) -> None:
+        """Changes some of these tensors in place."""
+        dice = random.Random(f"{self.program.seed} {step}")
+        some = [x for x in tensors if x.numel() and x.dim() and x.is_floating_point()]
+        for _ in range(4):
+            if some:
+                dice.choice(_WRITES)(dice.choice(some))
 
     def freeze(self, back: bool) -> None:
         """A frozen parameter is one without a gradient."""
@@ -433,6 +464,8 @@ class Loop:
             waits = {"accumulate.no_sync", "accumulate.tree"} & program.features and number < program.passes - 1
             with self.placed.no_sync() if waits else nullcontext():
                 loss = self.one_pass(step, number)
+        if "grad_write" in program:
+            self.write([p.grad for p in self.placed.net.parameters() if p.grad is not None], step)
         if "clip" in program:
             self.see(f"step {step} norm", self.placed.clip(0.3, program.norm_type))
         if "clip.torch" in program:

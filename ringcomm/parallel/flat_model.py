@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
-from ringcomm.parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.parallel.group import LAST_STAGE, FlatGroup, in_transform
 from ringcomm.parallel.place import Place, place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
@@ -202,6 +202,8 @@ class FlatModel:
             unit.calls[module] += 1
             unit.checkpointed |= not grad
         if self.stage == LAST_STAGE:
+            if in_transform():
+                self._check_transformed(module)
             if module is unit.modules[0] and not recomputing:
                 self._gather_ahead(unit)
             else:
@@ -209,6 +211,20 @@ class FlatModel:
         if self._depth == 0:  # nothing raises from here on: `leave_call` undoes it
             self._start_packing()
         self._depth += 1
+
+    def _check_transformed(self, module: nn.Module) -> None:
+        """Refuses views of parameters as arguments of a transform of torch.func: their values stay in shards."""
+        for name, p in module.named_parameters():
+            inner = p
+            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                inner = torch._C._functorch.get_unwrapped(inner)
+            place = place_of(inner)
+            if place is not None and inner is not place.group.params[place.index]:
+                raise UnsupportedError(
+                    f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
+                    "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
+                    "parameter or a copy; give it {name: p.detach().clone() for name, p in model.named_parameters()}"
+                )
 
     def _begin_outermost(self, module: nn.Module) -> None:
         """A call that is inside of no other one: what the last backward pass has used up is forgotten."""
@@ -304,11 +320,12 @@ class FlatModel:
         stays = backward or self._depth > 0
         if stays and not backward:
             self._advise(name, call)
-        for group in groups:
+        missing = [group for group in groups if not group.is_whole]
+        for group in missing:
             group.start_gather()
         for group in groups:
             group.finish_gather()
-            group.borrowed = True
+            group.borrowed |= group in missing
             if group.unit.first_call is None and torch.is_grad_enabled():
                 self._calls += 1
                 group.unit.first_call = self._calls
@@ -321,7 +338,7 @@ class FlatModel:
             self._depth -= 1
             if self._depth == 0:
                 self._stop_packing()
-            for group in groups if not stays else ():
+            for group in missing if not stays else ():
                 group.release()
 
     def _advise(self, name: str, call: str) -> None:

@@ -9,11 +9,12 @@ What a rank's optimizer works on, the owned range, is the whole buffer at stage 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,9 +28,30 @@ from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.sharded_parameter import ShardedParameter
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 LAST_STAGE = 3
 _dtype_of = operator.attrgetter("dtype")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs: vmap, grad, jacrev, ..."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _untransformed(function: _F) -> _F:
+    """Lets a function that moves parameters do so inside of transforms of torch.func, which know nothing of it."""
+
+    @functools.wraps(function)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        if not in_transform():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(_F, moved)
 
 
 def accumulator_of(p: torch.Tensor) -> Any:
@@ -262,6 +284,7 @@ class FlatGroup:
     def _allocated(self) -> bool:
         return self.whole.untyped_storage().nbytes() > 0
 
+    @_untransformed
     def start_gather(self) -> None:
         """Stage 3: starts to collect the parameters. Every rank does, in the same order."""
         if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
@@ -272,6 +295,7 @@ class FlatGroup:
         self.ranks.note_order(self.number)
         self.gathering = self.ranks.all_gather(self.weight, self.whole)
 
+    @_untransformed
     def finish_gather(self) -> None:
         """Waits until the parameters can be read."""
         if self.gathering is not None:
@@ -279,6 +303,7 @@ class FlatGroup:
             work.wait()
             self._bind()
 
+    @_untransformed
     def release(self, keep: bool = True) -> None:
         """Stage 3: lets go of the other ranks' parameters.
 

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.place import place_of
-
-if TYPE_CHECKING:
-    from ringcomm.parallel.group import FlatGroup
 
 # What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
     *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "is_contiguous", "storage_offset", "is_same_size"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view", "type"),
-    *("__hash__", "__repr__", "__len__", "__dir__", "__format__", "__bool__", "__reduce_ex__", "__deepcopy__"),
+    *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
 }
+_STRIDES = {"stride", "is_contiguous"}  # of the values: what stands for them has none
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
-_MEMORY = {"data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_"}
-_COPIES = {"numpy", "__array__", "__dlpack__"}  # what gives memory away gets a copy
+_MEMORY = {
+    *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+}
+_ARRAYS = {"numpy", "__array__"}  # read-only copies: what is written into one does not come back
+_COPIES = _ARRAYS | {"__dlpack__"}
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What has made a view: tensor number ``at`` in what ``function(*args, **kwargs)`` gives."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    at: int
+    like: torch.Tensor  # on meta, with the view's shape and strides
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter of stage 3 while it is in shards, and of what `p.data` and `p.detach()` give of it.
+    """The class of a parameter of stage 3 while it is in shards, and of its views, also `p.data` and `p.detach()`.
 
     Its shape can be asked for without communication. Whatever needs values collects them first: a collective, which
     every rank has to call. What is written into it counts, each rank's part of it; write the same on every rank.
     """
+
+    _made_by: _Operation | None = None  # of a view; None: all of the parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,10 +64,26 @@ class ShardedParameter(nn.Parameter):
             return _set_data(*args)
         if name in _CONVERSIONS and len(args) + len(kwargs) > (name == "type") and _changes_nothing(func, args, kwargs):
             return args[0]
+        if name in _STRIDES:
+            return func(_like(args[0]), *args[1:], **kwargs)
         if name in _FACTS and not (name == "__get__" and attribute in _VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
         return _with_values(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self._copy()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)
+
+    def _copy(self) -> torch.Tensor:
+        """The values, as a plain parameter or tensor; a collective."""
+        place, values = self._ringcomm, self.detach().clone()
+        return nn.Parameter(values, self.requires_grad) if self is place.group.params[place.index] else values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
@@ -61,16 +96,26 @@ def _alias(x: torch.Tensor) -> ShardedParameter:
     """The same parameter without its history of gradients."""
     with torch._C.DisableTorchFunctionSubclass():
         made = x.detach().as_subclass(ShardedParameter)
-    made._ringcomm = x._ringcomm
+    made._ringcomm, made._made_by = x._ringcomm, _made_by(x)
     return made
+
+
+def _like(x: Any) -> torch.Tensor:
+    """A tensor without memory that has the strides of a parameter or view."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if x._made_by is None else x._made_by.like
 
 
 def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
     """`p.data = values`: this rank takes its part of them."""
     place = place_of(p)
     assert place is not None
-    if getattr(values, "_ringcomm", None) is p._ringcomm:
+    if getattr(values, "_ringcomm", None) is p._ringcomm and _made_by(values) is _made_by(p):
         return
+    if _made_by(p) is not None:
+        raise InvalidArgumentError(
+            f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
+            "values that are written into it; use view.copy_(values)"
+        )
     if (values.shape, values.dtype, values.device) != (p.shape, p.dtype, p.device):
         raise InvalidArgumentError(
             f"`p.data = ...`: rank {place.flat.ranks.rank} got a tensor of {tuple(values.shape)} {values.dtype} on "
@@ -83,15 +128,16 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a conversion, such as `to`, gives the parameter itself."""
-    twin = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    if getattr(func, "__name__", "") == "contiguous":
+        return _like(args[0]).is_contiguous(*args[1:], **kwargs)
+    twin = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
     rest = [torch.empty(0, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x for x in args[1:]]
     return func(twin, *rest, **kwargs) is twin
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
-    given = [x for x in _flat([*args, *kwargs.values()]) if isinstance(x, ShardedParameter)]
-    places = [x._ringcomm for x in given]
+    places = [x._ringcomm for x in _params_of((args, kwargs))]
     name = getattr(func, "__name__", str(func))
     if name in _MEMORY:
         raise InvalidArgumentError(
@@ -100,22 +146,43 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         )
     groups = {place.group.number: place.group for place in places}
     with places[0].flat.borrowing([groups[number] for number in sorted(groups)], places[0].name, name) as stays:
-        values = [_values(x, name in _COPIES) for x in args]
-        result = func(*values, **{key: _values(x, False) for key, x in kwargs.items()})
+        values = _values_of((args, kwargs), _copied if name in _COPIES else _values)
+        args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+        result = func(*args_with_values, **kwargs_with_values)
         if _writes(name, kwargs):
             for group in groups.values():
                 group.take_over()
-            return given[0] if isinstance(result, torch.Tensor) else result
-        return result if stays else _apart(result, [*groups.values()])
+        if name in _ARRAYS:
+            result.flags.writeable = False
+        originals = {id(values[id(x)]): x for x in tree_leaves((args, kwargs)) if id(x) in values}
+        if stays:
+            return tree_map(lambda x: originals.get(id(x), x), result)
+        return _apart(result, originals, func, args, kwargs)
 
 
-def _apart(result: Any, groups: list[FlatGroup]) -> Any:
-    """The result, with memory of its own in the place of the groups', which goes."""
-    if isinstance(result, (list, tuple)):
-        return type(result)(_apart(each, groups) for each in result)
-    homes = [group.whole.untyped_storage()._cdata for group in groups]
-    shared = isinstance(result, torch.Tensor) and result.untyped_storage()._cdata in homes
-    return result.clone() if shared else result
+def _apart(result: Any, originals: dict[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """The result without the groups' memory, which goes: a view becomes a view of the parameter, what autograd follows
+    a copy.
+
+    Args:
+        originals: what the values that ``func`` was called on stand for.
+    """
+    homes = {x._ringcomm.group.whole.untyped_storage()._cdata: x for x in _params_of((args, kwargs))}
+    leaves, structure = tree_flatten(result)
+    for at, x in enumerate(leaves):
+        home = homes.get(x.untyped_storage()._cdata) if isinstance(x, torch.Tensor) else None
+        if home is None:
+            continue
+        if id(x) in originals:
+            leaves[at] = originals[id(x)]
+        elif x.grad_fn is not None:
+            leaves[at] = x.clone()
+        else:
+            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            nothing = x.new_full((), math.nan if x.is_floating_point() else -1)
+            leaves[at] = nothing.expand(x.shape).as_subclass(ShardedParameter)
+            leaves[at]._ringcomm, leaves[at]._made_by = home._ringcomm, _Operation(func, args, kwargs, at, like)
+    return tree_unflatten(leaves, structure)
 
 
 def _writes(name: str, kwargs: Any) -> bool:
@@ -123,19 +190,41 @@ def _writes(name: str, kwargs: Any) -> bool:
     return in_place or name == "__setitem__" or kwargs.get("out") is not None
 
 
-def _values(x: Any, copied: bool) -> Any:
-    """The argument with values in the place of sharded parameters: of those that were collected the parameter itself
-    can be computed with."""
-    if isinstance(x, (list, tuple)):
-        return type(x)(_values(each, copied) for each in x)
-    place = x._ringcomm if isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm") else None
-    if place is None or (x is place.group.params[place.index] and not copied):
-        return x
-    return place.group.view(place.index).clone() if copied else place.group.view(place.index)
+def _params_of(arguments: Any) -> Iterator[torch.Tensor]:
+    """The parameters of stage 3 among an operation's arguments, and those that views among them are of."""
+    for x in tree_leaves(arguments):
+        made = _made_by(x)
+        if made is not None:
+            yield from _params_of((made.args, made.kwargs))
+        elif _lies_in_shards(x):
+            yield x
 
 
-def _flat(values: Any) -> list[Any]:
-    found = []
-    for value in values if isinstance(values, (list, tuple)) else [values]:
-        found += _flat(value) if isinstance(value, (list, tuple)) else [value]
-    return found
+def _values_of(arguments: Any, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By id, the values of the parameters and views among an operation's arguments, which were collected."""
+    return {id(x): values(x) for x in tree_leaves(arguments) if _lies_in_shards(x)}
+
+
+def _values(x: Any) -> torch.Tensor:
+    """The values of a parameter, as the parameter itself if it can be computed with, or of a view."""
+    made, place = _made_by(x), x._ringcomm
+    if made is not None:
+        of = _values_of((made.args, made.kwargs), _values)
+        args, kwargs = tree_map(lambda each: of.get(id(each), each), (made.args, made.kwargs))
+        with torch.no_grad():
+            found: torch.Tensor = tree_leaves(made.function(*args, **kwargs))[made.at]
+        return found.detach()
+    return x if x is place.group.params[place.index] else place.group.view(place.index).detach()
+
+
+def _copied(x: Any) -> torch.Tensor:
+    return _values(x).detach().clone()
+
+
+def _lies_in_shards(x: Any) -> bool:
+    """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
+    return isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm")
+
+
+def _made_by(x: Any) -> _Operation | None:
+    return getattr(x, "_made_by", None) if isinstance(x, ShardedParameter) else None

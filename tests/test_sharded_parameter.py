@@ -1,0 +1,203 @@
+"""Parameters of stage 3 between passes: what is read of them, and what is written into them and their views."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _write(change: Callable[[torch.Tensor], Any], stage: int, W: int, **options: Any) -> list[torch.Tensor]:
+    """The first weight after ``change`` was made to it outside of a pass, and after a step that follows."""
+
+    plain = _model()
+
+    def run(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage=stage, comm=comm, **options)
+        found = []
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+            optimizer.step()
+            if step == 0:
+                change(model[0].weight)
+            found.append({name: x.clone() for name, x in model.state_dict().items()}["0.weight"])
+        return found
+
+    return ringcomm.run_ranks(run, W, ranks="threads")[0]
+
+
+@torch.no_grad()
+def _columns(w: torch.Tensor) -> None:
+    w[:, :2].zero_()
+
+
+@torch.no_grad()
+def _rows(w: torch.Tensor) -> None:
+    for k, row in enumerate(w):
+        row.mul_(k)
+
+
+@torch.no_grad()
+def _transposed(w: torch.Tensor) -> None:
+    w.t()[4] = 0
+    w.T[1].fill_(2)
+    w.mT.view(6, 2, 3)[:, 1] = 5
+
+
+@torch.no_grad()
+def _chunks(w: torch.Tensor) -> None:
+    first, second = w.chunk(2)
+    first.copy_(second)
+    w.split([1, 5])[1].neg_()
+    w.diagonal().fill_(7)
+
+
+def _orthogonal(w: torch.Tensor) -> None:
+    nn.init.orthogonal_(w, generator=torch.Generator().manual_seed(0))
+    w.data.view(-1)[3:5] += 1
+    w.detach()[0].sub_(w.detach()[1])
+
+
+@torch.no_grad()
+def _types(w: torch.Tensor) -> None:
+    w.view(torch.int32)[0, 0] = 1 << 23
+    torch.view_as_complex(w.view(6, 3, 2)).conj()[1] = 1 + 2j
+    torch.add(w[0], 1, out=w[2])
+    torch._foreach_mul_([w[3], w[4]], 2)
+
+
+def _data(w: torch.Tensor) -> None:
+    delta = nn.Parameter(torch.ones(6, 6))
+    w.data += delta * 2  # as peft's merge_adapter
+    w.data -= delta
+    w.data[0] = delta.data[0]
+
+
+@torch.no_grad()
+def _arguments(w: torch.Tensor) -> None:
+    w[w > 0.1] = 0.5
+    w[torch.tensor([0, 2])] = w[torch.tensor([1, 1])]
+    w[0].copy_(w[:, 1])
+    w.unbind(1)[2].clamp_(max=w[0].max())
+
+
+CHANGES = [_columns, _rows, _transposed, _chunks, _orthogonal, _types, _data, _arguments]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_written_into_a_view_counts(change: Callable[[torch.Tensor], Any], stage: int) -> None:
+    for expected, found in zip(_write(change, 0, 3), _write(change, stage, 3), strict=True):
+        assert torch.equal(expected, found)
+
+
+def _on_a_parameter(test: Callable[[Any, torch.Tensor], None]) -> None:
+    plain = _model()
+
+    def run(comm: ringcomm.Communicator) -> None:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        test(model[0].weight, plain[0].weight)
+
+    ringcomm.run_ranks(run, 2, ranks="threads")
+
+
+def test_a_view_has_the_facts_of_a_view() -> None:
+    def test(w: Any, plain: torch.Tensor) -> None:
+        view, expected = w.detach().t()[1:, ::2], plain.detach().t()[1:, ::2]
+        assert view.shape == expected.shape
+        assert view.stride() == expected.stride()
+        assert not view.is_contiguous()
+        assert w.is_contiguous()
+        assert w.stride() == (6, 1)
+        copied = view.contiguous()
+        copied.zero_()  # a copy, which is nobody's
+        assert torch.equal(view + 0, expected)
+        assert w.detach().contiguous().view(-1)[3] == plain.view(-1)[3]
+
+    _on_a_parameter(test)
+
+
+def test_copies_are_plain_tensors() -> None:
+    def test(w: Any, plain: torch.Tensor) -> None:
+        file = io.BytesIO()
+        torch.save(w, file)
+        file.seek(0)
+        for made in (copy.deepcopy(w), torch.load(file)):
+            assert type(made) is nn.Parameter
+            assert made.requires_grad
+            assert torch.equal(made, plain)
+        assert torch.equal(copy.deepcopy(w.detach()[1]), plain[1])
+
+    _on_a_parameter(test)
+
+
+def test_writes_that_would_be_lost_raise() -> None:
+    def test(w: Any, plain: torch.Tensor) -> None:
+        for array in (w.detach().numpy(), w.detach()[0].numpy(), w.detach().__array__()):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 7
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"t_: rank . got 0\.weight"):
+            w.detach().t_()
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"view\.copy_"):
+            w.detach()[0].data = torch.zeros(6)
+
+    _on_a_parameter(test)
+
+
+def test_views_inside_of_whole() -> None:
+    """A view made before reads and writes what is whole, and does not take it away."""
+
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        row = model[0].weight.detach()[1]
+        with ringcomm.whole(model, write=True):
+            row.fill_(2)
+            assert torch.equal(model[0].weight[1], torch.full((6,), 2.0))
+        assert row.sum() == 12
+
+    ringcomm.run_ranks(run, 2, ranks="threads")
+
+
+def _per_sample_gradients(model: nn.Module, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x[None],)).square().sum()
+
+    found: dict[str, torch.Tensor] = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, torch.eye(6))
+    return found
+
+
+def test_transforms_of_torch_func() -> None:
+    plain = _model()
+    expected = _per_sample_gradients(plain, dict(plain.named_parameters()))
+
+    def run(comm: ringcomm.Communicator) -> None:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        with pytest.raises(ringcomm.UnsupportedError, match=r"view of 0\.weight .* give it {name: p\.detach"):
+            _per_sample_gradients(model, {name: p.detach() for name, p in model.named_parameters()})
+        for params in (
+            dict(model.named_parameters()),
+            {name: p.detach().clone() for name, p in model.named_parameters()},
+        ):
+            for name, found in _per_sample_gradients(model, params).items():
+                assert torch.equal(found, expected[name])
+        assert torch.equal(torch.func.vmap(model)(torch.eye(6)), plain(torch.eye(6)))
+
+    ringcomm.run_ranks(run, 2, ranks="threads")
