@@ -143,25 +143,6 @@ class ReentrantAlone(Net):
         return self.blocks[3](x)
 
 
-class ReentrantInside(Net):
-    """Checkpoints inside of a block, twice over the same parameters."""
-
-    class Inner(Block):
-        def forward(self, x: torch.Tensor, memory: Any = None, seen: Any = None) -> Any:
-            y = checkpoint(self.inner, x, use_reentrant=True)
-            return super().forward(x + y * checkpoint(self.inner, 2 * x, use_reentrant=True), memory, seen)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.encoder(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class FrozenParts(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +172,15 @@ class InPlace(Net):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class ReentrantInside(InPlace):
+    """Checkpoints inside of a block, twice over the same parameters."""
+
+    class Inner(Block):
+        def forward(self, x: torch.Tensor, memory: Any = None, seen: Any = None) -> Any:
+            y = checkpoint(self.inner, x, use_reentrant=True)
+            return super().forward(x + y * checkpoint(self.inner, 2 * x, use_reentrant=True), memory, seen)
 
 
 class UndefinedGradient(Net):
@@ -327,6 +317,26 @@ def test_some_ranks_return_what_the_unit_inside_returns() -> None:
 
     assert len({bool(batch(rank, 0).sum() > 0) for rank in range(WORLD)}) == 2, "every rank takes the same way"
     on_every_stage(Model, plain_loop, units=(Outer, nn.Linear))
+
+
+def test_some_ranks_have_reentrant_checkpoints_before_others() -> None:
+    """Of a block that they also call outside of one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = nn.Linear(WIDTH, 20), nn.Linear(20, 20)  # a flat group each
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            checkpoints, x = bool(x.sum() > 0), self.first(x)
+            return self.shared(checkpoint(self.shared, x, use_reentrant=True) if checkpoints else x)
+
+    ways = [[bool(batch(rank, step).sum() > 0) for step in range(3)] for rank in range(WORLD)]
+    assert any(way[0] for way in ways), "no rank has a checkpoint at first"
+    assert any(not way[0] and any(way) for way in ways), "no rank has its first checkpoint later"
+    found = on_every_stage(Model, plain_loop, stages=(0, 1, 2), units=())
+    for name, value in in_one_process(Model).items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
 
 
 class Seen(Net):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
 OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
+ALL_NBYTES = 2 * OPTIONS_NBYTES + 1  # of what ranks say of themselves, with whether they have reentrant checkpoints
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
 
@@ -117,7 +118,7 @@ class FlatModel:
         self.stepped: list[Options] = []  # of optimizers that are not attached, since the last message
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
-        self._options_heard: torch.Tensor | None = None
+        self._heard: torch.Tensor | None = None  # on a device, what the ranks have said of themselves
         self.sync = True
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
@@ -563,7 +564,7 @@ class FlatModel:
             order = self.ranks.order.to_bytes(ORDER_NBYTES, "little")
             mine += [*order, *(255 - byte for byte in order)]
         options = self._options_checksum()
-        flags = torch.tensor([*options, *mine], dtype=torch.uint8, device=self.device)
+        flags = torch.tensor([*options, self._reenters is True, *mine], dtype=torch.uint8, device=self.device)
         if self.ranks.data_world_size == 1:
             return flags, None
         self.ranks.count("flags", flags.nbytes)
@@ -576,7 +577,7 @@ class FlatModel:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
-        flags = self._hear_options(flags)
+        flags = self._hear_of_all(flags)
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
         looks = self.stage == LAST_STAGE and self.device.type == "cpu"
         if not (missing or looks):  # the common case does not wait for a device
@@ -606,17 +607,21 @@ class FlatModel:
         some = found.to_bytes(OPTIONS_NBYTES, "little")
         return [*some, *(255 - byte for byte in some)]
 
-    def _hear_options(self, flags: torch.Tensor) -> torch.Tensor:
-        """Notes whether the ranks' optimizers have different options, of which their next step speaks; on a device one
-        backward pass later, which does not wait for it. Returns the rest of the message."""
-        heard = flags[: 2 * OPTIONS_NBYTES]
+    def _hear_of_all(self, flags: torch.Tensor) -> torch.Tensor:
+        """Notes whether the ranks' optimizers have different options, of which their next step speaks, and whether any
+        rank has reentrant checkpoints; on a device one backward pass later, which does not wait for it. Returns the
+        rest of the message."""
+        heard = flags[:ALL_NBYTES]
         looked = heard
         if self.device.type != "cpu":
-            looked, self._options_heard = self._options_heard, heard.clone()
-        values = [255] * 4 + [0] * 4 if looked is None else looked.tolist()
-        pairs = zip(values[:OPTIONS_NBYTES], values[OPTIONS_NBYTES:], strict=True)
-        self.options_differ = any(a + b != 255 for a, b in pairs)
-        return flags[2 * OPTIONS_NBYTES :]
+            looked, self._heard = self._heard, heard.clone()
+        if looked is not None:
+            *options, reenters = looked.tolist()
+            pairs = zip(options[:OPTIONS_NBYTES], options[OPTIONS_NBYTES:], strict=True)
+            self.options_differ = any(a + b != 255 for a, b in pairs)
+            if reenters:
+                self._reenters = True
+        return flags[ALL_NBYTES:]
 
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
@@ -849,10 +854,10 @@ def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
-    """Bytes of the message that ends a synchronised backward pass: the optimizers' options, who was used, and at stage
-    3 the units' order."""
+    """Bytes of the message that ends a synchronised backward pass: what ranks say of themselves, who was used, and at
+    stage 3 the units' order."""
     used = sum(len(group.params) for group in groups)
-    return 2 * OPTIONS_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
+    return ALL_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:
