@@ -45,6 +45,13 @@ _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
 OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
 ALL_NBYTES = 2 * OPTIONS_NBYTES + 1  # of what ranks say of themselves, with whether they have reentrant checkpoints
+_IN_SHARDS = "backward, the optimizer's step and state_dict(), and what reads p.grad"
+_COLLECTIVES = {  # for the note on an error
+    0: "backward, and forward in training where the module has buffers",
+    1: _IN_SHARDS,
+    2: _IN_SHARDS,
+    3: f"forward, also in evaluation, the module's state_dict(), what reads a parameter, {_IN_SHARDS}",
+}
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
 
@@ -115,7 +122,7 @@ class FlatModel:
         self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.optimizers: list[Attached] = []
-        self.stepped: list[Options] = []  # of optimizers that are not attached, since the last message
+        self.stepped: set[Options] = set()  # of optimizers that are not attached, since the last message
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
         self._heard: torch.Tensor | None = None  # on a device, what the ranks have said of themselves
@@ -180,6 +187,14 @@ class FlatModel:
         start = time.perf_counter()
         try:
             return call(*args)
+        except MismatchError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"At stage {self.stage} these are collectives: {_COLLECTIVES[self.stage]}. Every rank calls them, "
+                    "in the same order; a rank that does so alone (to log, evaluate or save) takes part in others' "
+                    "calls."
+                )
+            raise
         finally:
             self.communication_seconds += time.perf_counter() - start
 
@@ -601,7 +616,7 @@ class FlatModel:
         options follow the others' at each step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
             return [0] * (2 * OPTIONS_NBYTES)
-        stepped, self.stepped = self.stepped, []
+        stepped, self.stepped = self.stepped, set()
         compared = [attached.options for attached in self.optimizers] or stepped
         found = sum(options.checksum() for options in compared) % (1 << 8 * OPTIONS_NBYTES)
         some = found.to_bytes(OPTIONS_NBYTES, "little")

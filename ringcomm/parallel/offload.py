@@ -28,11 +28,13 @@ class HostGradients:
             if group.master_device is not None
         }
 
-    def fetch(self, group: FlatGroup) -> None:
-        """A group was reduced: its gradient sets off."""
-        copy = self._copies.get(group)
-        if copy is None:
-            return
+    def reduced(self, group: FlatGroup) -> None:
+        """A group was reduced: its gradient sets off, if changes that come later are noticed."""
+        if group in self._copies and group.gradient.standing:
+            self._fetch(group)
+
+    def _fetch(self, group: FlatGroup) -> None:
+        copy = self._copies[group]
         self.note(group)
         if group.device.type != "cuda":
             copy.copy_(group.gradient.reduced)
@@ -47,10 +49,13 @@ class HostGradients:
         self._versions[group] = group.gradient.reduced._version
 
     def refresh(self) -> None:
-        """Fetches again what has changed since, as through `p.grad` at stage 0."""
+        """Fetches what has changed since, and at stage 0 everything: there `p.grad` is an ordinary tensor, and nobody
+        notices what is written into `p.grad.data`."""
         for group in self._copies:
-            if group.gradient.has_reduced and self._versions.get(group) != group.gradient.reduced._version:
-                self.fetch(group)
+            gradient = group.gradient
+            changed = self._versions.get(group) != gradient.reduced._version
+            if gradient.has_reduced and (changed or not gradient.standing):
+                self._fetch(group)
 
     def bring_back(self) -> None:
         """The gradients follow what was changed in the copies."""

@@ -314,11 +314,11 @@ class Attached:
         for flat in self.flats:
             if flat not in flats:
                 flat.optimizers.remove(self)
-                flat.on_reduced.remove(self.host.fetch)
+                flat.on_reduced.remove(self.host.reduced)
         for flat in flats:
             if flat not in self.flats:
                 flat.optimizers.append(self)
-                flat.on_reduced.append(self.host.fetch)
+                flat.on_reduced.append(self.host.reduced)
         self.flats = flats
 
     def _ids_now(self) -> list[list[int]]:
@@ -340,7 +340,7 @@ class Attached:
         ]
         for group in self._mine:
             if group.gradient.has_reduced:  # backward was before
-                self.host.fetch(group)
+                self.host.reduced(group)
         self._line_up()
 
     def _line_up(self) -> None:
@@ -479,7 +479,7 @@ class Attached:
         states = self.take_state()
         for flat in self.flats:
             flat.optimizers.remove(self)
-            flat.on_reduced.remove(self.host.fetch)
+            flat.on_reduced.remove(self.host.reduced)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}

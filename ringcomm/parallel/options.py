@@ -69,7 +69,7 @@ class SteppedOptions(Options):
                 stacklevel=4,
             )
         for flat in flats:
-            flat.stepped.append(self)
+            flat.stepped.add(self)
 
 
 def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -163,15 +163,15 @@ class ShardedGradient(torch.Tensor):
         self.detach().copy_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy of the values; a collective."""
-        return self.clone().numpy(force=force)
+        """A read-only copy of the values; a collective."""
+        return _read_only(self.clone().numpy(force=force))
 
     def tolist(self) -> Any:
         """The values; a collective."""
         return self.clone().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self.clone().__array__(dtype)
+        return _read_only(self.clone().__array__(dtype))
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.clone().__dlpack__(*args, **kwargs)
@@ -190,6 +190,12 @@ class ShardedGradient(torch.Tensor):
 
 # torch.nn.utils then takes the kernels that it takes for the gradients of stage 0; torch does so for its DTensor too.
 _foreach_supported_types.append(ShardedGradient)
+
+
+def _read_only(array: Any) -> Any:
+    """What is written into a copy would be lost."""
+    array.flags.writeable = False
+    return array
 
 
 def _one_of(func: Any, args: Any, kwargs: Any, k: int, whole: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
-_ARRAYS = {"numpy", "__array__"}  # read-only copies: what is written into one does not come back
+_ARRAYS = {"numpy", "__array__"}  # read-only copies
 _COPIES = _ARRAYS | {"__dlpack__"}
 
 
@@ -153,7 +153,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             for group in groups.values():
                 group.take_over()
         if name in _ARRAYS:
-            result.flags.writeable = False
+            result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in tree_leaves((args, kwargs)) if id(x) in values}
         if stays:
             return tree_map(lambda x: originals.get(id(x), x), result)
