@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
@@ -201,3 +204,41 @@ def test_transforms_of_torch_func() -> None:
         assert torch.equal(torch.func.vmap(model)(torch.eye(6)), plain(torch.eye(6)))
 
     ringcomm.run_ranks(run, 2, ranks="threads")
+
+
+def test_ranks_evaluate_what_they_like_inside_of_whole() -> None:
+    """At stage 3, as often as each rank likes; the training goes on with the same bits."""
+    plain = _model()
+
+    def run(comm: ringcomm.Communicator, evaluates: bool) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage=3, comm=comm, units=[model[0], model[2]])
+        for step in range(3):
+            with ringcomm.whole(model) if evaluates else contextlib.nullcontext():
+                for _ in range((comm.rank + step) % 3 if evaluates else 0):
+                    assert torch.equal(model(torch.eye(6)), F.linear(model[:2](torch.eye(6)), *model[2].parameters()))
+            assert type(model[0].weight).__name__ == "ShardedParameter"
+            model(torch.full((2, 6), float(comm.rank))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [x.clone() for x in model.state_dict().values()]
+
+    without, found = (ringcomm.run_ranks(run, 3, evaluates, ranks="threads")[0] for evaluates in (False, True))
+    assert all(map(torch.equal, without, found))
+
+
+@pytest.mark.parametrize("call", ["reads a parameter", "evaluates"])
+def test_an_error_says_which_calls_are_collectives(call: str) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            if comm.rank == 0:
+                model[0].weight.norm() if call == "reads a parameter" else model(torch.ones(2, 6))
+
+    with pytest.raises(ringcomm.MismatchError) as raised:
+        ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
+    if sys.version_info >= (3, 11):
+        assert "At stage 3 these are collectives: forward" in str(raised.value.__notes__)

@@ -137,7 +137,7 @@ class FlatModel:
         self._trains = False  # whether the last outermost call had a graph
         self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
-        self._keeps_gathered = False  # such a graph may use parameters of stage 3
+        self.keeps_gathered = False  # whether stage 3 lets go of nothing: such a graph, or `whole`, may use it
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
         self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
@@ -310,7 +310,7 @@ class FlatModel:
                 self._release(unit)
 
     def _release(self, held: Unit | FlatGroup) -> None:
-        if not self._keeps_gathered:
+        if not self.keeps_gathered:
             held.release()
 
     # Saved parameters, at stage 3.
@@ -411,7 +411,7 @@ class FlatModel:
         self.begin_backward()
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
-            self._keeps_gathered = self.stage == LAST_STAGE
+            self.keeps_gathered = self.stage == LAST_STAGE
         self._pass(number)
         if unit.first_call is None or unit.first_call > number:  # of a graph that is older than the last backward pass
             unit.first_call = 0
@@ -641,7 +641,7 @@ class FlatModel:
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
         if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
-            self._keeps_gathered = False
+            self.keeps_gathered = False
         if done and ended.accumulates and self._reenters is None:
             self._reenters = False
         self._forgets |= ended.accumulates
@@ -654,7 +654,7 @@ class FlatModel:
         """Forgets a backward pass that failed, and all gradients with it."""
         if self.backward.accumulates:
             self.forget_gradients()
-        self._keeps_gathered = False
+        self.keeps_gathered = False
         self._reset(done=False)
 
     # ---- gradients ------------------------------------------------------------------------------------------------

@@ -370,7 +370,8 @@ class FlatGroup:
                 raise InvalidArgumentError(
                     f"{call}: rank {self.ranks.rank} found that `p.data` of {self.names[i]} was set to a tensor of "
                     f"{tuple(p.shape)} {p.dtype} on {p.device} after the module was wrapped, expected "
-                    f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it is wrapped"
+                    f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it "
+                    "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
             view.copy_(p.detach())
             p.data = view

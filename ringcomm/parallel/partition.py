@@ -111,7 +111,8 @@ def named_parameters(
     for name, p in found:
         if place_of(p) is not None:
             raise InvalidArgumentError(
-                f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it once"
+                f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it "
+                "once, or take it out with ringcomm.unshard first"
             )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(

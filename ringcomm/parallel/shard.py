@@ -62,7 +62,7 @@ Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | No
 def shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    stage: int = 2,
+    stage: int | None = None,
     comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
     mesh: DeviceMesh | Mesh | None = None,
@@ -84,7 +84,8 @@ def shard(
     Args:
         optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
             whole tensors dealt out to the ranks. None: it comes later, by `shard` again or by its first step.
-        stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too.
+        stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or that of a
+            module that is wrapped already, of which only the optimizer is taken.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
             the shards, over those that hold the same one.
         mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
@@ -109,11 +110,17 @@ def shard(
     Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
              optimizer that no shard can serve. MismatchError: the ranks have different modules.
     """
-    wish = _Wish(
-        stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward, broadcast_buffers,
-        accumulation, atom, _host(offload), init_fn is not False,
-    )  # fmt: skip
     flat = flat_model_of(module)
+    if flat is not None and optimizer is not None and stage not in (None, flat.stage):
+        raise InvalidArgumentError(
+            f"shard: rank {flat.ranks.rank} got stage={stage} for a module that is wrapped at stage {flat.stage}, "
+            "expected a plain module; use ringcomm.restage(module, optimizer, stage), or take the module out with "
+            "ringcomm.unshard"
+        )
+    wish = _Wish(
+        2 if stage is None else stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward,
+        broadcast_buffers, accumulation, atom, _host(offload), init_fn is not False,
+    )  # fmt: skip
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
     if optimizer is not None:
@@ -358,7 +365,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 @expects("whole", module=MODULE, write=FLAG)
 @contextmanager
 def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """The parameters of a sharded module, or of a part of it, can be read inside; a collective.
+    """The parameters of a sharded module, or of a part of it, can be read inside; a collective. Nothing that is whole
+    is gathered inside: each rank may evaluate, or generate, as much as it likes.
 
     Args:
         write: whether what was written is kept, on leaving, each rank its shard's; write the same on every rank.
@@ -366,16 +374,16 @@ def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}
     units = [unit for unit in flat.units if any(id(p) in mine for group in unit.groups for p in group.params)]
-    before = [unit.is_whole for unit in units]
+    sharded = [unit for unit in flat.units if not unit.is_whole]
     for unit in units:
         unit.gather()
+    before, flat.keeps_gathered = flat.keeps_gathered, True
     try:
         with torch.no_grad():
             yield
     finally:
-        for unit, was_whole in zip(units, before, strict=True):
-            for group in unit.groups:
-                if write:
-                    group.take_over()
-            if not was_whole:
-                unit.release()
+        flat.keeps_gathered = before
+        for group in [group for unit in units for group in unit.groups] if write else []:
+            group.take_over()
+        for unit in sharded:
+            unit.release()

@@ -120,7 +120,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
         raise InvalidArgumentError(
             f"`p.data = ...`: rank {place.flat.ranks.rank} got a tensor of {tuple(values.shape)} {values.dtype} on "
             f"{values.device} for {place.name}, expected {tuple(p.shape)} {p.dtype} on {p.device}; change the module "
-            "before it is wrapped"
+            "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
         )
     place.group.load(place.index, values)
     place.group.publish()

@@ -58,19 +58,22 @@ def _without_dynamo(function: _F, inside: Any) -> _F:
 
 
 class UnitModule:
-    """What wrapping adds to the class of a unit's module. A copy of the module is one of the plain class."""
+    """What wrapping adds to the class of a unit's module. A copy of the module is one of the plain class; what the
+    module makes of its own class, as a slice of nn.Sequential, is a module without a unit."""
 
     @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, by its unit."""
-        return self.__dict__["_ringcomm_unit"].call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
+        call = super().__call__  # type: ignore[misc]
+        return call(*args, **kwargs) if unit is None else unit.call(self, call, args, kwargs)
 
     @skipped
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """What `nn.Module.__call__` runs, also where torch.compile or a checkpoint has kept that."""
-        unit: Unit = self.__dict__["_ringcomm_unit"]
+        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
         call = super()._call_impl  # type: ignore[misc]
-        return call(*args, **kwargs) if unit.calling is self else unit.call(self, call, args, kwargs)
+        return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: the module's own call, without the unit's."""
@@ -79,14 +82,16 @@ class UnitModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """What DistributedDataParallel, torch's or ours, asks for of a module that it wraps."""
+        if "_ringcomm_unit" not in self.__dict__:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
             "one: gradients would be averaged twice; wrap it once"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        unit: Unit = self.__dict__["_ringcomm_unit"]
-        if unit.flat.stage == LAST_STAGE:
+        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
+        if unit is not None and unit.flat.stage == LAST_STAGE:
             raise UnsupportedError(
                 f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
                 "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
