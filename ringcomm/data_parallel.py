@@ -28,7 +28,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.parallel.comm_hook import CommHook, Hook
-from ringcomm.parallel.flat_model import FlatModel
+from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.join import Join, join
 from ringcomm.parallel.meta import real_device
@@ -156,6 +156,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._alone: dist.ProcessGroup | None = None
         self._how = (precision, sends, bucket_cap_mb)
+        _unwrap(module)
         self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
             self._made.send_buffers()
@@ -163,12 +164,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _flat(self) -> FlatModel:
-        """The wrapped module's state; a copy's is made at its first use."""
-        if self._made is None:
+        """The wrapped module's state; made at its first use for a copy, and for a module that was unwrapped since."""
+        if self._made is None or self._made.unwrapped:
             precision, sends, bucket_cap_mb = self._how
             comm = None if self.comm is None or self.comm.closed else self.comm
             ranks = _ranks(self.module, comm, None, None)
             self.comm = ranks.comm
+            _unwrap(self.module)
             self._made = _flat(self.module, ranks, bucket_cap_mb, precision, sends, False)
         return self._made
 
@@ -200,7 +202,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         if self._join_hook is not None and self._join_config.enable:
             self._join_hook.enter()
-        if self._made is None and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
+        made = self._made is not None and not self._made.unwrapped
+        if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
             return self.module(*args, **kwargs)
         return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
 
@@ -393,6 +396,13 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
                 "expected its one device; move the module there, or leave it out"
             )
     return next(iter(here.values())) if device_ids else None
+
+
+def _unwrap(module: nn.Module) -> None:
+    """Wrapping anew is allowed, as in torch: the wrapper before lets go of the module, until it is used again."""
+    flat = flat_model_of(module)
+    if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
+        flat.unwrap()
 
 
 def _flat(

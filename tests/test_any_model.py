@@ -549,6 +549,33 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again() -> None:
     ringcomm.run_ranks(rank, 1, timeout=30)
 
 
+def test_a_new_wrapper_takes_the_place_of_the_one_before() -> None:
+    """As where a cell of a notebook is run again; the one before takes it back when it is used."""
+
+    def rank(comm: ringcomm.Communicator, again: bool) -> list[torch.Tensor]:
+        model = models[comm.rank]
+        opt = adamw(model)
+        wrapped = before = ringcomm.DistributedDataParallel(model, comm)
+        found = []
+        for step in range(6):
+            if again and step == 2:
+                wrapped = ringcomm.DistributedDataParallel(model, comm)
+            if again and step == 4:
+                wrapped = before
+            loss = wrapped(batch(comm.rank, step)).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad(set_to_none=step % 2 == 0)
+            found.append(loss.detach())
+        return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    models = [made(CrossAttention) for _ in range(WORLD)]
+    expected = ringcomm.run_ranks(rank, WORLD, False, timeout=30)
+    models = [made(CrossAttention) for _ in range(WORLD)]
+    for one, other in zip(expected, ringcomm.run_ranks(rank, WORLD, True, timeout=30), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", ["model.compile", "torch.compile", "blocks"])
 def test_compiled_models_have_the_bits_of_eager_ones(how: str, order: str) -> None:

@@ -322,7 +322,7 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(InvalidArgumentError, match="int as the second argument"):
             DistributedDataParallel(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
         wrapped = DistributedDataParallel(nn.Linear(1, 1), comm)
-        for again in (wrapped, wrapped.module, nn.Sequential(nn.Linear(1, 1), wrapped)):
+        for again in (wrapped, nn.Sequential(wrapped.module), nn.Sequential(nn.Linear(1, 1), wrapped)):
             with pytest.raises(InvalidArgumentError, match=r"has wrapped, expected a plain one|is wrapped already"):
                 DistributedDataParallel(again, comm)
 

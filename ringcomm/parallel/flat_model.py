@@ -121,6 +121,7 @@ class FlatModel:
         self.broadcast_buffers = broadcast_buffers
         self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
+        self.unwrapped = False  # whether the module is a plain one again
         self.optimizers: list[Attached] = []
         self.stepped: set[Options] = set()  # of optimizers that are not attached, since the last message
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
@@ -746,6 +747,7 @@ class FlatModel:
         for unit in self.units:
             unit.unwrap()
         self.detach()
+        self.unwrapped = True
         for unit in self.units:  # nothing waits for the garbage collector
             del unit.flat
 

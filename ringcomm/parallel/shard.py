@@ -342,8 +342,6 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for each in flats.values():
         each.ranks.agree("unshard", ["unshard"])
         each.unwrap()
-    if inner is not module:
-        module._made = None
     return inner
 
 
