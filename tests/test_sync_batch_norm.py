@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch_ranks
 from torch import nn
 
 import ringcomm
@@ -105,7 +107,7 @@ def test_training_equals_the_whole_batch_in_one_process() -> None:
         assert all(torch.equal(each[name], found[0][name]) for each in found)
 
 
-def test_a_copy_has_the_same_ranks_and_a_pickled_one_none() -> None:
+def test_a_copy_has_the_same_ranks() -> None:
     base = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
     models = [copy.deepcopy(base) for _ in COUNTS]
     parts = [x.float() for x in data((4,), COUNTS)]
@@ -115,9 +117,27 @@ def test_a_copy_has_the_same_ranks_and_a_pickled_one_none() -> None:
         twin = copy.deepcopy(model)
         assert torch.equal(model(parts[comm.rank]), twin(parts[comm.rank]))
         assert torch.equal(model[1].running_var, twin[1].running_var)
-        assert pickle.loads(pickle.dumps(model))[1].comm is None
+        unpickled = pickle.loads(pickle.dumps(model))
+        unpickled.eval()(parts[comm.rank])
+        with pytest.raises(InvalidArgumentError, match="unpickled layer in training without torch.distributed"):
+            unpickled.train()(parts[comm.rank])
 
     on_ranks(rank)
+
+
+def _unpickled_in_training() -> None:
+    torch.manual_seed(3)
+    model = SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    unpickled = pickle.loads(pickle.dumps(model))
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        assert torch.equal(model(x), unpickled(x))
+    assert all(map(torch.equal, model.buffers(), unpickled.buffers()))
+    assert unpickled[0].comm is unpickled[2].comm
+
+
+def test_a_pickled_one_is_trained_over_the_default_group() -> None:
+    torch_ranks.run(_unpickled_in_training, world_size=2)
 
 
 def test_low_precision_is_normalised_in_float32() -> None:

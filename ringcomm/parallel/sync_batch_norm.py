@@ -9,6 +9,8 @@ torch.nn.SyncBatchNorm takes GPU tensors alone, and torch.distributed.
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import communicator_of
+
+# Of what was unpickled, by process group.
+_of_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -61,18 +66,31 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
+        self._was_unpickled = False  # and has no ranks since
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the ranks, which cannot be pickled: what is unpickled is a BatchNorm until ``comm`` is set."""
-        return {**super().__getstate__(), "comm": None}
+        """Without the ranks, which cannot be pickled: see `_find_ranks`."""
+        return {**super().__getstate__(), "comm": None, "_was_unpickled": self.comm is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy over the same ranks."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.comm = self.comm
+        twin.comm, twin._was_unpickled = self.comm, False
         return twin
+
+    def _find_ranks(self, device: torch.device) -> None:
+        """What was unpickled is trained over torch's default group, as torch's SyncBatchNorm is."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            raise InvalidArgumentError(
+                "SyncBatchNorm: got an unpickled layer in training without torch.distributed, expected its ranks; set "
+                "its comm, or call ringcomm.SyncBatchNorm.convert(model, comm)"
+            )
+        if dist.group.WORLD not in _of_group:
+            _of_group[dist.group.WORLD] = communicator_of(None, "SyncBatchNorm", device).dup()
+        self.comm, self._was_unpickled = _of_group[dist.group.WORLD], False
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -83,6 +101,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The input, with mean 0 and variance 1 in each channel, times weight plus bias."""
+        if self.training and self.comm is None and self._was_unpickled:
+            self._find_ranks(input.device)
         if not self.training or self.comm is None or self.comm.world_size == 1:
             return super().forward(input)
         self._check_input_dim(input)
