@@ -482,7 +482,6 @@ class Verdict:
 
 VERDICTS = [
     Verdict("cs336", r"gradient_sync", "asks for a wrapper with `.module`; fully_shard gives the module itself"),
-    Verdict("torch-ddp", r"_thread.lock", "SyncBatchNorm could not be copied; mended since, not run again.", True),
     Verdict(
         "torch-ddp",
         r"no attribute '_flat'",
@@ -575,8 +574,8 @@ VERDICTS = [
     ),
     Verdict(
         "torch-ddp",
-        r"new_tensor_in_fwd|returns_tensor_with_no_grad|nested_types",
-        "It wraps one module twice; the second time is refused until `ringcomm.unshard`.",
+        r"nested_types",
+        "It wraps a wrapper, which is refused: gradients would be averaged twice.",
         True,
         "api",
     ),
@@ -679,8 +678,7 @@ HEAD = [
     "Ascend/pytorch has made of them); the tests of Lightning's trainer, of which only a version was at hand that does",
     "not fit the installed package; and those of Fabric, which did not end in the time.",
     "",
-    "The row of CS336 was put together from the output of two runs, because a third one did not end on a busy machine.",
-    "The GPU that a test asks for is replaced by the CPU. `api` of DDP ran before SyncBatchNorm was mended.",
+    "The GPU that a test asks for is replaced by the CPU.",
 ]
 
 
