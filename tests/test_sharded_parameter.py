@@ -99,7 +99,22 @@ def _arguments(w: torch.Tensor) -> None:
     w.unbind(1)[2].clamp_(max=w[0].max())
 
 
-CHANGES = [_columns, _rows, _transposed, _chunks, _orthogonal, _types, _data, _arguments]
+def _followed(w: torch.Tensor) -> None:
+    row, column = w[1], w.t()[2]
+    rest = row[2:].view(2, 2)
+    with torch.no_grad():
+        row.mul_(2)
+        column[0] = 5
+        rest[1].zero_()
+        row.data.add_(1)
+    row, rest = w[1], w[1][2:].view(2, 2)
+    loss = (row * w[0]).sum() + rest.square().sum()
+    (grad,) = torch.autograd.grad(loss, w)
+    with torch.no_grad():
+        w.sub_(grad)
+
+
+CHANGES = [_followed, _columns, _rows, _transposed, _chunks, _orthogonal, _types, _data, _arguments]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -136,6 +151,22 @@ def test_a_view_has_the_facts_of_a_view() -> None:
     _on_a_parameter(test)
 
 
+def test_a_view_is_no_parameter() -> None:
+    """A module that keeps one has no parameter more."""
+
+    def test(w: Any, plain: torch.Tensor) -> None:
+        module = nn.Module()
+        for number, view in enumerate((w.data, w.detach(), w[0], w.detach()[0])):
+            assert not isinstance(view, nn.Parameter)
+            setattr(module, f"kept{number}", view)
+        assert not [*module.parameters()]
+        assert w.data.mul_(1).add_(w.detach()) is not None
+        with torch.no_grad():
+            assert w.add_(w) is w
+
+    _on_a_parameter(test)
+
+
 def test_copies_are_plain_tensors() -> None:
     def test(w: Any, plain: torch.Tensor) -> None:
         file = io.BytesIO()
@@ -159,6 +190,8 @@ def test_writes_that_would_be_lost_raise() -> None:
             w.detach().t_()
         with pytest.raises(ringcomm.InvalidArgumentError, match=r"view\.copy_"):
             w.detach()[0].data = torch.zeros(6)
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"zero_: .* view of 0\.weight that autograd follows"):
+            w[0].zero_()
 
     _on_a_parameter(test)
 

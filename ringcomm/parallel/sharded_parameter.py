@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.place import place_of
+from ringcomm.parallel.place import Place, place_of
 
 # What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
@@ -43,12 +43,16 @@ class _Operation:
     like: torch.Tensor  # on meta, with the view's shape and strides
 
 
-class ShardedParameter(nn.Parameter):
-    """The class of a parameter of stage 3 while it is in shards, and of its views, also `p.data` and `p.detach()`.
+class ShardedView(torch.Tensor):
+    """A view of a parameter of stage 3 while it is in shards, also `p.data` and `p.detach()`.
 
     Its shape can be asked for without communication. Whatever needs values collects them first: a collective, which
     every rank has to call. What is written into it counts, each rank's part of it; write the same on every rank.
+
+    A view that autograd follows (`p[0]` outside of `torch.no_grad()`) has values of its own, and costs nothing more.
     """
+
+    _ringcomm: Place
 
     _made_by: _Operation | None = None  # of a view; None: all of the parameter
 
@@ -62,6 +66,8 @@ class ShardedParameter(nn.Parameter):
             return _alias(args[0])
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
+        if any(map(_is_followed, tree_leaves((args, kwargs)))):
+            return _with_followed(func, args, kwargs)
         if name in _CONVERSIONS and len(args) + len(kwargs) > (name == "type") and _changes_nothing(func, args, kwargs):
             return args[0]
         if name in _STRIDES:
@@ -89,15 +95,23 @@ class ShardedParameter(nn.Parameter):
         del tensor_contents
         place = place_of(self)
         name = "" if place is None else f"{place.name}, "
-        return f"ShardedParameter({name}shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({name}shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _alias(x: torch.Tensor) -> ShardedParameter:
-    """The same parameter without its history of gradients."""
+class ShardedParameter(ShardedView, nn.Parameter):
+    """The class of a parameter of stage 3 while it is in shards."""
+
+
+def _alias(x: Any) -> ShardedView:
+    """The same parameter or view without its history of gradients."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = x.detach().as_subclass(ShardedParameter)
-    made._ringcomm, made._made_by = x._ringcomm, _made_by(x)
-    return made
+        return _view(x.detach(), x._ringcomm, _made_by(x))
+
+
+def _view(x: torch.Tensor, place: Place, made_by: _Operation | None) -> ShardedView:
+    view = x.as_subclass(ShardedView)
+    view._ringcomm, view._made_by = place, made_by
+    return view
 
 
 def _like(x: Any) -> torch.Tensor:
@@ -155,33 +169,61 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in tree_leaves((args, kwargs)) if id(x) in values}
+        result = tree_map(lambda x: originals.get(id(x), x), result)
         if stays:
-            return tree_map(lambda x: originals.get(id(x), x), result)
-        return _apart(result, originals, func, args, kwargs)
+            return result
+        homes = {x._ringcomm.group.whole.untyped_storage()._cdata: x._ringcomm for x in _params_of((args, kwargs))}
+        return _with_views(result, homes, func, args, kwargs)
 
 
-def _apart(result: Any, originals: dict[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """The result without the groups' memory, which goes: a view becomes a view of the parameter, what autograd follows
-    a copy.
+def _with_followed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls ``func`` on the own values of views that autograd follows. What is written into one is written into the
+    parameter too."""
+    name, leaves = getattr(func, "__name__", str(func)), tree_leaves((args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        followed = {id(x): x for x in leaves if _is_followed(x)}
+        own = {key: x.as_subclass(torch.Tensor) for key, x in followed.items()}
+    target = kwargs.get("out", args[0] if args else None)
+    if id(target) in own and _writes(name, kwargs):
+        if torch.is_grad_enabled() or target is kwargs.get("out"):
+            raise InvalidArgumentError(
+                f"{name}: rank {target._ringcomm.flat.ranks.rank} got a view of {target._ringcomm.name} that autograd "
+                "follows, expected one without gradients; make the view, and write, inside of torch.no_grad()"
+            )
+        rest = tree_map(lambda x: own.get(id(x), x), args[1:])
+        func(_alias(target), *rest, **kwargs)
+        own[id(target)].copy_(_alias(target))
+        return target
+    if any(_lies_in_shards(x) and id(x) not in own for x in leaves):
+        exchanged = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
+        return func(*exchanged[0], **exchanged[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        homes = {x.untyped_storage()._cdata: followed[key]._ringcomm for key, x in own.items()}
+    args, kwargs = tree_map(lambda x: _alias(x) if id(x) in followed else x, (args, kwargs))
+    return _with_views(result, homes, func, args, kwargs, copies=False)
+
+
+def _with_views(result: Any, homes: dict[int, Place], func: Any, args: Any, kwargs: Any, copies: bool = True) -> Any:
+    """The result of an operation, where what shares memory with a parameter's values is a view of the parameter.
 
     Args:
-        originals: what the values that ``func`` was called on stand for.
+        homes: the memory, and whose it is.
+        copies: whether the memory goes, so that what autograd follows must get its own.
     """
-    homes = {x._ringcomm.group.whole.untyped_storage()._cdata: x for x in _params_of((args, kwargs))}
     leaves, structure = tree_flatten(result)
     for at, x in enumerate(leaves):
-        home = homes.get(x.untyped_storage()._cdata) if isinstance(x, torch.Tensor) else None
-        if home is None:
+        if not isinstance(x, torch.Tensor) or _lies_in_shards(x):
             continue
-        if id(x) in originals:
-            leaves[at] = originals[id(x)]
-        elif x.grad_fn is not None:
-            leaves[at] = x.clone()
+        place = homes.get(x.untyped_storage()._cdata)
+        if place is None:
+            continue
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if x.grad_fn is None:
+            values = x.new_full((), math.nan if x.is_floating_point() else -1).expand(x.shape)
         else:
-            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            nothing = x.new_full((), math.nan if x.is_floating_point() else -1)
-            leaves[at] = nothing.expand(x.shape).as_subclass(ShardedParameter)
-            leaves[at]._ringcomm, leaves[at]._made_by = home._ringcomm, _Operation(func, args, kwargs, at, like)
+            values = x.clone() if copies else x
+        leaves[at] = _view(values, place, _Operation(func, args, kwargs, at, like))
     return tree_unflatten(leaves, structure)
 
 
@@ -221,10 +263,18 @@ def _copied(x: Any) -> torch.Tensor:
     return _values(x).detach().clone()
 
 
+def _is_followed(x: Any) -> bool:
+    """Whether this is a view that autograd follows."""
+    if not isinstance(x, ShardedView):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.grad_fn is not None
+
+
 def _lies_in_shards(x: Any) -> bool:
     """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
     return isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm")
 
 
 def _made_by(x: Any) -> _Operation | None:
-    return getattr(x, "_made_by", None) if isinstance(x, ShardedParameter) else None
+    return x._made_by if isinstance(x, ShardedView) else None
