@@ -275,3 +275,43 @@ def test_an_error_says_which_calls_are_collectives(call: str) -> None:
         ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
     if sys.version_info >= (3, 11):
         assert "At stage 3 these are collectives: forward" in str(raised.value.__notes__)
+
+
+def _hard_update(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            q.data.copy_(p.data)
+            q.lerp_(p * 2, 0.25)
+            q.data[0].add_(p.data[0])
+    return (a(x) - b(x + 1)).square().sum()
+
+
+def _distance(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return a(x).sum() + b(x).sum() + sum(((p - q) * p[:1]).square().sum() for p, q in pairs)
+
+
+def _others_weight(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(a(b(x)[:, :1].expand(-1, 6)), b.get_parameter("2.weight").t()).square().sum()
+
+
+@pytest.mark.parametrize("loss_of", [_hard_update, _distance, _others_weight])
+def test_two_models_in_one_operation(loss_of: Callable[..., torch.Tensor]) -> None:
+    first, second = _model(), copy.deepcopy(_model()).requires_grad_(True)
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        models = copy.deepcopy(first), copy.deepcopy(second)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1 + 0.1 * k) for k, model in enumerate(models)]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            ringcomm.shard(model, optimizer, stage=stage, comm=comm)
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3 * step + comm.rank))
+            loss_of(*models, x).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [x.clone() for model in models for x in model.state_dict().values()]
+
+    expected = ringcomm.run_ranks(run, 2, 0, ranks="threads", timeout=20)[0]
+    for stage in (1, 2, 3):
+        assert all(map(torch.equal, expected, ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0]))

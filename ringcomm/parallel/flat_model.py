@@ -16,6 +16,7 @@ reference to their unit, which is gathered when a node asks for them, wherever t
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 import weakref
@@ -318,13 +319,19 @@ class FlatModel:
 
     def _start_packing(self) -> None:
         """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
+        if self.stage < LAST_STAGE:
+            return
+        _calling.flats = [*getattr(_calling, "flats", ()), weakref.ref(self)]
         autograd = torch._C._autograd
         free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
-        if self.stage == LAST_STAGE and free:  # another's hooks, such as those of checkpoint, see to them otherwise
-            self._packing = torch.autograd.graph.saved_tensors_hooks(partial(_pack, weakref.ref(self)), _unpack)
+        if free:  # the hooks are another model's of ours; or those of checkpoint, which see to saved tensors otherwise
+            self._packing = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
             self._packing.__enter__()
 
     def _stop_packing(self) -> None:
+        if self.stage < LAST_STAGE:
+            return
+        _calling.flats = [flat for flat in _calling.flats if flat() is not self]
         if self._packing is not None:
             self._packing.__exit__(None, None, None)
             self._packing = None
@@ -819,14 +826,20 @@ def _first_call(unit: Unit) -> int:
     return unit.first_call or 0
 
 
-def _pack(flat: weakref.ref[FlatModel], x: torch.Tensor) -> Any:
+# The models of stage 3 whose calls run in this thread.
+_calling = threading.local()
+
+
+def _pack(x: torch.Tensor) -> Any:
     """What autograd keeps of a tensor: of a parameter of stage 3 where it is. It does not hold the model, which may
     hold the graph; nor what a node has made, which would hold the node."""
-    here = flat()
-    group = None if here is None else here._homes.get(x.untyped_storage()._cdata)
-    if here is None or group is None:
-        return x.detach(), x._version
-    return weakref.ref(group), here._calls, x.storage_offset(), x.shape, x.stride()
+    memory = x.untyped_storage()._cdata
+    for flat in _calling.flats:
+        here = flat()
+        group = None if here is None else here._homes.get(memory)
+        if here is not None and group is not None:
+            return weakref.ref(group), here._calls, x.storage_offset(), x.shape, x.stride()
+    return x.detach(), x._version
 
 
 def _unpack(saved: Any) -> torch.Tensor:

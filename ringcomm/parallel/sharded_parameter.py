@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.place import Place, place_of
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.flat_model import FlatModel
+    from ringcomm.parallel.group import FlatGroup
 
 # What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
@@ -158,21 +163,25 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
-    groups = {place.group.number: place.group for place in places}
-    with places[0].flat.borrowing([groups[number] for number in sorted(groups)], places[0].name, name) as stays:
+    groups: dict[FlatModel, dict[int, FlatGroup]] = {}  # a model after the other, in an order that all ranks have
+    for place in places:
+        groups.setdefault(place.flat, {})[place.group.number] = place.group
+    with ExitStack() as borrowed:
+        stays = {
+            flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
+            for flat, found in groups.items()
+        }
         values = _values_of((args, kwargs), _copied if name in _COPIES else _values)
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
         if _writes(name, kwargs):
-            for group in groups.values():
+            for group in [group for found in groups.values() for group in found.values()]:
                 group.take_over()
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in tree_leaves((args, kwargs)) if id(x) in values}
         result = tree_map(lambda x: originals.get(id(x), x), result)
-        if stays:
-            return result
-        homes = {x._ringcomm.group.whole.untyped_storage()._cdata: x._ringcomm for x in _params_of((args, kwargs))}
+        homes = {place.group.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
         return _with_views(result, homes, func, args, kwargs)
 
 
