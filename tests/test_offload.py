@@ -105,3 +105,22 @@ def test_what_the_optimizer_works_on_lies_apart() -> None:
             assert p.untyped_storage().data_ptr() not in weights
             assert p.grad is not None
             assert p.grad.untyped_storage().data_ptr() not in gradients
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_zero_that_is_written_keeps_its_sign(stage: int, mixed: bool) -> None:
+    """Also where the master weights lie elsewhere."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        precision = ringcomm.MixedPrecision(torch.bfloat16) if mixed else None
+        ringcomm.shard(model, optimizer, stage, comm, offload=not mixed, mixed_precision=precision)
+        with torch.no_grad():
+            model.weight.zero_()
+            model.weight.neg_()
+        ringcomm.restage(model, optimizer, (stage + 1) % 4)  # from the master weights
+        assert bool(torch.signbit(model.state_dict()["weight"]).all())
+
+    ringcomm.run_ranks(rank, 2, timeout=20)

@@ -30,6 +30,7 @@ from ringcomm.parallel.sharded_parameter import ShardedParameter
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LAST_STAGE = 3
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_of = operator.attrgetter("dtype")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
 
@@ -389,10 +390,11 @@ class FlatGroup:
         does not have."""
         if not self.separate:
             return
-        published = self.master.to(self.types.compute).to(self.device)
-        if self.device.type == "cpu" and torch.equal(published, self.weight):
+        bits = _BITS[self.types.compute.itemsize]  # a minus zero is not a zero
+        published = self.master.to(self.types.compute).to(self.device).view(bits)
+        if self.device.type == "cpu" and torch.equal(published, self.weight.view(bits)):
             return
-        kept, where = published == self.weight, self.master.device
+        kept, where = published == self.weight.view(bits), self.master.device
         self.master.copy_(torch.where(kept.to(where), self.master, self.weight.to(where, self.master.dtype)))
 
     # ---- gradients ------------------------------------------------------------------------------------------------
