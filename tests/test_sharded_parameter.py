@@ -239,6 +239,23 @@ def test_transforms_of_torch_func() -> None:
     ringcomm.run_ranks(run, 2, ranks="threads")
 
 
+def test_a_view_outlives_its_stage_but_not_its_model() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage=3, comm=comm)
+        view = model[0].weight.detach()[1]
+        for stage in (1, 3):
+            ringcomm.restage(model, optimizer, stage)
+            view.fill_(stage)
+            assert torch.equal(model.state_dict()["0.weight"][1], torch.full((6,), float(stage)))
+        ringcomm.unshard(model)
+        with pytest.raises(ringcomm.InvalidArgumentError, match="dropped or unsharded"):
+            view.fill_(2)
+
+    ringcomm.run_ranks(run, 2, ranks="threads")
+
+
 def test_ranks_evaluate_what_they_like_inside_of_whole() -> None:
     """At stage 3, as often as each rank likes; the training goes on with the same bits."""
     plain = _model()

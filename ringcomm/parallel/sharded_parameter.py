@@ -1,4 +1,11 @@
-"""A parameter of stage 3 while its values are in the ranks' shards."""
+"""A parameter of stage 3 while its values are in the ranks' shards, and views of it.
+
+p.shape, p.stride()         answered without values
+p.norm(), p.mul_(2)         the ranks gather the parameter's group; what was written is kept; the group goes
+v = p[0], p.t(), p.data     a view has no memory: it remembers the operation that made it
+v.zero_(), v + 1            the group is gathered, the operation done again, and its result used
+p[0] with gradients         a copy, so that its gradient comes to the parameter; written into, it does as a view
+"""
 
 from __future__ import annotations
 
@@ -58,8 +65,7 @@ class ShardedView(torch.Tensor):
     """
 
     _ringcomm: Place
-
-    _made_by: _Operation | None = None  # of a view; None: all of the parameter
+    _made_by: _Operation | None = None  # None: all of the parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,6 +164,11 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
     places = [x._ringcomm for x in _params_of((args, kwargs))]
     name = getattr(func, "__name__", str(func))
+    if not all(place.alive and not place.flat.unwrapped for place in places):
+        raise InvalidArgumentError(
+            f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
+            "that is sharded; take the view of the parameter as it is now"
+        )
     if name in _MEMORY:
         raise InvalidArgumentError(
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
@@ -186,8 +197,8 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_followed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` on the own values of views that autograd follows. What is written into one is written into the
-    parameter too."""
+    """Calls ``func`` on the values that views which autograd follows have themselves. What is written into one is
+    written into the parameter too."""
     name, leaves = getattr(func, "__name__", str(func)), tree_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         followed = {id(x): x for x in leaves if _is_followed(x)}
