@@ -56,6 +56,15 @@ _COLLECTIVES = {  # for the note on an error
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
 
+class _Calling(threading.local):
+    """The models of stage 3 whose calls run in this thread."""
+
+    flats: Sequence[weakref.ref[FlatModel]] = ()
+
+
+_calling = _Calling()
+
+
 @dataclass
 class BackwardPass:
     """What a pass of autograd has done so far. At its end a new one takes its place.
@@ -321,7 +330,7 @@ class FlatModel:
         """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
         if self.stage < LAST_STAGE:
             return
-        _calling.flats = [*getattr(_calling, "flats", ()), weakref.ref(self)]
+        _calling.flats = [*_calling.flats, weakref.ref(self)]
         autograd = torch._C._autograd
         free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
         if free:  # the hooks are another model's of ours; or those of checkpoint, which see to saved tensors otherwise
@@ -824,10 +833,6 @@ def will_run(node: Any) -> bool:
 
 def _first_call(unit: Unit) -> int:
     return unit.first_call or 0
-
-
-# The models of stage 3 whose calls run in this thread.
-_calling = threading.local()
 
 
 def _pack(x: torch.Tensor) -> Any:
