@@ -332,3 +332,62 @@ def test_two_models_in_one_operation(loss_of: Callable[..., torch.Tensor]) -> No
     expected = ringcomm.run_ranks(run, 2, 0, ranks="threads", timeout=20)[0]
     for stage in (1, 2, 3):
         assert all(map(torch.equal, expected, ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0]))
+
+
+def _averages_in_its_place(model: Any, average: list[torch.Tensor]) -> None:
+    """As the usual class for it does, which keeps `p.data`."""
+    kept = [p.data for p in model.parameters()]
+    for p, other in zip(model.parameters(), average, strict=True):
+        p.data = other
+    with torch.no_grad():
+        model(torch.eye(6))
+    saved = model.state_dict()
+    assert all(map(torch.equal, saved.values(), average))
+    for p, own in zip(model.parameters(), kept, strict=True):
+        p.data = own
+
+
+@pytest.mark.parametrize("wrap", ["ddp", 0, 1, 2])
+def test_averaged_weights_take_the_place_of_the_models(wrap: Any) -> None:
+    plain = _model()
+
+    def run(comm: ringcomm.Communicator, evaluates: bool) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if wrap == "ddp":
+            wrapped: nn.Module = ringcomm.DistributedDataParallel(model, comm)
+        else:
+            wrapped, _ = ringcomm.shard(model, optimizer, stage=wrap, comm=comm)
+        for _ in range(3):
+            wrapped(torch.full((2, 6), float(comm.rank))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                _averages_in_its_place(model, [p.detach() * 0.5 for p in model.parameters()])
+        return [x.clone() for x in model.state_dict().values()]
+
+    without, found = (ringcomm.run_ranks(run, 2, evaluates, ranks="threads")[0] for evaluates in (False, True))
+    assert all(map(torch.equal, without, found))
+
+
+def test_what_is_kept_of_whole_stays() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        with ringcomm.whole(model):
+            kept = [p.detach() for p in model.parameters()]
+            array = model[0].weight.detach().numpy()
+        model(torch.eye(6))
+        assert all(map(torch.equal, kept, plain.parameters()))
+        assert array.sum() == plain[0].weight.detach().numpy().sum()
+        with ringcomm.whole(model, write=True):
+            model[0].weight.data = torch.ones(6, 6)
+        assert model[0].weight.sum() == 36
+        with ringcomm.whole(model, write=True):
+            model.load_state_dict(plain.state_dict())
+        model[0].bias.data = model[0].weight.data[1]
+        assert torch.equal(model[0].bias + 0, plain[0].weight[1])
+        assert torch.equal(model[0].weight + 0, plain[0].weight)
+
+    plain = _model()
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)

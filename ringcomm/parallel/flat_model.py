@@ -164,9 +164,9 @@ class FlatModel:
                     p._ringcomm = Place(self, group, i)
         for group in self.order:
             self._watch(group)
-        self._find_homes()
+        self.find_homes()
 
-    def _find_homes(self) -> None:
+    def find_homes(self) -> None:
         """Groups of stage 3 by the memory of their whole buffer."""
         self._homes = {group.whole.untyped_storage()._cdata: group for group in self.groups}
 
@@ -741,7 +741,7 @@ class FlatModel:
         self.stage = stage
         for group in self.groups:
             group.restage(stage)
-        self._find_homes()
+        self.find_homes()
         for attached, state in zip(self.optimizers, states, strict=True):
             attached.rebuild(state)
 
@@ -787,7 +787,8 @@ class FlatModel:
                 "was; change it first and wrap it then"
             )
         for group in self.groups:
-            group.rebind("forward")
+            if group.stage < LAST_STAGE:
+                group.rebound("forward")
         if self.unmade is not None:
             self._check_unmade(self.unmade, "forward")
         self._unfreeze()

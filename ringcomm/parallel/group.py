@@ -304,18 +304,27 @@ class FlatGroup:
             work.wait()
             self._bind()
 
+    @property
+    def memory_uses(self) -> int:
+        """How many tensors and arrays share the whole buffer's memory."""
+        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata))
+
     @_untransformed
-    def release(self, keep: bool = True) -> None:
+    def release(self, keep: bool = True, leaves: bool = False) -> None:
         """Stage 3: lets go of the other ranks' parameters.
 
         Args:
             keep: whether what was written into the parameters meanwhile counts. All ranks write the same.
+            leaves: whether the memory stays with those who have kept tensors of it. The group gets other memory.
         """
         if self.stage == LAST_STAGE:
             self.finish_gather()
             if self._allocated:
                 if keep:
                     self.weight.copy_(self.whole[self.start : self.end])
+                if leaves:
+                    self.whole = torch.empty_like(self.whole)
+                    self._views = self.parts(self.whole)
                 self._free()
                 self.borrowed = False
                 self.ranks.note_gathered(-self.whole.nbytes)
@@ -353,20 +362,20 @@ class FlatGroup:
             self.weight.copy_(self.whole[self.start : self.end])
         self._follow()
 
-    def rebind(self, call: str) -> None:
-        """Up to stage 2: keeps the values of tensors that were put in the place of `p.data`.
+    def rebound(self, call: str) -> list[int]:
+        """While they are whole: the parameters whose `p.data` is another tensor now. They are computed with as they
+        are, since the user may put the one before back, as after an evaluation of averaged weights.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
-        if self.stage == LAST_STAGE:
-            return
         types = {*map(_dtype_of, self.params)}
-        if [*map(torch.Tensor.data_ptr, self.params)] == self._addresses and types == {self.types.compute}:
-            return
-        for i, (p, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if p.data_ptr() == address and p.dtype == self.types.compute:
+        here = self._addresses if self.stage < LAST_STAGE else [view.data_ptr() for view in self._views]
+        if [*map(torch.Tensor.data_ptr, self.params)] == here and types == {self.types.compute}:
+            return []
+        found = []
+        for i, (p, view) in enumerate(zip(self.params, self._views, strict=True)):
+            if p.data_ptr() == here[i] and p.dtype == self.types.compute:
                 continue
-            view = self._views[i]
             if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
                 raise InvalidArgumentError(
                     f"{call}: rank {self.ranks.rank} found that `p.data` of {self.names[i]} was set to a tensor of "
@@ -374,12 +383,19 @@ class FlatGroup:
                     f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it "
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
-            view.copy_(p.detach())
-            p.data = view
+            found.append(i)
+        return found
+
+    def rebind(self, call: str) -> None:
+        """Keeps the values of tensors that were put in the place of `p.data`; see `rebound`."""
+        for i in self.rebound(call):
+            self._views[i].copy_(self.params[i].detach())
+            self.params[i].data = self._views[i]
 
     def adopt_writes(self, call: str) -> None:
         """Keeps what was written into the parameters since `publish`: the master weights follow."""
-        self.rebind(call)
+        if self.is_whole:
+            self.rebind(call)
         if self.stage < LAST_STAGE or self.is_whole:
             self.take_over()
         else:

@@ -68,8 +68,6 @@ def _after_state_dict(
     """Puts whole parameters in; a collective from stage 1 on. They are copies: torch refuses to write into them, as
     into every tensor of inference mode, for what is written would not reach the model."""
     del metadata
-    for group in groups:
-        group.rebind("state_dict")
     wholes: dict[FlatGroup, torch.Tensor] = {}
     for name, (group, i) in _names(module, groups, prefix).items():
         if not (group.separate or group.stage == LAST_STAGE) or name not in state:

@@ -375,13 +375,17 @@ def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
     sharded = [unit for unit in flat.units if not unit.is_whole]
     for unit in units:
         unit.gather()
+    groups = [group for unit in units for group in unit.groups]
+    uses = {group: group.memory_uses for group in groups}
     before, flat.keeps_gathered = flat.keeps_gathered, True
     try:
         with torch.no_grad():
             yield
     finally:
         flat.keeps_gathered = before
-        for group in [group for unit in units for group in unit.groups] if write else []:
-            group.take_over()
-        for unit in sharded:
-            unit.release()
+        for group in groups:
+            if write and group.is_whole:
+                group.adopt_writes("whole")
+        for group in [group for unit in sharded for group in unit.groups]:
+            group.release(leaves=group in uses and group.memory_uses > uses[group])
+        flat.find_homes()

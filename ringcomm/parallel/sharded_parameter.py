@@ -147,7 +147,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
             f"{values.device} for {place.name}, expected {tuple(p.shape)} {p.dtype} on {p.device}; change the module "
             "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
         )
-    place.group.load(place.index, values)
+    place.group.load(place.index, values.clone() if isinstance(values, ShardedView) else values)
     place.group.publish()
 
 
