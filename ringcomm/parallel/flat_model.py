@@ -723,9 +723,9 @@ class FlatModel:
     def forget_gradients(self) -> None:
         """As zero_grad() does."""
         for group in self.order:
-            group.gradient.drop()
             for p in group.params:
                 p.grad = None
+            group.gradient.drop()
 
     def restage(self, stage: int) -> None:
         """Moves everything to another stage."""

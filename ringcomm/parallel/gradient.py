@@ -13,9 +13,11 @@ Means are added to what was reduced before, and local sums to local sums, so eve
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
-from collections.abc import Sequence
-from functools import reduce
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,13 @@ from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
+
+
+_OWN_REFERENCES = 2  # to a tensor that only a list of ours holds, and who asks
+
+
+def _same(gradient: Gradient | None) -> Gradient | None:
+    return gradient
 
 
 class Gradient:
@@ -189,13 +198,32 @@ class Gradient:
                 work.wait()
             self._give_back(wire, out, *self.levels)
             self._no_levels()
+        self.shown = [None] * len(self.shown)
+        self._leave(range(len(self.shown)))
         self._give_back(*self.levels)
         self._no_levels()
-        self.views, self.shown = None, [None] * len(self.shown)
+        self.views = None
         self.has_reduced = self.opened = False
         self.contributed.clear()
         self.has.clear()
         self.changed()
+
+    def _leave(self, forgotten: Iterable[int]) -> None:
+        """What users have kept of gradients that are to be forgotten keeps its values, in memory of its own."""
+        kept: Gradient | None = None
+        for i in forgotten:
+            if self._means and i in self.has and sys.getrefcount(self._means[i][0]) > _OWN_REFERENCES:
+                mean = self._means[i][0]
+                mean.data = mean.clone()
+                self._means[i] = self._part(self.buffer, i), self._means[i][1]
+            standin = self.standins[i]
+            if sys.getrefcount(standin) > 1 + _OWN_REFERENCES:
+                if kept is None and i in self.has:
+                    kept = copy.copy(self)
+                    kept.buffer = kept.reduced = self.reduced.clone()
+                    kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
+                standin._owner = partial(_same, kept if i in self.has else None)
+                self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
 
     def reconcile(self) -> None:
         """Forgets what the user has set to None."""
@@ -208,6 +236,8 @@ class Gradient:
             return self.drop()
         for i in gone:
             self.shown[i] = None
+        self._leave(gone)
+        for i in gone:
             self.has.discard(i)
             self.contributed.discard(i)
             for level in self.levels:
@@ -225,9 +255,13 @@ class Gradient:
             self.reconcile()
             if self.opened:
                 return
-            for i, grad in enumerate(grads):
-                if grad is not None and not self._is_shown(i, grad):
-                    self._adopt(i, grad, call)
+            others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
+            if len(others) > 1:  # they may have been exchanged
+                others = [
+                    (i, g if g is self.standins[i] or g.layout != torch.strided else g.clone()) for i, g in others
+                ]
+            for i, grad in others:
+                self._adopt(i, grad, call)
 
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.shown)):

@@ -50,7 +50,8 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _name: str
-    _owner: weakref.ref[Gradient]  # not held: Python's garbage collector does not see what p.grad holds
+    # Not held, for Python's garbage collector does not see what p.grad holds; but of a gradient that was forgotten.
+    _owner: Callable[[], Gradient | None]
     _index: int
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
 
@@ -71,8 +72,8 @@ class ShardedGradient(torch.Tensor):
         home = self._owner()
         if home is None:
             raise InvalidArgumentError(
-                f"grad: got the gradient of {self._name}, whose model was dropped or restaged since, expected "
-                "that of now; read p.grad again"
+                f"grad: got the gradient of {self._name}, which was forgotten, or whose model was dropped or restaged, "
+                "since, expected that of now; read p.grad again"
             )
         return home
 
