@@ -190,7 +190,7 @@ def test_writes_that_would_be_lost_raise() -> None:
             w.detach().t_()
         with pytest.raises(ringcomm.InvalidArgumentError, match=r"view\.copy_"):
             w.detach()[0].data = torch.zeros(6)
-        with pytest.raises(ringcomm.InvalidArgumentError, match=r"zero_: .* view of 0\.weight that autograd follows"):
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"zero_: .* view of 0\.weight that has a gradient"):
             w[0].zero_()
 
     _on_a_parameter(test)
@@ -391,3 +391,87 @@ def test_what_is_kept_of_whole_stays() -> None:
 
     plain = _model()
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
+
+
+def test_what_torch_reads_without_asking_is_right() -> None:
+    """A view has a copy of its values, for functions that read memory themselves."""
+
+    def test(w: Any, plain: torch.Tensor) -> None:
+        view, expected = w.detach()[0], plain.detach()[0]
+        assert torch.equal(torch.tensor(view), expected)
+        x = torch.ones(6, requires_grad=True)
+        (x * 1).backward(view)
+        assert torch.equal(x.grad, expected)
+        assert f"{view[0]:.3f}" == f"{expected[0]:.3f}"
+        assert torch.equal(torch.func.vmap(lambda x: w.detach().t() @ x)(torch.eye(6)), plain.detach())
+
+    _on_a_parameter(test)
+
+
+def test_a_view_can_have_a_gradient() -> None:
+    def test(w: Any, plain: torch.Tensor) -> None:
+        view = w.detach()[1].requires_grad_()
+        optimizer = torch.optim.SGD([view], lr=0.1)
+        (view * 2).sum().backward()
+        assert torch.equal(view.grad, torch.full((6,), 2.0))
+        optimizer.step()
+        assert torch.equal(w.detach()[1] + 0, plain.detach()[1] - 0.2)  # as in torch: the same memory
+        assert (nn.Parameter(w.data[0]) * 1).requires_grad
+
+    _on_a_parameter(test)
+
+
+def test_a_view_lies_where_it_was_made() -> None:
+    """Also where what has chosen it is changed later."""
+
+    def test(w: Any, plain: torch.Tensor) -> None:
+        row, sizes = torch.tensor(0), [2, 4]
+        first, (_, rest) = w.data[row], w.data.split(sizes)
+        row += 1
+        sizes[:] = [4, 2]
+        first.fill_(9)
+        rest.fill_(8)
+        expected = plain.detach().clone()
+        expected[0], expected[2:] = 9, 8
+        assert torch.equal(w.detach() + 0, expected)
+        view = w.data
+        for _ in range(300):
+            view = view[:]
+        assert torch.equal(view + 0, expected)
+
+    _on_a_parameter(test)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", ["evaluates", "trains", "loads"])
+def test_inside_of_whole_every_rank_does_as_it_likes(stage: int, what: str) -> None:
+    """Also with buffers, and after what all ranks do together."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def run(comm: ringcomm.Communicator) -> None:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage, comm)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with ringcomm.whole(model):
+                if what == "trains":
+                    with torch.enable_grad():
+                        model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if what == "loads":
+                    model.load_state_dict(plain.state_dict())
+                model.eval()
+                for _ in range(comm.rank):
+                    model(x)
+                model.train()
+            count = torch.ones(3)
+            comm.all_reduce(count)
+            assert float(count[0]) == 2
+
+    ringcomm.run_ranks(run, 2, timeout=20)

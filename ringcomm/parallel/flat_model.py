@@ -148,7 +148,8 @@ class FlatModel:
         self._trains = False  # whether the last outermost call had a graph
         self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
-        self.keeps_gathered = False  # whether stage 3 lets go of nothing: such a graph, or `whole`, may use it
+        self.keeps_gathered = False  # such a graph may use parameters of stage 3
+        self.holders = 0  # how many times the program is inside of `whole`: stage 3 lets go of nothing
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
         self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
@@ -245,8 +246,7 @@ class FlatModel:
             inner = p
             while torch._C._functorch.is_functorch_wrapped_tensor(inner):
                 inner = torch._C._functorch.get_unwrapped(inner)
-            place = place_of(inner)
-            if place is not None and inner is not place.group.params[place.index]:
+            if inner is not p and hasattr(inner, "_ringcomm") and place_of(inner) is None:
                 raise UnsupportedError(
                     f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
                     "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
@@ -274,12 +274,29 @@ class FlatModel:
                 "that one alone; train this one outside"
             )
         self._last, self._seen = self._seen or self._last, []
+        if not self.holders:
+            self._announce_forward()
+
+    def _announce_forward(self) -> None:
         sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
             self.ranks.announce("buffers")
             self.timed(self.send_buffers)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, no call lets go of parameters, and forward sends nothing. It begins with what the next forward pass
+        would send."""
+        if not self.holders and self.ranks.joining is None:
+            self._announce_forward()
+            self._sync_buffers = False
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
 
     def _gather_ahead(self, unit: Unit) -> None:
         at = len(self._seen)
@@ -315,13 +332,14 @@ class FlatModel:
 
     def _end_forward(self) -> None:
         """The whole module returns: what was brought and not used goes."""
-        self._sync_buffers = self.sync and torch.is_grad_enabled()
+        trains = self.sync and torch.is_grad_enabled()
+        self._sync_buffers = trains or (self._sync_buffers and self.holders > 0)  # ranks evaluate as they like there
         for unit in self.units:
             if unit.reshard_after_forward or not torch.is_grad_enabled():
                 self._release(unit)
 
     def _release(self, held: Unit | FlatGroup) -> None:
-        if not self.keeps_gathered:
+        if not (self.keeps_gathered or self.holders):
             held.release()
 
     # Saved parameters, at stage 3.

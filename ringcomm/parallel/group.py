@@ -335,7 +335,12 @@ class FlatGroup:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
-        self.release(keep=False)  # stage 3: what is whole now is the old values
+        held = self.stage == LAST_STAGE and self.unit is not None and self.unit.flat.holders > 0 and self.is_whole
+        self.release(keep=False, leaves=held)  # stage 3: what is whole now is the old values
+        if held:
+            self.start_gather()
+            self.finish_gather()
+            self.unit.flat.find_homes()
         return None
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,6 @@ class Place:
 
 
 def place_of(p: Any) -> Place | None:
-    """Where a parameter of a wrapped model lies; None: it is of none."""
+    """Where a parameter of a wrapped model lies; None: it is of none, as a view of one."""
     place: Place | None = getattr(p, "_ringcomm", None)
-    return place if place is not None and place.alive else None
+    return place if place is not None and place.alive and place.group.params[place.index] is p else None

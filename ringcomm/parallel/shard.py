@@ -377,15 +377,13 @@ def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
         unit.gather()
     groups = [group for unit in units for group in unit.groups]
     uses = {group: group.memory_uses for group in groups}
-    before, flat.keeps_gathered = flat.keeps_gathered, True
     try:
-        with torch.no_grad():
+        with torch.no_grad(), flat.holding():
             yield
     finally:
-        flat.keeps_gathered = before
         for group in groups:
             if write and group.is_whole:
                 group.adopt_writes("whole")
-        for group in [group for unit in sharded for group in unit.groups]:
+        for group in [group for unit in sharded for group in unit.groups if not flat.keeps_gathered]:
             group.release(leaves=group in uses and group.memory_uses > uses[group])
         flat.find_homes()

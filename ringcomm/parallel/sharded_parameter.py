@@ -2,15 +2,14 @@
 
 p.shape, p.stride()         answered without values
 p.norm(), p.mul_(2)         the ranks gather the parameter's group; what was written is kept; the group goes
-v = p[0], p.t(), p.data     a view has no memory: it remembers the operation that made it
-v.zero_(), v + 1            the group is gathered, the operation done again, and its result used
-p[0] with gradients         a copy, so that its gradient comes to the parameter; written into, it does as a view
+v = p[0], p.t()             a view remembers where in the group's memory it lies, and has a copy of the values
+v.zero_(), v + 1            the group is gathered, and the operation done there
+p[0] with gradients         is computed with as the copy; written into, it does as a view
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.place import Place, place_of
+from ringcomm.parallel.place import Place
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
@@ -45,14 +44,26 @@ _COPIES = _ARRAYS | {"__dlpack__"}
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """What has made a view: tensor number ``at`` in what ``function(*args, **kwargs)`` gives."""
+class _Window:
+    """Where a view lies in the memory of a group that is whole."""
 
-    function: Any
-    args: Any
-    kwargs: Any
-    at: int
-    like: torch.Tensor  # on meta, with the view's shape and strides
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> _Window:
+        return _Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+
+    def on(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view."""
+        found = torch.empty(0, dtype=self.dtype, device=whole.device)
+        found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
 
 
 class ShardedView(torch.Tensor):
@@ -61,11 +72,11 @@ class ShardedView(torch.Tensor):
     Its shape can be asked for without communication. Whatever needs values collects them first: a collective, which
     every rank has to call. What is written into it counts, each rank's part of it; write the same on every rank.
 
-    A view that autograd follows (`p[0]` outside of `torch.no_grad()`) has values of its own, and costs nothing more.
+    A view that has a gradient (`p[0]` outside of `torch.no_grad()`) is read as the values that it was made with.
     """
 
     _ringcomm: Place
-    _made_by: _Operation | None = None  # None: all of the parameter
+    _window: _Window | None = None  # None: all of the parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,13 +88,17 @@ class ShardedView(torch.Tensor):
             return _alias(args[0])
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
-        if any(map(_is_followed, tree_leaves((args, kwargs)))):
-            return _with_followed(func, args, kwargs)
+        if any(map(_has_gradient, tree_leaves((args, kwargs)))):
+            return _with_own_values(func, args, kwargs)
         if name in _CONVERSIONS and len(args) + len(kwargs) > (name == "type") and _changes_nothing(func, args, kwargs):
             return args[0]
         if name in _STRIDES:
             return func(_like(args[0]), *args[1:], **kwargs)
-        if name in _FACTS and not (name == "__get__" and attribute in _VALUES):
+        if (
+            name in _FACTS
+            and not (name == "__get__" and attribute in _VALUES)
+            and not (name == "__format__" and args[1])
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "__iter__":
@@ -104,8 +119,7 @@ class ShardedView(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
-        place = place_of(self)
-        name = "" if place is None else f"{place.name}, "
+        name = f"{self._ringcomm.name}, " if self._ringcomm.alive else ""
         return f"{type(self).__name__}({name}shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -116,27 +130,28 @@ class ShardedParameter(ShardedView, nn.Parameter):
 def _alias(x: Any) -> ShardedView:
     """The same parameter or view without its history of gradients."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _view(x.detach(), x._ringcomm, _made_by(x))
+        return _view(x.detach(), x._ringcomm, _window(x))
 
 
-def _view(x: torch.Tensor, place: Place, made_by: _Operation | None) -> ShardedView:
+def _view(x: torch.Tensor, place: Place, window: _Window | None) -> ShardedView:
     view = x.as_subclass(ShardedView)
-    view._ringcomm, view._made_by = place, made_by
+    view._ringcomm, view._window = place, window
     return view
 
 
 def _like(x: Any) -> torch.Tensor:
     """A tensor without memory that has the strides of a parameter or view."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if x._made_by is None else x._made_by.like
+    if x._window is None:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x._window.stride, dtype=x.dtype, device="meta")
 
 
 def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
     """`p.data = values`: this rank takes its part of them."""
-    place = place_of(p)
-    assert place is not None
-    if getattr(values, "_ringcomm", None) is p._ringcomm and _made_by(values) is _made_by(p):
+    place: Place = p._ringcomm
+    if getattr(values, "_ringcomm", None) is p._ringcomm and _window(values) == _window(p):
         return
-    if _made_by(p) is not None:
+    if _window(p) is not None:
         raise InvalidArgumentError(
             f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
             "values that are written into it; use view.copy_(values)"
@@ -162,7 +177,8 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
-    places = [x._ringcomm for x in _params_of((args, kwargs))]
+    given = [x for x in tree_leaves((args, kwargs)) if _lies_in_shards(x)]
+    places = [x._ringcomm for x in given]
     name = getattr(func, "__name__", str(func))
     if not all(place.alive and not place.flat.unwrapped for place in places):
         raise InvalidArgumentError(
@@ -182,7 +198,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
             for flat, found in groups.items()
         }
-        values = _values_of((args, kwargs), _copied if name in _COPIES else _values)
+        values = {id(x): _copied(x) if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
         if _writes(name, kwargs):
@@ -190,61 +206,67 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
                 group.take_over()
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
-        originals = {id(values[id(x)]): x for x in tree_leaves((args, kwargs)) if id(x) in values}
+        originals = {id(values[id(x)]): x for x in given}
         result = tree_map(lambda x: originals.get(id(x), x), result)
         homes = {place.group.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
-        return _with_views(result, homes, func, args, kwargs)
+        return _with_views(result, homes)
 
 
-def _with_followed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` on the values that views which autograd follows have themselves. What is written into one is
-    written into the parameter too."""
+def _with_own_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls ``func`` on the copies that views with a gradient have. What is written into one is written into the
+    parameter too."""
     name, leaves = getattr(func, "__name__", str(func)), tree_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        followed = {id(x): x for x in leaves if _is_followed(x)}
-        own = {key: x.as_subclass(torch.Tensor) for key, x in followed.items()}
-    target = kwargs.get("out", args[0] if args else None)
-    if id(target) in own and _writes(name, kwargs):
-        if torch.is_grad_enabled() or target is kwargs.get("out"):
+        views = {id(x): x for x in leaves if _has_gradient(x)}
+        own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
+    writes = _writes(name, kwargs) and name != "requires_grad_"
+    targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
+    if targets:
+        place = targets[0]._ringcomm
+        if torch.is_grad_enabled() or kwargs.get("out") is not None:
             raise InvalidArgumentError(
-                f"{name}: rank {target._ringcomm.flat.ranks.rank} got a view of {target._ringcomm.name} that autograd "
-                "follows, expected one without gradients; make the view, and write, inside of torch.no_grad()"
+                f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
+                "without; make the view, and write, inside of torch.no_grad()"
             )
-        rest = tree_map(lambda x: own.get(id(x), x), args[1:])
-        func(_alias(target), *rest, **kwargs)
-        own[id(target)].copy_(_alias(target))
-        return target
+        first = tree_map(lambda x: _alias(x) if id(x) in own else x, args[0])
+        func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
+        for x in targets:
+            own[id(x)].copy_(_alias(x))
+        return args[0]
     if any(_lies_in_shards(x) and id(x) not in own for x in leaves):
-        exchanged = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
-        return func(*exchanged[0], **exchanged[1])
+        args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
+        return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        homes = {x.untyped_storage()._cdata: followed[key]._ringcomm for key, x in own.items()}
-    args, kwargs = tree_map(lambda x: _alias(x) if id(x) in followed else x, (args, kwargs))
-    return _with_views(result, homes, func, args, kwargs, copies=False)
+        memories = {x.untyped_storage()._cdata for x in own.values()}
+    found, structure = tree_flatten(result)
+    if any(_shares(x, memories) for x in found):  # where they lie in the parameter
+        args, kwargs = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
+        with torch.no_grad():
+            there = tree_leaves(func(*args, **kwargs))
+        pairs = zip(found, there, strict=True)
+        found = [_view(x, y._ringcomm, _window(y)) if _shares(x, memories) else x for x, y in pairs]
+    return tree_unflatten(found, structure)
 
 
-def _with_views(result: Any, homes: dict[int, Place], func: Any, args: Any, kwargs: Any, copies: bool = True) -> Any:
+def _with_views(result: Any, homes: dict[int, Place]) -> Any:
     """The result of an operation, where what shares memory with a parameter's values is a view of the parameter.
 
     Args:
-        homes: the memory, and whose it is.
-        copies: whether the memory goes, so that what autograd follows must get its own.
+        homes: that memory, and whose it is.
     """
     leaves, structure = tree_flatten(result)
     for at, x in enumerate(leaves):
-        if not isinstance(x, torch.Tensor) or _lies_in_shards(x):
-            continue
-        place = homes.get(x.untyped_storage()._cdata)
-        if place is None:
-            continue
-        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if x.grad_fn is None:
-            values = x.new_full((), math.nan if x.is_floating_point() else -1).expand(x.shape)
-        else:
-            values = x.clone() if copies else x
-        leaves[at] = _view(values, place, _Operation(func, args, kwargs, at, like))
+        if _shares(x, homes):
+            leaves[at] = _view(x.clone(), homes[x.untyped_storage()._cdata], _Window.of(x))
     return tree_unflatten(leaves, structure)
+
+
+def _shares(x: Any, memories: Collection[int]) -> bool:
+    """Whether this is a plain tensor in one of the memories."""
+    if not isinstance(x, torch.Tensor) or _lies_in_shards(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return x.layout == torch.strided and x.untyped_storage()._cdata in memories
 
 
 def _writes(name: str, kwargs: Any) -> bool:
@@ -252,30 +274,12 @@ def _writes(name: str, kwargs: Any) -> bool:
     return in_place or name == "__setitem__" or kwargs.get("out") is not None
 
 
-def _params_of(arguments: Any) -> Iterator[torch.Tensor]:
-    """The parameters of stage 3 among an operation's arguments, and those that views among them are of."""
-    for x in tree_leaves(arguments):
-        made = _made_by(x)
-        if made is not None:
-            yield from _params_of((made.args, made.kwargs))
-        elif _lies_in_shards(x):
-            yield x
-
-
-def _values_of(arguments: Any, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By id, the values of the parameters and views among an operation's arguments, which were collected."""
-    return {id(x): values(x) for x in tree_leaves(arguments) if _lies_in_shards(x)}
-
-
 def _values(x: Any) -> torch.Tensor:
-    """The values of a parameter, as the parameter itself if it can be computed with, or of a view."""
-    made, place = _made_by(x), x._ringcomm
-    if made is not None:
-        of = _values_of((made.args, made.kwargs), _values)
-        args, kwargs = tree_map(lambda each: of.get(id(each), each), (made.args, made.kwargs))
-        with torch.no_grad():
-            found: torch.Tensor = tree_leaves(made.function(*args, **kwargs))[made.at]
-        return found.detach()
+    """The values of a parameter that was collected, as the parameter itself if it can be computed with, or of a
+    view."""
+    window, place = _window(x), x._ringcomm
+    if window is not None:
+        return window.on(place.group.whole)
     return x if x is place.group.params[place.index] else place.group.view(place.index).detach()
 
 
@@ -283,12 +287,12 @@ def _copied(x: Any) -> torch.Tensor:
     return _values(x).detach().clone()
 
 
-def _is_followed(x: Any) -> bool:
-    """Whether this is a view that autograd follows."""
-    if not isinstance(x, ShardedView):
+def _has_gradient(x: Any) -> bool:
+    """Whether this is a view that autograd follows, or collects a gradient for."""
+    if not isinstance(x, ShardedView) or x._window is None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return x.grad_fn is not None
+        return x.requires_grad
 
 
 def _lies_in_shards(x: Any) -> bool:
@@ -296,5 +300,5 @@ def _lies_in_shards(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm")
 
 
-def _made_by(x: Any) -> _Operation | None:
-    return x._made_by if isinstance(x, ShardedView) else None
+def _window(x: Any) -> _Window | None:
+    return x._window if isinstance(x, ShardedView) else None
