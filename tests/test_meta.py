@@ -142,7 +142,7 @@ def test_loaded_after_sharding(stage: int, kind: type[nn.Module], way: str, tmp_
         elif way == "checkpoint":
             ringcomm.checkpoint.load(tmp_path / "saved", model)
         elif way == "whole":
-            with ringcomm.whole(model, write=True):
+            with ringcomm.whole(model):
                 model.apply(fill)
         else:
             model.apply(fill)
@@ -201,7 +201,7 @@ def test_modules_that_cannot_be_initialised_are_refused() -> None:
 
 def test_ranks_agree_on_whether_they_initialise() -> None:
     def run(comm: ringcomm.Communicator) -> None:
-        with pytest.raises(MismatchError, match="initialises"):
+        with pytest.raises(MismatchError, match="init_fn"):
             ringcomm.shard(on_meta(Tower), None, 3, comm, init_fn=None if comm.rank else False)
 
     ranks(run, 2)

@@ -119,7 +119,7 @@ def test_wrapping_twice_is_refused(stage: int) -> None:
                 ringcomm.shard(module, None, stage, comm)
         with pytest.raises(InvalidArgumentError, match="an optimizer that is sharded already"):
             ringcomm.shard(model, opt, stage, comm)
-        with pytest.raises(InvalidArgumentError, match=f"stage={3 - stage} for a module .* wrapped at stage {stage}"):
+        with pytest.raises(InvalidArgumentError, match=f"stage={3 - stage} for a module .* wrapped with stage={stage}"):
             ringcomm.shard(model, sgd(model), 3 - stage, comm)
         assert all(map(torch.equal, before, state_of(model)))
         step_of(model, opt, comm.rank, 0)

@@ -196,6 +196,21 @@ def test_writes_that_would_be_lost_raise() -> None:
     _on_a_parameter(test)
 
 
+@torch.no_grad()
+def _negated_twice(w: torch.Tensor) -> None:
+    w.neg_()
+    w.neg_()
+
+
+def test_master_weights_follow_at_the_step() -> None:
+    """Not at each write, of which a later one may put back what there was: the bits that bfloat16 has not stay."""
+    narrow = ringcomm.MixedPrecision(param_dtype=torch.bfloat16)
+    expected = _write(_negated_twice, 0, 2, mixed_precision=narrow)
+    assert all(map(torch.equal, expected, _write(lambda w: None, 0, 2, mixed_precision=narrow)))
+    for stage in (1, 2, 3):
+        assert all(map(torch.equal, expected, _write(_negated_twice, stage, 2, mixed_precision=narrow)))
+
+
 def test_views_inside_of_whole() -> None:
     """A view made before reads and writes what is whole, and does not take it away."""
 
@@ -203,7 +218,7 @@ def test_views_inside_of_whole() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         ringcomm.shard(model, None, stage=3, comm=comm)
         row = model[0].weight.detach()[1]
-        with ringcomm.whole(model, write=True):
+        with ringcomm.whole(model):
             row.fill_(2)
             assert torch.equal(model[0].weight[1], torch.full((6,), 2.0))
         assert row.sum() == 12
@@ -334,40 +349,77 @@ def test_two_models_in_one_operation(loss_of: Callable[..., torch.Tensor]) -> No
         assert all(map(torch.equal, expected, ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0]))
 
 
-def _averages_in_its_place(model: Any, average: list[torch.Tensor]) -> None:
-    """As the usual class for it does, which keeps `p.data`."""
+def _averages_in_its_place(model: Any, average: list[torch.Tensor], folder: str | None) -> list[torch.Tensor]:
+    """As the usual class for it does, which keeps `p.data`. Returns what was kept."""
     kept = [p.data for p in model.parameters()]
     for p, other in zip(model.parameters(), average, strict=True):
         p.data = other
     with torch.no_grad():
-        model(torch.eye(6))
+        model(torch.eye(6, dtype=average[0].dtype))
     saved = model.state_dict()
-    assert all(map(torch.equal, saved.values(), average))
+    assert all(torch.equal(x.to(other.dtype), other) for x, other in zip(saved.values(), average, strict=True))
+    if folder is not None:
+        ringcomm.checkpoint.save(folder, model)
+    found = [own.clone() for own in kept]
     for p, own in zip(model.parameters(), kept, strict=True):
         p.data = own
+    return found
 
 
-@pytest.mark.parametrize("wrap", ["ddp", 0, 1, 2])
-def test_averaged_weights_take_the_place_of_the_models(wrap: Any) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("wrap", ["ddp", 0, 1, 2, 3])
+def test_averaged_weights_take_the_place_of_the_models(wrap: Any, narrow: bool, tmp_path: Any) -> None:
+    """The training goes on as if they had never been there, to the last bit of the master weights."""
     plain = _model()
+    precision = ringcomm.MixedPrecision(param_dtype=torch.bfloat16) if narrow else None
 
     def run(comm: ringcomm.Communicator, evaluates: bool) -> list[torch.Tensor]:
         model = copy.deepcopy(plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if wrap == "ddp":
-            wrapped: nn.Module = ringcomm.DistributedDataParallel(model, comm)
+            wrapped: nn.Module = ringcomm.DistributedDataParallel(model, comm, mixed_precision=precision)
         else:
-            wrapped, _ = ringcomm.shard(model, optimizer, stage=wrap, comm=comm)
-        for _ in range(3):
+            wrapped, _ = ringcomm.shard(model, optimizer, stage=wrap, comm=comm, mixed_precision=precision)
+        for step in range(3):
             wrapped(torch.full((2, 6), float(comm.rank))).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if evaluates:
-                _averages_in_its_place(model, [p.detach() * 0.5 for p in model.parameters()])
+                folder = None if wrap == "ddp" else f"{tmp_path}/{step}"
+                own = [p.detach().clone() for p in model.parameters()]
+                kept = _averages_in_its_place(model, [x * 0.5 for x in own], folder)
+                assert all(map(torch.equal, own, kept))
         return [x.clone() for x in model.state_dict().values()]
 
     without, found = (ringcomm.run_ranks(run, 2, evaluates, ranks="threads")[0] for evaluates in (False, True))
     assert all(map(torch.equal, without, found))
+
+
+def test_what_was_kept_of_a_parameter_is_memory() -> None:
+    """`kept` of `kept = p.data; p.data = other` can be written into, and is the parameter's memory again, once it is
+    put back."""
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage=stage, comm=comm)
+        p, q = (model[i].weight for i in (0, 2))
+        kept, row, found = p.data, p.data[0], []
+        p.data = torch.full((6, 6), 7.0)
+        row.add_(1)
+        kept.view(-1)[-1] = 5
+        found += [kept.clone(), p.detach().clone()]
+        p.data = kept
+        row.add_(1)
+        p.data.mul_(2)
+        found += [kept.clone(), p.detach().clone()]
+        p.data, q.data = torch.cat([q.data, q.data]), p.data[:3]
+        return [*found, p.detach().clone(), q.detach().clone()]
+
+    plain = _model()
+    expected = ringcomm.run_ranks(run, 2, 0, ranks="threads", timeout=20)[0]
+    for W in (1, 2, 3):
+        for found in ringcomm.run_ranks(run, W, 3, ranks="threads", timeout=20):
+            assert all(map(torch.equal, expected, found))
 
 
 def test_what_is_kept_of_whole_stays() -> None:
@@ -380,10 +432,10 @@ def test_what_is_kept_of_whole_stays() -> None:
         model(torch.eye(6))
         assert all(map(torch.equal, kept, plain.parameters()))
         assert array.sum() == plain[0].weight.detach().numpy().sum()
-        with ringcomm.whole(model, write=True):
+        with ringcomm.whole(model):
             model[0].weight.data = torch.ones(6, 6)
         assert model[0].weight.sum() == 36
-        with ringcomm.whole(model, write=True):
+        with ringcomm.whole(model):
             model.load_state_dict(plain.state_dict())
         model[0].bias.data = model[0].weight.data[1]
         assert torch.equal(model[0].bias + 0, plain[0].weight[1])

@@ -104,6 +104,7 @@ CHANCES = {
     "ema": 0.1,
     "write": 0.12,  # into parameters and their views, between steps
     "grad_write": 0.12,  # the same for gradients
+    "swap": 0.08,  # other weights in the place of `p.data` for a while
     "scheduler": 0.15,
     "zeros": 0.15,
     "closure": 0.05,
@@ -318,6 +319,7 @@ _PER_CALL = {
     "grad_hook": 0.4,
     "memory": 0.6,
 }
+NO_GRAPH = {"no_grad_call", "memory"}  # of a frozen block: torch refuses to checkpoint what no gradient comes from
 
 
 def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
@@ -328,7 +330,7 @@ def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
     how = "nonreentrant" if "checkpoint" in features else "reentrant" if "checkpoint.reentrant" in features else ""
     if dice.random() > 0.5 or block.kind == "cache":  # which a second forward pass finds written
         how = ""
-    if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags):
+    if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags or NO_GRAPH <= flags):
         how = ""
     return Call(number, block.number, how, frozenset(flags))
 

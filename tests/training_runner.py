@@ -366,15 +366,33 @@ class Loop:
         if "freeze_later" in self.program:
             self.freeze(True)
         if "evaluate" in self.program:
-            self.placed.model.eval()
-            with torch.no_grad():
-                for number in (50, 51):
-                    self.see(f"step {step} evaluation", unwrapped(self.forward(step, number))[0])
-            self.placed.model.train()
+            self.evaluate(step, 50, 51)
+        if "swap" in self.program:
+            self.swap(step)
         if "write" in self.program:
             self.write([*self.placed.net.parameters()], step)
         if "restage" in self.program:
             self.placed.restage((self.placed.stage + self.program.restage_by) % 4)
+
+    @torch.no_grad()
+    def evaluate(self, step: int, *numbers: int) -> None:
+        self.placed.model.eval()
+        for number in numbers:
+            self.see(f"step {step} evaluation", unwrapped(self.forward(step, number))[0])
+        self.placed.model.train()
+
+    @torch.no_grad()
+    def swap(self, step: int) -> None:
+        """Looks at the model with other weights in the place of its own."""
+        params = list(self.placed.net.parameters())
+        kept = [p.data for p in params]
+        for p in params:
+            p.data = p.detach() * 0.5
+        self.evaluate(step, 52)
+        for name, x in self.values().items():
+            self.see(f"step {step} swapped {name}", x)
+        for p, own in zip(params, kept, strict=True):
+            p.data = own
 
     @torch.no_grad()
     def write(self, tensors: list[torch.Tensor], step: int) -> None:

@@ -249,9 +249,7 @@ class Loading:
                 group.master[first - group.start : last - group.start].copy_(
                     master[first - group.start : last - group.start]
                 )
-            work = group.publish()
-            if work is not None:
-                work.wait()
+            group.publish_and_wait()
         for tensor, values in self.wholes:
             tensor.copy_(values)
         for module, value in self.extra_states:

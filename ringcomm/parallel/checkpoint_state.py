@@ -64,8 +64,7 @@ class Saving:
 
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
-        for home in self.flat.groups:
-            home.adopt_writes("checkpoint")
+        self.masters = {group: group.written_master("checkpoint") for group in self.flat.groups}
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
         for name, module in with_extra_state(self.flat):
@@ -150,7 +149,7 @@ class Saving:
                 if not group.counts(i):
                     continue
                 segment = group.layout.segments[i]
-                values = group.master[first - group.start : last - group.start]
+                values = self.masters[group][first - group.start : last - group.start]
                 out.tensor(
                     (name_of(group, i),), segment.shape, values, first - segment.offset, part_of(group.params[i])
                 )

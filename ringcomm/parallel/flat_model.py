@@ -131,6 +131,7 @@ class FlatModel:
         self.broadcast_buffers = broadcast_buffers
         self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
+        self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
         self.optimizers: list[Attached] = []
         self.stepped: set[Options] = set()  # of optimizers that are not attached, since the last message

@@ -337,11 +337,7 @@ class Gradient:
 
     def _own(self, i: int) -> tuple[torch.Tensor, int]:
         """This rank's piece of a parameter's mean, and where it begins."""
-        segment = self.layout.segments[i]
-        first, last = max(segment.offset, self.start), min(segment.end, self.end)
-        if first >= last:
-            return self.reduced[:0], 0
-        return self.reduced[first - self.start : last - self.start], first - segment.offset
+        return self.layout.piece(self.reduced, self.start, i)
 
     def zero(self, i: int) -> None:
         """Makes a parameter's gradient zero."""

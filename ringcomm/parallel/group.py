@@ -26,7 +26,7 @@ from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import Ranks
-from ringcomm.parallel.sharded_parameter import ShardedParameter
+from ringcomm.parallel.sharded_parameter import ShardedParameter, replace_data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LAST_STAGE = 3
@@ -321,7 +321,7 @@ class FlatGroup:
             self.finish_gather()
             if self._allocated:
                 if keep:
-                    self.weight.copy_(self.whole[self.start : self.end])
+                    self._keep()
                 if leaves:
                     self.whole = torch.empty_like(self.whole)
                     self._views = self.parts(self.whole)
@@ -343,6 +343,12 @@ class FlatGroup:
             self.unit.flat.find_homes()
         return None
 
+    def publish_and_wait(self) -> None:
+        """As `publish`."""
+        work = self.publish()
+        if work is not None:
+            work.wait()
+
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
         """The whole of something that every rank has for its owned range: itself at stage 0, else new memory."""
         if self.stage == 0:
@@ -351,21 +357,30 @@ class FlatGroup:
         self.ranks.comm.all_gather(owned.to(self.device), out=whole)
         return whole
 
+    def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
+        """A parameter's piece of something that this rank has for its owned range; it may be empty."""
+        return self.layout.piece(owned, self.start, i)[0]
+
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Takes this rank's part of a parameter's new values; `publish` comes afterwards."""
-        segment = self.layout.segments[i]
-        first, last = max(segment.offset, self.start), min(segment.end, self.end)
-        if first < last:
-            part = values.detach().reshape(-1)[first - segment.offset : last - segment.offset]
-            self.master[first - self.start : last - self.start].copy_(part)
+        """Takes this rank's piece of a parameter's new values; `publish` comes afterwards."""
+        self._write(self.master, i, values)
 
     # ---- what users write into the parameters ---------------------------------------------------------------------
 
-    def take_over(self) -> None:
-        """Keeps what was written into the parameters, which are whole."""
-        if self.stage == LAST_STAGE:
-            self.weight.copy_(self.whole[self.start : self.end])
-        self._follow()
+    def _keep(self) -> None:
+        """Stage 3: keeps this rank's part of what was written into the parameters, which are whole."""
+        self.weight.copy_(self.whole[self.start : self.end])
+
+    def set_data(self, i: int, values: torch.Tensor) -> None:
+        """Stage 3: `p.data = values`, of which this rank takes its piece; the master weights follow later. Views that
+        were made before keep what the parameter has now."""
+        self.release()
+        replace_data(self.params[i]._ringcomm)
+        self._write(self.weight, i, values)
+
+    def _write(self, owned: torch.Tensor, i: int, values: torch.Tensor) -> None:
+        piece, start = self.layout.piece(owned, self.start, i)
+        piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
 
     def rebound(self, call: str) -> list[int]:
         """While they are whole: the parameters whose `p.data` is another tensor now. They are computed with as they
@@ -394,6 +409,9 @@ class FlatGroup:
     def rebind(self, call: str) -> None:
         """Keeps the values of tensors that were put in the place of `p.data`; see `rebound`."""
         for i in self.rebound(call):
+            if self.stage == LAST_STAGE:
+                self._keep()
+                replace_data(self.params[i]._ringcomm)
             self._views[i].copy_(self.params[i].detach())
             self.params[i].data = self._views[i]
 
@@ -401,22 +419,36 @@ class FlatGroup:
         """Keeps what was written into the parameters since `publish`: the master weights follow."""
         if self.is_whole:
             self.rebind(call)
-        if self.stage < LAST_STAGE or self.is_whole:
-            self.take_over()
-        else:
-            self._follow()
+            if self.stage == LAST_STAGE:
+                self._keep()
+        master = self._followed(self.weight)
+        if master is not self.master:
+            self.master.copy_(master)
 
-    def _follow(self) -> None:
-        """Master weights become what the parameters were set to. Elsewhere they keep the bits that the parameters' type
-        does not have."""
+    def written_master(self, call: str) -> torch.Tensor:
+        """What `adopt_writes` would make of the master weights, to be saved. Nothing changes: what is now in the place
+        of `p.data` may be taken out again."""
+        weight = self.weight
+        if self.is_whole:
+            if self.stage == LAST_STAGE:
+                self._keep()
+            replaced = self.rebound(call)
+            weight = weight.clone() if replaced else weight
+            for i in replaced:
+                self._write(weight, i, self.params[i])
+        return self._followed(weight)
+
+    def _followed(self, weight: torch.Tensor) -> torch.Tensor:
+        """The master weights that follow what the parameters were set to. Elsewhere they keep the bits that the
+        parameters' type does not have."""
         if not self.separate:
-            return
+            return weight
         bits = _BITS[self.types.compute.itemsize]  # a minus zero is not a zero
         published = self.master.to(self.types.compute).to(self.device).view(bits)
-        if self.device.type == "cpu" and torch.equal(published, self.weight.view(bits)):
-            return
-        kept, where = published == self.weight.view(bits), self.master.device
-        self.master.copy_(torch.where(kept.to(where), self.master, self.weight.to(where, self.master.dtype)))
+        if self.device.type == "cpu" and torch.equal(published, weight.view(bits)):
+            return self.master
+        kept, where = published == weight.view(bits), self.master.device
+        return torch.where(kept.to(where), self.master, weight.to(where, self.master.dtype))
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 

@@ -117,6 +117,17 @@ class FlatLayout:
         """First element of a rank's shard, and one past its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def piece(self, owned: torch.Tensor, start: int, i: int) -> tuple[torch.Tensor, int]:
+        """What a range of the buffer has of a segment, which may be nothing, and where in the segment that begins.
+
+        Args:
+            owned: the range's elements.
+            start: the first of them in the buffer.
+        """
+        segment = self.segments[i]
+        first, last = max(segment.offset, start), min(segment.end, start + owned.numel())
+        return owned[first - start : max(first, last) - start], first - segment.offset
+
     def fragments(self, start: int, end: int, empty: bool = False) -> list[Fragment]:
         """What lies in a range of the buffer, in order.
 

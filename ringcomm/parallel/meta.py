@@ -189,11 +189,8 @@ class Unmade:
 
     def _is_written(self, group: FlatGroup, i: int) -> bool:
         """Whether this rank's part of a parameter has values."""
-        segment = group.layout.segments[i]
-        first, last = max(segment.offset, group.start), min(segment.end, group.end)
-        if not segment.numel:
-            return True
-        return first < last and not is_unmade(group.master[first - group.start : last - group.start])
+        piece = group.piece(group.master, i)
+        return not group.layout.segments[i].numel or (piece.numel() > 0 and not is_unmade(piece))
 
 
 def _is_untouched(now: Any, made: Any, version: int) -> bool:

@@ -76,8 +76,8 @@ def _after_state_dict(
             continue
         with torch.inference_mode():
             if group not in wholes:
-                group.adopt_writes("state_dict")
-                whole = group.gather_owned(group.master)
+                master = group.written_master("state_dict")
+                whole = group.gather_owned(master)
                 wholes[group] = whole.clone() if whole is group.master else whole
             state[name] = group.part(wholes[group], i)
         _done[state[name]] = True
@@ -114,9 +114,7 @@ def _before_load(
         group.load(i, state[name])
         state[name] = group.params[i]
     for group in groups:
-        work = group.publish()
-        if work is not None:
-            work.wait()
+        group.publish_and_wait()
 
 
 def _fits(value: Any, at: tuple[FlatGroup, int]) -> bool:

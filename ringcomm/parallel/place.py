@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
+    from ringcomm.parallel.sharded_parameter import ShardedView
 
 
 class Place:
     """Where a parameter lies: segment ``index`` of a group of a model. The parameter does not keep them alive, and a
     copy of it does not have this."""
 
-    __slots__ = ("_flat", "_group", "index")
+    __slots__ = ("_flat", "_group", "index", "views")
 
     def __init__(self, flat: FlatModel, group: FlatGroup, index: int) -> None:
         self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(group), index
+        self.views: MutableMapping[int, ShardedView] = weakref.WeakValueDictionary()  # at stage 3, by id
 
     @property
     def flat(self) -> FlatModel:

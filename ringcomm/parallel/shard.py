@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ def shard(
         optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
             whole tensors dealt out to the ranks. None: it comes later, by `shard` again or by its first step.
         stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or that of a
-            module that is wrapped already, of which only the optimizer is taken.
+            module that is wrapped already. Of such a module the optimizer is taken, and other arguments are refused.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
             the shards, over those that hold the same one.
         mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
@@ -111,18 +111,14 @@ def shard(
              optimizer that no shard can serve. MismatchError: the ranks have different modules.
     """
     flat = flat_model_of(module)
-    if flat is not None and optimizer is not None and stage not in (None, flat.stage):
-        raise InvalidArgumentError(
-            f"shard: rank {flat.ranks.rank} got stage={stage} for a module that is wrapped at stage {flat.stage}, "
-            "expected a plain module; use ringcomm.restage(module, optimizer, stage), or take the module out with "
-            "ringcomm.unshard"
-        )
     wish = _Wish(
         2 if stage is None else stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward,
         broadcast_buffers, accumulation, atom, _host(offload), init_fn is not False,
     )  # fmt: skip
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
+    else:
+        wish.refuse_other(flat, stage, comm)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
@@ -134,19 +130,34 @@ class _Wish:
 
     stage: int
     units: Units
-    precision: MixedPrecision
+    mixed_precision: MixedPrecision
     bucket_cap_mb: float | None
     reshard_after_forward: bool
     broadcast_buffers: bool
     accumulation: str
     atom: Atom | None
-    master_device: torch.device | None
-    initialises: bool
+    offload: torch.device | None
+    init_fn: bool
 
     def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
         """What ranks must agree on, a line for each argument."""
         named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
         return [f"{name}={value}" for name, value in named.items()]
+
+    def refuse_other(self, flat: FlatModel, stage: int | None, comm: Any) -> None:
+        """Refuses what a module was not wrapped with. What is left out is as it was."""
+        defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
+        over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
+        found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over}
+        given = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
+        given |= {name: value for name, value in (("stage", stage), ("comm", comm)) if value is not None}
+        for name, value in given.items():
+            if value != found[name]:
+                raise InvalidArgumentError(
+                    f"shard: rank {flat.ranks.rank} got {name}={value} for a module that is wrapped with "
+                    f"{name}={found[name]}, expected the optimizer alone; use ringcomm.restage for another stage, or "
+                    "take the module out with ringcomm.unshard and wrap it anew"
+                )
 
 
 def _wrap(
@@ -166,11 +177,11 @@ def _wrap(
     recipe = Recipe(
         ranks=ranks,
         stage=wish.stage,
-        precision=wish.precision,
+        precision=wish.mixed_precision,
         bucket_bytes=max(1, cap),
         atom=needed if wish.atom is None else wish.atom,
         tree=wish.accumulation == "tree",
-        master_device=wish.master_device,
+        master_device=wish.offload,
         optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
         kept=kept_in_their_type(module),
         device=device,
@@ -178,10 +189,11 @@ def _wrap(
     units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
     waiting.initialise(units)
     later = optimizer is None  # it may come later, as with fully_shard
-    flat = FlatModel(module, ranks, wish.stage, wish.precision, units, wish.broadcast_buffers, composed=later)
+    flat = FlatModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
     for unit in units:
         for each in unit.modules:
             mix_in(each, unit)
+    flat.wish = wish
     flat.send_buffers()
     flat.unmade = waiting.left_in(flat)
     keep_ordinary_state(flat)
@@ -360,14 +372,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@expects("whole", module=MODULE, write=FLAG)
+@expects("whole", module=MODULE)
 @contextmanager
-def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """The parameters of a sharded module, or of a part of it, can be read inside; a collective. Nothing that is whole
-    is gathered inside: each rank may evaluate, or generate, as much as it likes.
+def whole(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. No call of
+    the module gathers them again, so each rank may evaluate, or generate, as much as it likes.
 
-    Args:
-        write: whether what was written is kept, on leaving, each rank its shard's; write the same on every rank.
+    What is written into them counts, as it does outside: write the same on every rank.
     """
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}
@@ -382,7 +393,7 @@ def whole(module: nn.Module, write: bool = False) -> Iterator[None]:
             yield
     finally:
         for group in groups:
-            if write and group.is_whole:
+            if group.is_whole:
                 group.adopt_writes("whole")
         for group in [group for unit in sharded for group in unit.groups if not flat.keeps_gathered]:
             group.release(leaves=group in uses and group.memory_uses > uses[group])

@@ -66,6 +66,42 @@ class _Window:
         return torch._neg_view(found) if self.is_neg else found
 
 
+class _ReplacedData:
+    """What a parameter had before `p.data = other`: the memory of the views that were made before."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._piece = place.group.piece(place.group.weight, place.index).clone()  # this rank's
+        self._whole: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """A buffer as the group's, with these values; a collective the first time."""
+        if self._whole is None:
+            layout, ranks = self._place.group.layout, self._place.flat.ranks
+            owned, self._whole = self._piece.new_zeros(layout.shard_numel), self._piece.new_empty(layout.numel)
+            layout.piece(owned, layout.shard_range(ranks.rank)[0], self._place.index)[0].copy_(self._piece)
+            ranks.comm.all_gather(owned, out=self._whole)
+        return self._whole
+
+    def put_back(self) -> None:
+        """`p.data = kept`: the parameter shares the views' memory again, which may have been written into."""
+        group, index = self._place.group, self._place.index
+        group.release()
+        replace_data(self._place)
+        now = self._piece if self._whole is None else group.piece(self._whole[group.start : group.end], index)
+        group.piece(group.weight, index).copy_(now)
+        for view in self._place.views.values():
+            if view._replaced is self:
+                view._replaced = None
+
+
+def replace_data(place: Place) -> None:
+    """Before a parameter gets other values as its data: the views that there are keep what it has now."""
+    replaced = _ReplacedData(place)
+    for view in place.views.values():
+        view._replaced = view._replaced or replaced
+
+
 class ShardedView(torch.Tensor):
     """A view of a parameter of stage 3 while it is in shards, also `p.data` and `p.detach()`.
 
@@ -77,6 +113,7 @@ class ShardedView(torch.Tensor):
 
     _ringcomm: Place
     _window: _Window | None = None  # None: all of the parameter
+    _replaced: _ReplacedData | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,12 +167,15 @@ class ShardedParameter(ShardedView, nn.Parameter):
 def _alias(x: Any) -> ShardedView:
     """The same parameter or view without its history of gradients."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _view(x.detach(), x._ringcomm, _window(x))
+        return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
 
 
-def _view(x: torch.Tensor, place: Place, window: _Window | None) -> ShardedView:
+def _view(
+    x: torch.Tensor, place: Place, window: _Window | None, replaced: _ReplacedData | None = None
+) -> ShardedView:
     view = x.as_subclass(ShardedView)
-    view._ringcomm, view._window = place, window
+    view._ringcomm, view._window, view._replaced = place, window, replaced
+    place.views[id(view)] = view
     return view
 
 
@@ -149,7 +189,14 @@ def _like(x: Any) -> torch.Tensor:
 def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
     """`p.data = values`: this rank takes its part of them."""
     place: Place = p._ringcomm
-    if getattr(values, "_ringcomm", None) is p._ringcomm and _window(values) == _window(p):
+    if not isinstance(p, ShardedView):  # it is whole
+        with torch._C.DisableTorchFunctionSubclass():
+            p.data = values.clone()
+        return
+    if getattr(values, "_ringcomm", None) is place and _window(values) == _window(p):
+        replaced = _replaced(values)
+        if replaced is not None:
+            replaced.put_back()
         return
     if _window(p) is not None:
         raise InvalidArgumentError(
@@ -162,8 +209,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
             f"{values.device} for {place.name}, expected {tuple(p.shape)} {p.dtype} on {p.device}; change the module "
             "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
         )
-    place.group.load(place.index, values.clone() if isinstance(values, ShardedView) else values)
-    place.group.publish()
+    place.group.set_data(place.index, values.clone() if isinstance(values, ShardedView) else values)
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -177,7 +223,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
-    given = [x for x in tree_leaves((args, kwargs)) if _lies_in_shards(x)]
+    given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
     places = [x._ringcomm for x in given]
     name = getattr(func, "__name__", str(func))
     if not all(place.alive and not place.flat.unwrapped for place in places):
@@ -198,12 +244,9 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
             for flat, found in groups.items()
         }
-        values = {id(x): _copied(x) if name in _COPIES else _values(x) for x in given}
+        values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
-        if _writes(name, kwargs):
-            for group in [group for found in groups.values() for group in found.values()]:
-                group.take_over()
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in given}
@@ -233,7 +276,7 @@ def _with_own_values(func: Any, args: Any, kwargs: Any) -> Any:
         for x in targets:
             own[id(x)].copy_(_alias(x))
         return args[0]
-    if any(_lies_in_shards(x) and id(x) not in own for x in leaves):
+    if any(_has_place(x) and id(x) not in own for x in leaves):
         args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -264,7 +307,7 @@ def _with_views(result: Any, homes: dict[int, Place]) -> Any:
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
     """Whether this is a plain tensor in one of the memories."""
-    if not isinstance(x, torch.Tensor) or _lies_in_shards(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not isinstance(x, torch.Tensor) or _has_place(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return x.layout == torch.strided and x.untyped_storage()._cdata in memories
 
@@ -277,14 +320,11 @@ def _writes(name: str, kwargs: Any) -> bool:
 def _values(x: Any) -> torch.Tensor:
     """The values of a parameter that was collected, as the parameter itself if it can be computed with, or of a
     view."""
-    window, place = _window(x), x._ringcomm
+    window, place, replaced = _window(x), x._ringcomm, _replaced(x)
+    whole = place.group.whole if replaced is None else replaced.whole()
     if window is not None:
-        return window.on(place.group.whole)
-    return x if x is place.group.params[place.index] else place.group.view(place.index).detach()
-
-
-def _copied(x: Any) -> torch.Tensor:
-    return _values(x).detach().clone()
+        return window.on(whole)
+    return x if x is place.group.params[place.index] else place.group.part(whole, place.index).detach()
 
 
 def _has_gradient(x: Any) -> bool:
@@ -295,10 +335,14 @@ def _has_gradient(x: Any) -> bool:
         return x.requires_grad
 
 
-def _lies_in_shards(x: Any) -> bool:
+def _has_place(x: Any) -> bool:
     """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
     return isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm")
 
 
 def _window(x: Any) -> _Window | None:
     return x._window if isinstance(x, ShardedView) else None
+
+
+def _replaced(x: Any) -> _ReplacedData | None:
+    return x._replaced if isinstance(x, ShardedView) else None
