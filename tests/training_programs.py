@@ -330,7 +330,7 @@ def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
     how = "nonreentrant" if "checkpoint" in features else "reentrant" if "checkpoint.reentrant" in features else ""
     if dice.random() > 0.5 or block.kind == "cache":  # which a second forward pass finds written
         how = ""
-    if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags or NO_GRAPH <= flags):
+    if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags or flags >= NO_GRAPH):
         how = ""
     return Call(number, block.number, how, frozenset(flags))
 

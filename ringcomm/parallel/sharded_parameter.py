@@ -170,9 +170,7 @@ def _alias(x: Any) -> ShardedView:
         return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
 
 
-def _view(
-    x: torch.Tensor, place: Place, window: _Window | None, replaced: _ReplacedData | None = None
-) -> ShardedView:
+def _view(x: torch.Tensor, place: Place, window: _Window | None, replaced: _ReplacedData | None = None) -> ShardedView:
     view = x.as_subclass(ShardedView)
     view._ringcomm, view._window, view._replaced = place, window, replaced
     place.views[id(view)] = view
