@@ -108,7 +108,7 @@ def local_sums_that_are_lost(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_hear_who_was_used")
+@fault(FlatModel, "_finish_used_params")
 def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
     def wrong(flat: FlatModel, said: Any) -> None:
         right(flat, said)
@@ -119,7 +119,7 @@ def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_hear_who_was_used")
+@fault(FlatModel, "_finish_used_params")
 def parameters_used_on_another_rank_alone(right: Function) -> Function:
     def wrong(flat: FlatModel, said: Any) -> None:
         mine = [set(group.gradient.has) for group in flat.order]

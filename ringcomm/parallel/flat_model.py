@@ -45,13 +45,17 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 ORDER_NBYTES = 4  # of the checksum of a stage 3's order
 OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
-ALL_NBYTES = 2 * OPTIONS_NBYTES + 1  # of what ranks say of themselves, with whether they have reentrant checkpoints
-_IN_SHARDS = "backward, the optimizer's step and state_dict(), and what reads p.grad"
-_COLLECTIVES = {  # for the note on an error
-    0: "backward, and forward in training where the module has buffers",
-    1: _IN_SHARDS,
-    2: _IN_SHARDS,
-    3: f"forward, also in evaluation, the module's state_dict(), what reads a parameter, {_IN_SHARDS}",
+HEADER_NBYTES = 2 * OPTIONS_NBYTES + 1  # those of the options and their complement, and of reentrant checkpoints
+_FROM_1_ON = (
+    "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
+    "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
+)
+_COLLECTIVES = {  # by stage, for the note on an error
+    0: "forward in training where the module has buffers, and backward",
+    1: _FROM_1_ON,
+    2: _FROM_1_ON,
+    3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
+    "gradient",
 }
 IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
 
@@ -137,7 +141,7 @@ class FlatModel:
         self.stepped: set[Options] = set()  # of optimizers that are not attached, since the last message
         self.on_reduced: list[Callable[[FlatGroup], None]] = []
         self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
-        self._heard: torch.Tensor | None = None  # on a device, what the ranks have said of themselves
+        self._heard: torch.Tensor | None = None  # on a device, the last message's header
         self.sync = True
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
@@ -593,10 +597,10 @@ class FlatModel:
     def conclude(self) -> None:
         """All groups are on their way: waits for them, and shows their gradients."""
         if self.sync:
-            used = self._say_who_was_used()  # behind all groups: some ranks have launched them before
+            used = self._start_used_params()  # behind all groups: some ranks have launched them before
             while self.backward.in_flight:
                 self._settle()
-            self._hear_who_was_used(used)
+            self._finish_used_params(used)
         for group in self.order:
             if group.gradient.opened:
                 self._collect(group)
@@ -605,7 +609,7 @@ class FlatModel:
             group.gradient.show()
         self._reset()
 
-    def _say_who_was_used(self) -> tuple[torch.Tensor, Any]:
+    def _start_used_params(self) -> tuple[torch.Tensor, Any]:
         """Starts the message in which every trainable parameter that this rank has a gradient of is a 1."""
         mine = []
         for group in self.order:
@@ -622,13 +626,13 @@ class FlatModel:
         work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
         return flags, work if self.ranks.background else None
 
-    def _hear_who_was_used(self, said: tuple[torch.Tensor, Any]) -> None:
+    def _finish_used_params(self, said: tuple[torch.Tensor, Any]) -> None:
         flags, work = said
         if work is not None:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
-        flags = self._hear_of_all(flags)
+        flags = self._read_header(flags)
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
         looks = self.stage == LAST_STAGE and self.device.type == "cpu"
         if not (missing or looks):  # the common case does not wait for a device
@@ -658,11 +662,11 @@ class FlatModel:
         some = found.to_bytes(OPTIONS_NBYTES, "little")
         return [*some, *(255 - byte for byte in some)]
 
-    def _hear_of_all(self, flags: torch.Tensor) -> torch.Tensor:
-        """Notes whether the ranks' optimizers have different options, of which their next step speaks, and whether any
-        rank has reentrant checkpoints; on a device one backward pass later, which does not wait for it. Returns the
-        rest of the message."""
-        heard = flags[:ALL_NBYTES]
+    def _read_header(self, flags: torch.Tensor) -> torch.Tensor:
+        """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
+        rank has reentrant checkpoints. On a device it reads the header of the backward pass before, so as not to wait.
+        Returns the rest of the message."""
+        heard = flags[:HEADER_NBYTES]
         looked = heard
         if self.device.type != "cpu":
             looked, self._heard = self._heard, heard.clone()
@@ -672,7 +676,7 @@ class FlatModel:
             self.options_differ = any(a + b != 255 for a, b in pairs)
             if reenters:
                 self._reenters = True
-        return flags[ALL_NBYTES:]
+        return flags[HEADER_NBYTES:]
 
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
@@ -909,10 +913,10 @@ def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
-    """Bytes of the message that ends a synchronised backward pass: what ranks say of themselves, who was used, and at
-    stage 3 the units' order."""
+    """Bytes of the message that ends a synchronised backward pass: the header, which parameters were used, and at stage
+    3 the units' order."""
     used = sum(len(group.params) for group in groups)
-    return ALL_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
+    return HEADER_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:
