@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch_ranks
 from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
@@ -569,3 +571,47 @@ def test_gradients_that_nobody_keeps_stay_in_their_memory(stage: int) -> None:
         assert gradient.reduced.data_ptr() in seen or stage
 
     ringcomm.run_ranks(run, 2, timeout=20)
+
+
+# ---- collectives of torch.distributed -------------------------------------------------------------------------------
+
+
+def _exchanging(stage: int) -> list[torch.Tensor]:
+    """Trains with sums of gradients and parameters over the ranks, as people write them beside DDP."""
+    W = dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ringcomm.shard(model, optimizer, stage)
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 64)).square().sum().backward()
+        grads = grads_of(model)
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad /= W
+            dist.all_reduce(grad.data, async_op=True).wait()
+            grad.div_(W)
+        dist.all_reduce_coalesced(grads)
+        dist.broadcast(grads[0], 1)
+        if stage:
+            with pytest.raises(InvalidArgumentError, match="results differ"):
+                dist.reduce(grads[0], 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        works = [dist.all_reduce(p.data, async_op=True) for p in model.parameters()]
+        for work in works:
+            work.wait()
+        for p in model.parameters():
+            p.data.div_(W)
+        dist.broadcast(model.weight.data, 1, async_op=True).wait()
+    parts = [torch.zeros(64) for _ in range(W)]
+    dist.all_gather(parts, model.bias.data)
+    return [*parts, *(x.clone() for x in model.state_dict().values())]
+
+
+def test_collectives_of_torch_distributed() -> None:
+    expected = torch_ranks.run(_exchanging, 0, world_size=2)
+    for stage in (1, 2, 3):
+        for there, here in zip(expected, torch_ranks.run(_exchanging, stage, world_size=2), strict=True):
+            assert all(map(torch.equal, there, here))

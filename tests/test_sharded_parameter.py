@@ -527,3 +527,56 @@ def test_inside_of_whole_every_rank_does_as_it_likes(stage: int, what: str) -> N
             assert float(count[0]) == 2
 
     ringcomm.run_ranks(run, 2, timeout=20)
+
+
+class _Unusual(nn.Module):
+    """Complex views, conjugates, and a momentum copy whose data is assigned in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+        self.pairs = nn.Parameter(torch.randn(4, 4, 2))
+        self.query, self.key = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.key.data = self.key.data * 0.9 + self.query.data * 0.1
+        mixed = (self.c * self.c.conj()).real + self.c.real * self.c.imag + torch.view_as_complex(self.pairs).abs()
+        y = torch.einsum("jk,ij->ik", torch.view_as_complex(self.pairs), x.to(torch.cfloat)).real
+        return (x @ mixed + y + x @ self.key) @ self.query
+
+
+def test_complex_views_and_data_that_forward_assigns() -> None:
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        ringcomm.shard(model, optimizer, stage, comm)
+        found = []
+        for step in range(3):
+            loss = model(torch.full((2, 4), float(comm.rank + step))).square().sum()
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            for p in model.parameters():  # what zero_grad was before torch had it
+                assert p.grad is not None
+                p.grad.detach_()
+                p.grad.zero_()
+        file = io.BytesIO()
+        torch.save(dict(model.named_parameters()), file)
+        file.seek(0)
+        return [*found, *torch.load(file).values(), model.key.type(torch.float64)]
+
+    torch.manual_seed(0)
+    plain = _Unusual()
+    expected = ringcomm.run_ranks(run, 2, 0, ranks="threads", timeout=20)[0]
+    assert all(x.isfinite().all() for x in expected)
+    for stage in (1, 2, 3):
+        assert all(map(torch.equal, expected, ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0]))
+
+
+def test_views_of_a_view_after_its_data_was_replaced() -> None:
+    def test(w: Any, plain: torch.Tensor) -> None:
+        view, expected = w[0], plain[0]
+        w.data = torch.zeros(6, 6)
+        assert torch.equal(view[1:] + 0, expected[1:])
+
+    _on_a_parameter(test)

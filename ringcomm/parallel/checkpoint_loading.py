@@ -249,7 +249,7 @@ class Loading:
                 group.master[first - group.start : last - group.start].copy_(
                     master[first - group.start : last - group.start]
                 )
-            group.publish_and_wait()
+            group.publish().wait()
         for tensor, values in self.wholes:
             tensor.copy_(values)
         for module, value in self.extra_states:

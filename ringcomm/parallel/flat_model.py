@@ -35,6 +35,7 @@ from ringcomm.parallel.group import LAST_STAGE, FlatGroup, in_transform
 from ringcomm.parallel.place import Place, place_of
 from ringcomm.parallel.precision import MixedPrecision
 from ringcomm.parallel.ranks import Ranks
+from ringcomm.parallel.sharded_parameter import Window
 from ringcomm.parallel.unit import Unit, eager
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its o
 class _Calling(threading.local):
     """The models of stage 3 whose calls run in this thread."""
 
-    flats: Sequence[weakref.ref[FlatModel]] = ()
+    flats: Sequence[FlatModel] = ()
 
 
 _calling = _Calling()
@@ -152,7 +153,8 @@ class FlatModel:
         self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
         self._trains = False  # whether the last outermost call had a graph
         self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
-        self._reenters: bool | None = None  # whether backward passes have others inside of them; None: there was none
+        self._reenters: bool | None = None  # whether backward passes have others inside of them; None: unknown
+        self._trained: list[bool] = []  # by parameter, when that was found out
         self.keeps_gathered = False  # such a graph may use parameters of stage 3
         self.holders = 0  # how many times the program is inside of `whole`: stage 3 lets go of nothing
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
@@ -353,7 +355,7 @@ class FlatModel:
         """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
         if self.stage < LAST_STAGE:
             return
-        _calling.flats = [*_calling.flats, weakref.ref(self)]
+        _calling.flats = [*_calling.flats, self]
         autograd = torch._C._autograd
         free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
         if free:  # the hooks are another model's of ours; or those of checkpoint, which see to saved tensors otherwise
@@ -363,7 +365,7 @@ class FlatModel:
     def _stop_packing(self) -> None:
         if self.stage < LAST_STAGE:
             return
-        _calling.flats = [flat for flat in _calling.flats if flat() is not self]
+        _calling.flats = [flat for flat in _calling.flats if flat is not self]
         if self._packing is not None:
             self._packing.__exit__(None, None, None)
             self._packing = None
@@ -815,6 +817,10 @@ class FlatModel:
         if self.unmade is not None:
             self._check_unmade(self.unmade, "forward")
         self._unfreeze()
+        trained = [p.requires_grad for group in self.order for p in group.params]
+        if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
+            self._trained = trained
+            self._reenters = self._reenters or None
 
     def _check_unmade(self, unmade: Unmade, call: str) -> None:
         for group in self.groups:
@@ -864,10 +870,9 @@ def _pack(x: torch.Tensor) -> Any:
     hold the graph; nor what a node has made, which would hold the node."""
     memory = x.untyped_storage()._cdata
     for flat in _calling.flats:
-        here = flat()
-        group = None if here is None else here._homes.get(memory)
-        if here is not None and group is not None:
-            return weakref.ref(group), here._calls, x.storage_offset(), x.shape, x.stride()
+        group = flat._homes.get(memory)
+        if group is not None:
+            return weakref.ref(group), flat._calls, Window.of(x)
     return x.detach(), x._version
 
 
@@ -881,13 +886,13 @@ def _unpack(saved: Any) -> torch.Tensor:
                 f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
             )
         return x
-    home, number, offset, shape, stride = saved
+    home, number, window = saved
     group = home()
     if group is None or group.unit is None:
         raise RuntimeError("backward: got a graph of a model that was dropped or unsharded, expected one that is kept")
     if not group.is_whole:
         group.unit.flat.reach(group.unit, number)
-    return group.whole.as_strided(shape, stride, offset)
+    return window.on(group.whole)
 
 
 # Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.

@@ -90,11 +90,6 @@ class Gradient:
         """Whether there are sums that were not reduced."""
         return any(level is not None for level in self.levels)
 
-    @property
-    def has_any(self) -> set[int]:
-        """Who has a gradient."""
-        return self.has | self.contributed
-
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
@@ -107,11 +102,6 @@ class Gradient:
             with torch._C.DisableTorchFunctionSubclass():
                 for i, p in enumerate(self.group.params):
                     p.grad = None if views is None else views[i]
-
-    def close(self) -> None:
-        """After `open`, when nothing has arrived."""
-        self.opened = False
-        self.show()
 
     def collect(self, apart: bool = False, leaf: int | None = None) -> None:
         """After the last gradient of a backward pass: adds them to the local sums.
@@ -186,8 +176,13 @@ class Gradient:
     def _mean(self, i: int) -> torch.Tensor:
         """A parameter's mean, where it is here as `p.grad` is to be."""
         if not self._means:
-            self._means = [(mean, mean.data_ptr()) for mean in self.group.parts(self.buffer)]
+            means = [self._new_mean(i) for i in range(len(self.shown))]
+            self._means = [(mean, mean.data_ptr()) for mean in means]
         return self._means[i][0]
+
+    def _new_mean(self, i: int) -> torch.Tensor:
+        """A tensor for `p.grad`. It is no view, which torch would not let detach in place."""
+        return self.buffer.new_empty(0).set_(self._part(self.buffer, i))
 
     def drop(self) -> None:
         """Forgets everything."""
@@ -215,7 +210,7 @@ class Gradient:
             if self._means and i in self.has and sys.getrefcount(self._means[i][0]) > _OWN_REFERENCES:
                 mean = self._means[i][0]
                 mean.data = mean.clone()
-                self._means[i] = self._part(self.buffer, i), self._means[i][1]
+                self._means[i] = self._new_mean(i), self._means[i][1]
             standin = self.standins[i]
             if sys.getrefcount(standin) > 1 + _OWN_REFERENCES:
                 if kept is None and i in self.has:
@@ -244,7 +239,7 @@ class Gradient:
                 if level is not None:
                     self._part(level, i).zero_()
             if self.has_reduced:
-                self.zero_reduced(i)
+                self._own(i)[0].zero_()
 
     def take_in(self, call: str) -> None:
         """What the user has put in the place of a gradient counts; what was set to None is forgotten."""
@@ -292,7 +287,7 @@ class Gradient:
         if grad is not self.standins[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
         if self._means:  # the one before may have been given other memory
-            self._means[i] = self._part(self.buffer, i), self._means[i][1]
+            self._means[i] = self._new_mean(i), self._means[i][1]
         self.shown[i] = self.group.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
@@ -342,7 +337,7 @@ class Gradient:
     def zero(self, i: int) -> None:
         """Makes a parameter's gradient zero."""
         if self.has_reduced:
-            self.zero_reduced(i)
+            self._own(i)[0].zero_()
         for level in self.levels:
             if level is not None:
                 self._part(level, i).zero_()
@@ -422,10 +417,6 @@ class Gradient:
         self.changed()
         self.has |= self.contributed
         self.contributed.clear()
-
-    def zero_reduced(self, i: int) -> None:
-        """Makes one parameter's mean zero, as far as it is here."""
-        self._own(i)[0].zero_()
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from ringcomm.parallel.layout import FlatLayout
 from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
-from ringcomm.parallel.ranks import Ranks
+from ringcomm.parallel.ranks import DONE, Ranks
 from ringcomm.parallel.sharded_parameter import ShardedParameter, replace_data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -264,10 +264,6 @@ class FlatGroup:
         cuts = _unflatten(whole, self._pieces)
         return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(self._at)]
 
-    def view(self, i: int) -> torch.Tensor:
-        """A parameter's part of the whole buffer, without history."""
-        return self._views[i]
-
     # ---- whole and shard ------------------------------------------------------------------------------------------
 
     @property
@@ -321,7 +317,7 @@ class FlatGroup:
             self.finish_gather()
             if self._allocated:
                 if keep:
-                    self._keep()
+                    self._keep_writes("forward")
                 if leaves:
                     self.whole = torch.empty_like(self.whole)
                     self._views = self.parts(self.whole)
@@ -330,24 +326,18 @@ class FlatGroup:
                 self.ranks.note_gathered(-self.whole.nbytes)
 
     def publish(self) -> Any:
-        """After a change of the master weights: the parameters follow, here and on the other ranks. A Work or None."""
+        """After a change of the master weights: the parameters follow, here and on the other ranks. A Work."""
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
-        held = self.stage == LAST_STAGE and self.unit is not None and self.unit.flat.holders > 0 and self.is_whole
+        held = self.stage == LAST_STAGE and self.is_whole and self.unit.flat.holders > 0
         self.release(keep=False, leaves=held)  # stage 3: what is whole now is the old values
         if held:
             self.start_gather()
             self.finish_gather()
             self.unit.flat.find_homes()
-        return None
-
-    def publish_and_wait(self) -> None:
-        """As `publish`."""
-        work = self.publish()
-        if work is not None:
-            work.wait()
+        return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
         """The whole of something that every rank has for its owned range: itself at stage 0, else new memory."""
@@ -406,21 +396,11 @@ class FlatGroup:
             found.append(i)
         return found
 
-    def rebind(self, call: str) -> None:
-        """Keeps the values of tensors that were put in the place of `p.data`; see `rebound`."""
-        for i in self.rebound(call):
-            if self.stage == LAST_STAGE:
-                self._keep()
-                replace_data(self.params[i]._ringcomm)
-            self._views[i].copy_(self.params[i].detach())
-            self.params[i].data = self._views[i]
-
     def adopt_writes(self, call: str) -> None:
         """Keeps what was written into the parameters since `publish`: the master weights follow."""
-        if self.is_whole:
-            self.rebind(call)
-            if self.stage == LAST_STAGE:
-                self._keep()
+        for i in self._keep_writes(call):
+            self._views[i].copy_(self.params[i].detach())
+            self.params[i].data = self._views[i]
         master = self._followed(self.weight)
         if master is not self.master:
             self.master.copy_(master)
@@ -428,15 +408,28 @@ class FlatGroup:
     def written_master(self, call: str) -> torch.Tensor:
         """What `adopt_writes` would make of the master weights, to be saved. Nothing changes: what is now in the place
         of `p.data` may be taken out again."""
-        weight = self.weight
-        if self.is_whole:
-            if self.stage == LAST_STAGE:
-                self._keep()
-            replaced = self.rebound(call)
-            weight = weight.clone() if replaced else weight
-            for i in replaced:
-                self._write(weight, i, self.params[i])
+        replaced = self._take_writes(call)
+        weight = self.weight.clone() if replaced else self.weight
+        for i in replaced:
+            self._write(weight, i, self.params[i])
         return self._followed(weight)
+
+    def _keep_writes(self, call: str) -> list[int]:
+        """As `_take_writes`, with what was put in the place of `p.data`."""
+        replaced = self._take_writes(call)
+        for i in replaced:
+            if self.stage == LAST_STAGE:
+                replace_data(self.params[i]._ringcomm)
+            self._write(self.weight, i, self.params[i])
+        return replaced
+
+    def _take_writes(self, call: str) -> list[int]:
+        """Keeps this rank's part of what was written in place; returns the parameters that have other data."""
+        if not self.is_whole:
+            return []
+        if self.stage == LAST_STAGE:
+            self._keep()
+        return self.rebound(call)
 
     def _followed(self, weight: torch.Tensor) -> torch.Tensor:
         """The master weights that follow what the parameters were set to. Elsewhere they keep the bits that the

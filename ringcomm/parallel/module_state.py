@@ -114,7 +114,7 @@ def _before_load(
         group.load(i, state[name])
         state[name] = group.params[i]
     for group in groups:
-        group.publish_and_wait()
+        group.publish().wait()
 
 
 def _fits(value: Any, at: tuple[FlatGroup, int]) -> bool:

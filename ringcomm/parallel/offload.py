@@ -22,6 +22,7 @@ class HostGradients:
 
     def place(self, groups: list[FlatGroup]) -> None:
         """Makes the memory anew."""
+        self._versions.clear()
         self._copies = {
             group: torch.empty_like(group.master, pin_memory=group.device.type == "cuda")
             for group in groups

@@ -338,9 +338,6 @@ class Attached:
             for group in self._mine
             for _, start, end, segments in self._pieces(group)
         ]
-        for group in self._mine:
-            if group.gradient.has_reduced:  # backward was before
-                self.host.reduced(group)
         self._line_up()
 
     def _line_up(self) -> None:
@@ -739,8 +736,7 @@ class Attached:
         self._leave()
         works = [(group, group.publish()) for group in self._mine]
         for group, work in works:
-            if work is not None:
-                group.unit.flat.timed(work.wait)
+            group.unit.flat.timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
         """Raises for gradients that no reduction has seen: the step would leave them out."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
-    from ringcomm.parallel.sharded_parameter import ShardedView
 
 
 class Place:
     """Where a parameter lies: segment ``index`` of a group of a model. The parameter does not keep them alive, and a
     copy of it does not have this."""
 
-    __slots__ = ("_flat", "_group", "index", "views")
+    __slots__ = ("_flat", "_group", "data", "index")
 
     def __init__(self, flat: FlatModel, group: FlatGroup, index: int) -> None:
         self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(group), index
-        self.views: MutableMapping[int, ShardedView] = weakref.WeakValueDictionary()  # at stage 3, by id
+        self.data: Any = None  # at stage 3, what views share that were made since the last `p.data = other`
 
     @property
     def flat(self) -> FlatModel:
@@ -38,8 +36,9 @@ class Place:
 
     @property
     def alive(self) -> bool:
-        """Whether the wrapped model still exists."""
-        return self._flat() is not None
+        """Whether the model still exists, and is wrapped."""
+        flat = self._flat()
+        return flat is not None and not flat.unwrapped
 
     @property
     def name(self) -> str:
@@ -47,10 +46,10 @@ class Place:
         return self.group.names[self.index]
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return set, ()  # nothing, of a class that torch.load takes with weights_only=True
 
 
 def place_of(p: Any) -> Place | None:
     """Where a parameter of a wrapped model lies; None: it is of none, as a view of one."""
     place: Place | None = getattr(p, "_ringcomm", None)
-    return place if place is not None and place.alive and place.group.params[place.index] is p else None
+    return place if place and place.alive and place.group.params[place.index] is p else None

@@ -36,7 +36,7 @@ class _Done:
         """Nothing is left to wait for."""
 
 
-_DONE = _Done()
+DONE = _Done()
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # the least of any rank
 
 
@@ -187,7 +187,7 @@ class Ranks:
         return self._started(self.comm.all_gather(shard, out=whole, async_op=self.background))
 
     def _started(self, result: Any) -> Any:
-        return result if self.background else _DONE
+        return result if self.background else DONE
 
     def average_replicas(self, x: torch.Tensor) -> None:
         """The mean over the ranks that hold the same shard, in place."""

@@ -118,7 +118,7 @@ def shard(
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
     else:
-        wish.refuse_other(flat, stage, comm)
+        wish.refuse_other(flat, stage, comm, mesh, init_fn)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
@@ -144,13 +144,14 @@ class _Wish:
         named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
         return [f"{name}={value}" for name, value in named.items()]
 
-    def refuse_other(self, flat: FlatModel, stage: int | None, comm: Any) -> None:
+    def refuse_other(self, flat: FlatModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
         """Refuses what a module was not wrapped with. What is left out is as it was."""
         defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
         over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
-        found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over}
+        found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
         given = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
-        given |= {name: value for name, value in (("stage", stage), ("comm", comm)) if value is not None}
+        others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
+        given |= {name: value for name, value in others.items() if value is not None}
         for name, value in given.items():
             if value != found[name]:
                 raise InvalidArgumentError(

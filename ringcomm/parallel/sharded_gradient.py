@@ -28,6 +28,7 @@ _ELEMENTWISE = {
     *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
     *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
 }
+_SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}  # of c10d
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
 
 
@@ -92,7 +93,7 @@ class ShardedGradient(torch.Tensor):
             return first
         if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
             return first._edit(func, args[1:], kwargs)
-        if func._schema.is_mutable and any(isinstance(x, ShardedGradient) for x in _written(func, args, kwargs)):
+        if any(isinstance(x, ShardedGradient) for x in _written(func, args, kwargs)):
             return _change(func, args, kwargs)
         return func(*_read(args), **_read(kwargs))
 
@@ -171,6 +172,9 @@ class ShardedGradient(torch.Tensor):
         """The values; a collective."""
         return self.clone().tolist()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.clone() if spec else repr(self), spec)
+
     def __array__(self, dtype: Any = None) -> Any:
         return _read_only(self.clone().__array__(dtype))
 
@@ -208,7 +212,11 @@ def _read(values: Any) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation writes into."""
+    """The tensors that an operation writes into; those of torch.distributed do not say it."""
+    if func.namespace == "c10d":
+        return tree_leaves(args[0]) if func._schema.name.endswith("_") else []
+    if not func._schema.is_mutable:
+        return []
     found = []
     for k, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
@@ -219,6 +227,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation that writes: on whole gradients, of which each rank keeps its piece."""
     bases: dict[tuple[Gradient, int], torch.Tensor] = {}
+    name = func._schema.name.split("::")[1]
+    if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
+        raise InvalidArgumentError(
+            f"{name}: got a gradient that lies in shards, expected a tensor of its own, for the ranks' results differ; "
+            "pass p.grad.clone()"
+        )
     written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
     replaced: dict[int, Any] = {}
 
@@ -233,6 +247,10 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
         return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
 
     result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
+    if func.namespace == "c10d":
+        work = torch.distributed.Work.unbox(tree_leaves(result)[-1])
+        if work is not None:
+            work.wait()
     for home, index in dict.fromkeys((x._home, x._index) for x in written):
         home.write(index, bases[home, index])
     return tree_map(lambda x: replaced[id(x)][0] if id(x) in replaced else x, result)

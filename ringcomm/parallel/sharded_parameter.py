@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 
 # What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
-    *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device"),
-    *("is_floating_point", "is_complex", "element_size", "is_contiguous", "storage_offset", "is_same_size"),
-    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view", "type"),
+    *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "get_device"),
+    *("is_floating_point", "is_complex", "element_size", "storage_offset", "is_same_size"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
     *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
 }
 _STRIDES = {"stride", "is_contiguous"}  # of the values: what stands for them has none
@@ -37,14 +36,14 @@ _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "con
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
+    *("reduce", "recv", "irecv"),  # of torch.distributed: what they write differs between ranks
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
 _ARRAYS = {"numpy", "__array__"}  # read-only copies
 _COPIES = _ARRAYS | {"__dlpack__"}
 
 
-@dataclass(frozen=True)
-class _Window:
+class Window(NamedTuple):
     """Where a view lies in the memory of a group that is whole."""
 
     dtype: torch.dtype
@@ -55,8 +54,8 @@ class _Window:
     is_neg: bool
 
     @staticmethod
-    def of(x: torch.Tensor) -> _Window:
-        return _Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+    def of(x: torch.Tensor) -> Window:
+        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
     def on(self, whole: torch.Tensor) -> torch.Tensor:
         """The view."""
@@ -66,40 +65,43 @@ class _Window:
         return torch._neg_view(found) if self.is_neg else found
 
 
-class _ReplacedData:
-    """What a parameter had before `p.data = other`: the memory of the views that were made before."""
+class _Data:
+    """The memory that a parameter and its views share, or shared before `p.data = other`.
+
+    Attributes:
+        piece: this rank's part of the values, once they are no longer the parameter's.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._piece = place.group.piece(place.group.weight, place.index).clone()  # this rank's
+        self.piece: Any = None
         self._whole: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
         """A buffer as the group's, with these values; a collective the first time."""
         if self._whole is None:
-            layout, ranks = self._place.group.layout, self._place.flat.ranks
-            owned, self._whole = self._piece.new_zeros(layout.shard_numel), self._piece.new_empty(layout.numel)
-            layout.piece(owned, layout.shard_range(ranks.rank)[0], self._place.index)[0].copy_(self._piece)
+            layout, ranks, index = self._place.group.layout, self._place.flat.ranks, self._place.index
+            start, end = layout.shard_range(ranks.rank)
+            owned, self._whole = self.piece.new_zeros(layout.shard_numel), self.piece.new_empty(layout.numel)
+            layout.piece(owned, start, index)[0].copy_(self.piece)
             ranks.comm.all_gather(owned, out=self._whole)
+            self.piece = layout.piece(self._whole[start:end], start, index)[0]
         return self._whole
 
     def put_back(self) -> None:
         """`p.data = kept`: the parameter shares the views' memory again, which may have been written into."""
-        group, index = self._place.group, self._place.index
+        group = self._place.group
         group.release()
         replace_data(self._place)
-        now = self._piece if self._whole is None else group.piece(self._whole[group.start : group.end], index)
-        group.piece(group.weight, index).copy_(now)
-        for view in self._place.views.values():
-            if view._replaced is self:
-                view._replaced = None
+        group.piece(group.weight, self._place.index).copy_(self.piece)
+        self._place.data, self.piece, self._whole = self, None, None
 
 
 def replace_data(place: Place) -> None:
     """Before a parameter gets other values as its data: the views that there are keep what it has now."""
-    replaced = _ReplacedData(place)
-    for view in place.views.values():
-        view._replaced = view._replaced or replaced
+    if place.data is not None:
+        place.data.piece = place.group.piece(place.group.weight, place.index).clone()
+    place.data = None
 
 
 class ShardedView(torch.Tensor):
@@ -112,8 +114,8 @@ class ShardedView(torch.Tensor):
     """
 
     _ringcomm: Place
-    _window: _Window | None = None  # None: all of the parameter
-    _replaced: _ReplacedData | None = None
+    _window: Window | None = None  # None: all of the parameter
+    _data: _Data | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,22 +127,20 @@ class ShardedView(torch.Tensor):
             return _alias(args[0])
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
+        if name in _FACTS and attribute not in _VALUES and not (name == "__format__" and args[1]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
-            return _with_own_values(func, args, kwargs)
-        if name in _CONVERSIONS and len(args) + len(kwargs) > (name == "type") and _changes_nothing(func, args, kwargs):
+            return _with_own_values(name, func, args, kwargs)
+        if name == "type" and len(args) + len(kwargs) == 1:
+            return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
+        if name in _CONVERSIONS and _changes_nothing(func, args, kwargs):
             return args[0]
         if name in _STRIDES:
             return func(_like(args[0]), *args[1:], **kwargs)
-        if (
-            name in _FACTS
-            and not (name == "__get__" and attribute in _VALUES)
-            and not (name == "__format__" and args[1])
-        ):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if name == "__iter__":
             return iter(args[0].unbind(0))
-        return _with_values(func, args, kwargs)
+        return _with_values(name, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copied = self._copy()
@@ -170,10 +170,10 @@ def _alias(x: Any) -> ShardedView:
         return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
 
 
-def _view(x: torch.Tensor, place: Place, window: _Window | None, replaced: _ReplacedData | None = None) -> ShardedView:
+def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
     view = x.as_subclass(ShardedView)
-    view._ringcomm, view._window, view._replaced = place, window, replaced
-    place.views[id(view)] = view
+    place.data = place.data or _Data(place)
+    view._ringcomm, view._window, view._data = place, window, replaced or place.data
     return view
 
 
@@ -219,12 +219,11 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return func(twin, *rest, **kwargs) is twin
 
 
-def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
     given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
     places = [x._ringcomm for x in given]
-    name = getattr(func, "__name__", str(func))
-    if not all(place.alive and not place.flat.unwrapped for place in places):
+    if not all(place.alive for place in places):
         raise InvalidArgumentError(
             f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
             "that is sharded; take the view of the parameter as it is now"
@@ -245,22 +244,29 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
+        if hasattr(result, "wait"):  # of torch.distributed: the values go
+            result.wait()
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in given}
-        result = tree_map(lambda x: originals.get(id(x), x), result)
         homes = {place.group.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
-        return _with_views(result, homes)
+
+        def shown(x: Any) -> Any:
+            if id(x) in originals:
+                return originals[id(x)]
+            return _view(x.clone(), homes[x.untyped_storage()._cdata], Window.of(x)) if _shares(x, homes) else x
+
+        return tree_map(shown, result)
 
 
-def _with_own_values(func: Any, args: Any, kwargs: Any) -> Any:
+def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the copies that views with a gradient have. What is written into one is written into the
     parameter too."""
-    name, leaves = getattr(func, "__name__", str(func)), tree_leaves((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         views = {id(x): x for x in leaves if _has_gradient(x)}
         own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
-    writes = _writes(name, kwargs) and name != "requires_grad_"
+    writes = _writes(name, kwargs)
     targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
     if targets:
         place = targets[0]._ringcomm
@@ -279,28 +285,17 @@ def _with_own_values(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        memories = {x.untyped_storage()._cdata for x in own.values()}
+        memories = {x.untyped_storage()._cdata: views[key] for key, x in own.items()}
     found, structure = tree_flatten(result)
     if any(_shares(x, memories) for x in found):  # where they lie in the parameter
         args, kwargs = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
         with torch.no_grad():
             there = tree_leaves(func(*args, **kwargs))
-        pairs = zip(found, there, strict=True)
-        found = [_view(x, y._ringcomm, _window(y)) if _shares(x, memories) else x for x, y in pairs]
+        for at, (x, y) in enumerate(zip(found, there, strict=True)):
+            if _shares(x, memories):  # y is a plain tensor where the group stays, and of data that was replaced
+                view = memories[x.untyped_storage()._cdata]
+                found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
     return tree_unflatten(found, structure)
-
-
-def _with_views(result: Any, homes: dict[int, Place]) -> Any:
-    """The result of an operation, where what shares memory with a parameter's values is a view of the parameter.
-
-    Args:
-        homes: that memory, and whose it is.
-    """
-    leaves, structure = tree_flatten(result)
-    for at, x in enumerate(leaves):
-        if _shares(x, homes):
-            leaves[at] = _view(x.clone(), homes[x.untyped_storage()._cdata], _Window.of(x))
-    return tree_unflatten(leaves, structure)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
@@ -335,12 +330,14 @@ def _has_gradient(x: Any) -> bool:
 
 def _has_place(x: Any) -> bool:
     """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
-    return isinstance(x, torch.Tensor) and hasattr(x, "_ringcomm")
+    return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
 
 
-def _window(x: Any) -> _Window | None:
+def _window(x: Any) -> Window | None:
     return x._window if isinstance(x, ShardedView) else None
 
 
-def _replaced(x: Any) -> _ReplacedData | None:
-    return x._replaced if isinstance(x, ShardedView) else None
+def _replaced(x: Any) -> _Data | None:
+    """The memory of a view of what `p.data` was before; None: it shares the parameter's."""
+    data = x._data if isinstance(x, ShardedView) else None
+    return None if data is None or data is x._ringcomm.data else data

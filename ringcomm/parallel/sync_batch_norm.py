@@ -70,14 +70,14 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the ranks, which cannot be pickled: see `_find_ranks`."""
-        return {**super().__getstate__(), "comm": None, "_was_unpickled": self.comm is not None}
+        return {**super().__getstate__(), "comm": None, "_was_unpickled": self._was_unpickled or self.comm is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy over the same ranks."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.comm, twin._was_unpickled = self.comm, False
+        twin.comm, twin._was_unpickled = self.comm, self._was_unpickled
         return twin
 
     def _find_ranks(self, device: torch.device) -> None:
