@@ -399,7 +399,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 
 
 def _unwrap(module: nn.Module) -> None:
-    """Wrapping anew is allowed, as in torch: the wrapper before lets go of the module, until it is used again."""
+    """Unwraps a module that another DistributedDataParallel holds, which wraps it again when it is next used."""
     flat = flat_model_of(module)
     if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
         flat.unwrap()

@@ -351,6 +351,42 @@ class Seen(Net):
         return x
 
 
+class _CheckpointFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.block, x.requires_grad_(), use_reentrant=True)
+        return self.head(self.block(x))
+
+
+def test_a_reentrant_checkpoint_of_what_was_frozen_before() -> None:
+    """A pass inside of the first backward pass is not noticed where it has no gradients; so each change of what is
+    trained asks anew."""
+
+    def run(comm: ringcomm.Communicator, how: Any) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"bucket_cap_mb": 1e-5}
+        if how == "ddp":
+            wrapped: nn.Module = ringcomm.DistributedDataParallel(model, comm, **options)
+        else:
+            wrapped, _ = ringcomm.shard(model, optimizer, how, comm, **options)
+        for step in range(3):
+            model.block.requires_grad_(step > 0)
+            wrapped(torch.full((2, 6), 1.0 + comm.rank)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [x.clone() for x in model.state_dict().values()]
+
+    torch.manual_seed(0)
+    plain = _CheckpointFirst()
+    expected = ringcomm.run_ranks(run, 2, "ddp", ranks="threads", timeout=20)[0]
+    for stage in range(4):
+        assert all(map(torch.equal, expected, ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0]))
+
+
 def test_a_backward_pass_that_raised_can_be_repeated() -> None:
     found = on_every_stage(Seen, repeated_after_an_error)
     for name, value in in_one_process(Seen, steps=2).items():

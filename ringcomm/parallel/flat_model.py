@@ -44,17 +44,16 @@ if TYPE_CHECKING:
     from ringcomm.parallel.options import Options
 
 _T = TypeVar("_T")
-ORDER_NBYTES = 4  # of the checksum of a stage 3's order
-OPTIONS_NBYTES = 4  # of the checksum of the optimizers' options
-HEADER_NBYTES = 2 * OPTIONS_NBYTES + 1  # those of the options and their complement, and of reentrant checkpoints
-_FROM_1_ON = (
+CHECKSUM_NBYTES = 4
+HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1  # of the optimizers' options, and whether there are reentrant checkpoints
+_STAGES_1_AND_2 = (
     "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
     "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
 )
 _COLLECTIVES = {  # by stage, for the note on an error
     0: "forward in training where the module has buffers, and backward",
-    1: _FROM_1_ON,
-    2: _FROM_1_ON,
+    1: _STAGES_1_AND_2,
+    2: _STAGES_1_AND_2,
     3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
     "gradient",
 }
@@ -155,7 +154,7 @@ class FlatModel:
         self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: unknown
         self._trained: list[bool] = []  # by parameter, when that was found out
-        self.keeps_gathered = False  # such a graph may use parameters of stage 3
+        self.keeps_gathered = False  # whether a graph made with create_graph may still need parameters of stage 3
         self.holders = 0  # how many times the program is inside of `whole`: stage 3 lets go of nothing
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
@@ -294,8 +293,8 @@ class FlatModel:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Inside, no call lets go of parameters, and forward sends nothing. It begins with what the next forward pass
-        would send."""
+        """Inside, parameters that are whole stay whole, and forward sends no buffers. Entering sends those that the
+        next forward pass would send."""
         if not self.holders and self.ranks.joining is None:
             self._announce_forward()
             self._sync_buffers = False
@@ -617,9 +616,8 @@ class FlatModel:
         for group in self.order:
             has = group.gradient.contributed | group.gradient.has
             mine += [int(i in has) for i in range(len(group.params))]
-        if self.stage == LAST_STAGE:  # the largest of a byte and of its complement add up to 255 where all are equal
-            order = self.ranks.order.to_bytes(ORDER_NBYTES, "little")
-            mine += [*order, *(255 - byte for byte in order)]
+        if self.stage == LAST_STAGE:
+            mine += _with_complement(self.ranks.order)
         options = self._options_checksum()
         flags = torch.tensor([*options, self._reenters is True, *mine], dtype=torch.uint8, device=self.device)
         if self.ranks.data_world_size == 1:
@@ -640,29 +638,25 @@ class FlatModel:
         if not (missing or looks):  # the common case does not wait for a device
             return
         values = flags.tolist()
-        if self.stage == LAST_STAGE:
-            order, complement = values[-2 * ORDER_NBYTES : -ORDER_NBYTES], values[-ORDER_NBYTES:]
-            if any(a + b != 255 for a, b in zip(order, complement, strict=True)):
-                self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
-                raise MismatchError(
-                    f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
-                    "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
-                    "some ranks run into no unit of its own"
-                )
+        if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
+            self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
+            raise MismatchError(
+                f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
+                "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
+                "some ranks run into no unit of its own"
+            )
         heard = iter(values)
         for group in self.order:
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
 
     def _options_checksum(self) -> list[int]:
-        """Of the optimizers' options and its complement, as for the order; zeros of a rank that has joined, whose
-        options follow the others' at each step."""
+        """Of the optimizers' options; zeros of a rank that has joined, whose options follow the others' at each
+        step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
-            return [0] * (2 * OPTIONS_NBYTES)
+            return [0] * (2 * CHECKSUM_NBYTES)
         stepped, self.stepped = self.stepped, set()
         compared = [attached.options for attached in self.optimizers] or stepped
-        found = sum(options.checksum() for options in compared) % (1 << 8 * OPTIONS_NBYTES)
-        some = found.to_bytes(OPTIONS_NBYTES, "little")
-        return [*some, *(255 - byte for byte in some)]
+        return _with_complement(sum(options.checksum() for options in compared) % (1 << 8 * CHECKSUM_NBYTES))
 
     def _read_header(self, flags: torch.Tensor) -> torch.Tensor:
         """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
@@ -674,8 +668,7 @@ class FlatModel:
             looked, self._heard = self._heard, heard.clone()
         if looked is not None:
             *options, reenters = looked.tolist()
-            pairs = zip(options[:OPTIONS_NBYTES], options[OPTIONS_NBYTES:], strict=True)
-            self.options_differ = any(a + b != 255 for a, b in pairs)
+            self.options_differ = _differ(options)
             if reenters:
                 self._reenters = True
         return flags[HEADER_NBYTES:]
@@ -853,6 +846,18 @@ class FlatModel:
             attached.rebuild()
 
 
+def _with_complement(checksum: int) -> list[int]:
+    """Its bytes, and those of its complement. The largest of each over the ranks tells whether all are equal."""
+    some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
+    return [*some, *(255 - byte for byte in some)]
+
+
+def _differ(largest: list[int]) -> bool:
+    """Whether ranks had different checksums: a byte and its complement then add up to more than 255."""
+    pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
+    return any(a + b != 255 for a, b in pairs)
+
+
 def will_run(node: Any) -> bool:
     """Whether the pass of autograd that is running runs a node."""
     try:
@@ -866,8 +871,8 @@ def _first_call(unit: Unit) -> int:
 
 
 def _pack(x: torch.Tensor) -> Any:
-    """What autograd keeps of a tensor: of a parameter of stage 3 where it is. It does not hold the model, which may
-    hold the graph; nor what a node has made, which would hold the node."""
+    """What autograd keeps of a tensor: of a parameter of stage 3 a reference to its group, in place of its memory. It
+    must not hold the model, which may hold the graph, nor a node's own output, which would hold the node."""
     memory = x.untyped_storage()._cdata
     for flat in _calling.flats:
         group = flat._homes.get(memory)
@@ -921,7 +926,7 @@ def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
     """Bytes of the message that ends a synchronised backward pass: the header, which parameters were used, and at stage
     3 the units' order."""
     used = sum(len(group.params) for group in groups)
-    return HEADER_NBYTES + used + (2 * ORDER_NBYTES if stage == LAST_STAGE else 0)
+    return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
 
 
 def flat_model_of(module: nn.Module) -> FlatModel | None:

@@ -235,11 +235,7 @@ class Gradient:
         for i in gone:
             self.has.discard(i)
             self.contributed.discard(i)
-            for level in self.levels:
-                if level is not None:
-                    self._part(level, i).zero_()
-            if self.has_reduced:
-                self._own(i)[0].zero_()
+            self._zero(i)
 
     def take_in(self, call: str) -> None:
         """What the user has put in the place of a gradient counts; what was set to None is forgotten."""
@@ -336,12 +332,15 @@ class Gradient:
 
     def zero(self, i: int) -> None:
         """Makes a parameter's gradient zero."""
+        self._zero(i)
+        self.changed()
+
+    def _zero(self, i: int) -> None:
         if self.has_reduced:
             self._own(i)[0].zero_()
         for level in self.levels:
             if level is not None:
                 self._part(level, i).zero_()
-        self.changed()
 
     def write(self, i: int, values: torch.Tensor) -> None:
         """Takes this rank's piece of new values for a parameter's gradient."""

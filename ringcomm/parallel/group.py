@@ -311,7 +311,7 @@ class FlatGroup:
 
         Args:
             keep: whether what was written into the parameters meanwhile counts. All ranks write the same.
-            leaves: whether the memory stays with those who have kept tensors of it. The group gets other memory.
+            leaves: whether the memory is left to tensors that users have kept, and the group gets new memory.
         """
         if self.stage == LAST_STAGE:
             self.finish_gather()
@@ -373,8 +373,8 @@ class FlatGroup:
         piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
 
     def rebound(self, call: str) -> list[int]:
-        """While they are whole: the parameters whose `p.data` is another tensor now. They are computed with as they
-        are, since the user may put the one before back, as after an evaluation of averaged weights.
+        """While they are whole: the parameters whose `p.data` is another tensor now. Forward uses the other tensor, and
+        nothing is copied before a step, because users put averaged weights in and take them out again.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
@@ -432,8 +432,8 @@ class FlatGroup:
         return self.rebound(call)
 
     def _followed(self, weight: torch.Tensor) -> torch.Tensor:
-        """The master weights that follow what the parameters were set to. Elsewhere they keep the bits that the
-        parameters' type does not have."""
+        """The master weights after what users wrote into the parameters. Where a weight still is its master weight,
+        rounded, the master weight keeps its extra bits."""
         if not self.separate:
             return weight
         bits = _BITS[self.types.compute.itemsize]  # a minus zero is not a zero

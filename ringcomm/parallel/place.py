@@ -50,6 +50,6 @@ class Place:
 
 
 def place_of(p: Any) -> Place | None:
-    """Where a parameter of a wrapped model lies; None: it is of none, as a view of one."""
+    """The place of a wrapped model's parameter; None for anything else, also for a view of one."""
     place: Place | None = getattr(p, "_ringcomm", None)
     return place if place and place.alive and place.group.params[place.index] is p else None

@@ -1,10 +1,10 @@
 """A parameter of stage 3 while its values are in the ranks' shards, and views of it.
 
-p.shape, p.stride()         answered without values
-p.norm(), p.mul_(2)         the ranks gather the parameter's group; what was written is kept; the group goes
-v = p[0], p.t()             a view remembers where in the group's memory it lies, and has a copy of the values
-v.zero_(), v + 1            the group is gathered, and the operation done there
-p[0] with gradients         is computed with as the copy; written into, it does as a view
+p.shape, p.stride()          answered without values
+p.norm(), p.mul_(2)          the ranks gather the parameter's group; what was written is kept; the group goes
+v = p[0], p.t()              a view has its shape, strides and offset in the group's buffer, and a copy of the values
+v.zero_(), v + 1             the group is gathered, and the operation is done in its buffer
+p[0] while autograd records  reads use the copy; writes go to the parameter and to the copy
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ringcomm.parallel.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import communicator_of
 
-# Of what was unpickled, by process group.
+# Communicators of layers that were unpickled: one for each process group.
 _of_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 
