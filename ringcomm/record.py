@@ -264,7 +264,7 @@ def _load(path: Path) -> Record:
         return _record(document)
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"record: expected a file of ringcomm.record.dump of this version, got {shown(str(path))}: "
+            f"record: expected a file of ringcomm.record.dump of this version, got {str(path)!r}: "
             f"{one_line(error)}; pass the files that {FOLDER} collects"
         ) from None
 

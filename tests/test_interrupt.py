@@ -31,12 +31,23 @@ def queued(comm: Communicator) -> None:
     comm.barrier()
 
 
+def later(comm: Communicator) -> None:
+    """A wait for a call that another thread executes by then."""
+    work = comm.all_reduce(torch.ones(9), async_op=True)
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:  # awake: the signal is to come in the wait
+        pass
+    work.wait()
+
+
 CALLS: dict[str, Callable[[Communicator], Any]] = {
     "all_reduce": lambda comm: comm.all_reduce(torch.ones(70_000)),
     "barrier": queued,
     "wait": lambda comm: comm.all_reduce(torch.ones(9), async_op=True).wait(),
+    "wait later": later,
     "wait a minute": lambda comm: comm.all_reduce(torch.ones(9), async_op=True).wait(60),
     "recv": lambda comm: comm.recv(torch.ones(4), comm.world_size - 1),
+    "isend": lambda comm: comm.isend(torch.ones(1 << 20), comm.world_size - 1, tag=9).wait(),
     "irecv": lambda comm: comm.irecv(torch.ones(4), comm.world_size - 1).wait(),
 }
 HOSTS = pytest.mark.parametrize("hosts", [None, [1, 1], [2, 1]], ids=str)
@@ -215,14 +226,17 @@ def closes_inside(comm: Communicator, op: str, recorded: bool = True) -> Told:
                 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             CALLS[op](comm)
         else:
+            while op == "isend" and not comm.aborted:  # a rank that receives takes other messages, too
+                time.sleep(0.01)
             comm.recv(torch.ones(1), 0, tag=7)
 
     return told_by(comm, call)
 
 
-@pytest.mark.parametrize("op", ["wait", "irecv", "all_reduce"])
-def test_a_handler_that_closes_ends_its_call(op: str) -> None:
-    told = on_ranks(closes_inside, None, op)
+@pytest.mark.parametrize("op", ["wait", "wait later", "isend", "irecv", "all_reduce"])
+@HOSTS
+def test_a_handler_that_closes_ends_its_call(hosts: list[int] | None, op: str) -> None:
+    told = on_ranks(closes_inside, hosts, op)
     assert told[0] == ("KeyboardInterrupt", "", True)
     assert {kind for kind, _, _ in told[1:]} <= {"RankLostError", "AbortedError"}  # it closed, and was interrupted
 

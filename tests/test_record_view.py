@@ -173,7 +173,8 @@ GOOD = json.loads(json.dumps({"ringcomm_record": 1, **made(0, made_call(1)).__di
     ],
 )
 def test_a_file_of_something_else_is_refused(document: Any, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
+    path = tmp_path / ("of a long name " * 5) / "x.json"  # the message has it whole
+    path.parent.mkdir()
     path.write_text(json.dumps(GOOD))
     assert record.load([path]) == [made(0, made_call(1))]
     path.write_text(json.dumps(document))

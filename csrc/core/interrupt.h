@@ -1,6 +1,7 @@
 // Ctrl-C, and whatever else the user's language makes of a signal, while a call waits; and its threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +19,22 @@ void set_interrupt_source(const InterruptSource* source);
 bool interruptible();
 // For every wait to ask now and then.
 bool interrupted();
+
+// The waits of one communicator, which look for signals.
+class SignalHandling {
+ public:
+  bool interrupted() {
+    running_.store(true, std::memory_order_relaxed);
+    const bool ends = ringcomm::interrupted();
+    running_.store(false, std::memory_order_relaxed);
+    return ends;
+  }
+  // Whether this code is called by a handler that one of these waits lets run.
+  bool runs_this() const { return running_.load(std::memory_order_relaxed) && interruptible(); }
+
+ private:
+  std::atomic<bool> running_{false};
+};
 
 // Whether no thread of the user's language but `known` ones (by pthread_self) can make a call. It may say no where it
 // does not know.

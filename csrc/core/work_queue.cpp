@@ -4,7 +4,6 @@
 #include <chrono>
 
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/journal.h"
 #include "core/site.h"
 #include "core/trace.h"
@@ -96,7 +95,7 @@ void WorkQueue::let_go() {
 // on when the signal came.
 void WorkQueue::refuse_from_inside(const Call& call) const {
   const bool executes = runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
-  if (!executes && !(handling_.load(std::memory_order_relaxed) && interruptible())) return;
+  if (!executes && !signals_.runs_this()) return;
   fail(ErrorCode::kInvalid, name(call.op),
        ": was called inside another call of this communicator, by a signal's handler, expected after it; set a flag in "
        "the handler, and call when that one has returned");
@@ -171,9 +170,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
     }
     if (!interruptible()) continue;
     lock.unlock();
-    handling_.store(true, std::memory_order_relaxed);
-    if (interrupted()) waited = Waited::kInterrupted;
-    handling_.store(false, std::memory_order_relaxed);
+    if (signals_.interrupted()) waited = Waited::kInterrupted;
     lock.lock();
   }
   waiting_.fetch_sub(1);
@@ -210,7 +207,9 @@ void WorkQueue::progress() {
   }
 }
 
+// A signal's handler that closes runs inside the wait for a call that another thread may execute: that call ends.
 void WorkQueue::stop() {
+  if (signals_.runs_this()) stop_("close");
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;

@@ -15,6 +15,7 @@
 
 #include "core/engine.h"
 #include "core/forks.h"
+#include "core/interrupt.h"
 
 namespace ringcomm {
 
@@ -65,7 +66,8 @@ class WorkQueue {
   std::size_t queued() const { return queued_.load(); }
   bool executes() const { return busy_.load(); }
   bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
-  // Lets the progress thread finish what is queued, and ends it.
+  // Lets the progress thread finish what is queued, and ends it. Called by a signal's handler inside a wait, it aborts
+  // what is in flight.
   void stop();
 
  private:
@@ -92,7 +94,7 @@ class WorkQueue {
   const std::function<std::unique_ptr<Watch>()> watch_;
   std::atomic<bool> busy_{false};          // some thread is executing
   std::atomic<std::thread::id> runner_{};  // which
-  std::atomic<bool> handling_{false};      // the thread that handles signals waits here, and does so now
+  SignalHandling signals_;
   std::atomic<int> waiting_{0};            // queued items, and threads blocked on the condition
   std::atomic<std::size_t> queued_{0};
   std::mutex mutex_;

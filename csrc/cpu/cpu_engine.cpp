@@ -124,6 +124,7 @@ class CpuEngine final : public Engine {
 
   void close() override {
     if (forked() || closed_.exchange(true)) return;
+    if (group_.runs_handler()) group_.interrupt("close");
     queue_->stop();
     p2p_->stop();
     group_.leave();

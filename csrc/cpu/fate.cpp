@@ -6,7 +6,6 @@
 
 #include "core/clock.h"
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/journal.h"
 #include "core/site.h"
 #include "cpu/group.h"
@@ -120,7 +119,7 @@ void Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   next = now + kLookForSignals;  // whoever has the user's language may be busy: asking costs
   if (first) return;
   Unplaced::place();
-  if (!interrupted()) return;
+  if (!signals_.interrupted()) return;
   interrupt(name(call.op));
   raise_end(call.op);
 }

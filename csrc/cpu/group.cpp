@@ -12,7 +12,6 @@
 #include <sstream>
 
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/journal.h"
 #include "core/seal.h"
 

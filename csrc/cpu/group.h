@@ -9,6 +9,7 @@
 
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "core/link.h"
 #include "core/shm.h"
 #include "core/signature.h"
@@ -141,6 +142,8 @@ class Group {
   void check_abort(const Call& call) const;
   // Aborts the group: a signal ends the call that this rank is in.
   void interrupt(const char* call) const;
+  // Whether a signal's handler, which a wait here lets run, is what calls.
+  bool runs_handler() const { return signals_.runs_this(); }
   // Aborts the group with `message`, and throws the reason, which another rank may have been the first to give.
   [[noreturn]] void give_up(const Call& call, ErrorCode code, const std::string& message) const;
   // Looks for signals, from `next` on, which it sets; throws if one ends this rank's call.
@@ -211,6 +214,7 @@ class Group {
   bool connected_ = false;
   trace::Origin origin_;
   std::uint64_t sequence_ = 0, logged_ = 0;  // of the collective that this rank is in
+  mutable SignalHandling signals_;
   bool disowned_ = false;
   int num_arenas_ = 0;
   std::mutex arenas_mutex_;

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/schedule.h"
 #include "cpu/group.h"
 

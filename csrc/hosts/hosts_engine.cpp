@@ -37,7 +37,7 @@ class HostsEngine final : public Engine {
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); },
                                            [this](const char* call) { interrupt(call); }, false)) {
     wire_->on_wait([this](const char* call) {
-      if (!interrupted()) return false;
+      if (!signals_.interrupted()) return false;
       interrupt(call);
       return true;
     });
@@ -119,6 +119,7 @@ class HostsEngine final : public Engine {
   void close() override {
     if (forked() || closed_.exchange(true)) return;
     fate_->close();
+    if (signals_.runs_this()) interrupt("close");
     queue_->stop();
     wire_->close();
     wire_->on_failure(nullptr);
@@ -170,6 +171,7 @@ class HostsEngine final : public Engine {
   const bool on_host_;
   trace::Origin origin_;
   std::atomic<bool> closed_{false};
+  SignalHandling signals_;
   std::mutex mutex_;  // devices: one call is enqueued at a time
   const int forks_;
   std::unique_ptr<WorkQueue> queue_;

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline.check import Timed
 from ringcomm.pipeline.schedules import Action, Kind
 
@@ -73,7 +73,7 @@ def draw(
     """
     path = Path(path)
     if path.suffix not in (".png", ".html"):
-        raise InvalidArgumentError(f"draw: expected a path ending in .png or .html, got {shown(str(path))}; rename it")
+        raise InvalidArgumentError(f"draw: expected a path ending in .png or .html, got {str(path)!r}; rename it")
     panels = [_panel("rows", rows, "planned" if measured is not None else "", in_seconds=False)]
     if measured is not None:
         if len(measured) != len(rows):
