@@ -22,7 +22,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.arguments import PATH, a, expects, or_none, several, whole
-from ringcomm.errors import InvalidArgumentError, one_line, shown
+from ringcomm.errors import InvalidArgumentError, one_line
 
 FOLDER = "RINGCOMM_RECORD_DIR"
 """Environment variable: where a process writes its records when one of its communicators ends by an error."""

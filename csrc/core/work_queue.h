@@ -95,7 +95,7 @@ class WorkQueue {
   std::atomic<bool> busy_{false};          // some thread is executing
   std::atomic<std::thread::id> runner_{};  // which
   SignalHandling signals_;
-  std::atomic<int> waiting_{0};            // queued items, and threads blocked on the condition
+  std::atomic<int> waiting_{0};  // queued items, and threads blocked on the condition
   std::atomic<std::size_t> queued_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
