@@ -162,7 +162,8 @@ class FlatModel:
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
-        self._census = _census(module)
+        self._submodules = list(module.modules())
+        self._members = _members(self._submodules)
         for unit in self.units:
             unit.flat = self
             for group in unit.groups:
@@ -612,14 +613,13 @@ class FlatModel:
 
     def _start_used_params(self) -> tuple[torch.Tensor, Any]:
         """Starts the message in which every trainable parameter that this rank has a gradient of is a 1."""
-        mine = []
+        mine = bytearray([*self._options_checksum(), self._reenters is True])
         for group in self.order:
             has = group.gradient.contributed | group.gradient.has
-            mine += [int(i in has) for i in range(len(group.params))]
+            mine += bytes(i in has for i in range(len(group.params)))
         if self.stage == LAST_STAGE:
-            mine += _with_complement(self.ranks.order)
-        options = self._options_checksum()
-        flags = torch.tensor([*options, self._reenters is True, *mine], dtype=torch.uint8, device=self.device)
+            mine += bytes(_with_complement(self.ranks.order))
+        flags = torch.frombuffer(mine, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
             return flags, None
         self.ranks.count("flags", flags.nbytes)
@@ -632,12 +632,17 @@ class FlatModel:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
-        flags = self._read_header(flags)
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
-        looks = self.stage == LAST_STAGE and self.device.type == "cpu"
-        if not (missing or looks):  # the common case does not wait for a device
+        if self.device.type == "cpu":
+            values = flags.tolist()
+            self._read_header(values)
+        else:  # the common case does not wait for a device: it reads the header of the backward pass before
+            before, self._heard = self._heard, flags[:HEADER_NBYTES].clone()
+            if before is not None:
+                self._read_header(before.tolist())
+            values = flags.tolist() if missing else []
+        if not values:
             return
-        values = flags.tolist()
         if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
             self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
             raise MismatchError(
@@ -645,8 +650,8 @@ class FlatModel:
                 "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
                 "some ranks run into no unit of its own"
             )
-        heard = iter(values)
-        for group in self.order:
+        heard = iter(values[HEADER_NBYTES:])
+        for group in self.order if missing else ():
             group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
 
     def _options_checksum(self) -> list[int]:
@@ -658,20 +663,13 @@ class FlatModel:
         compared = [attached.options for attached in self.optimizers] or stepped
         return _with_complement(sum(options.checksum() for options in compared) % (1 << 8 * CHECKSUM_NBYTES))
 
-    def _read_header(self, flags: torch.Tensor) -> torch.Tensor:
+    def _read_header(self, values: list[int]) -> None:
         """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
-        rank has reentrant checkpoints. On a device it reads the header of the backward pass before, so as not to wait.
-        Returns the rest of the message."""
-        heard = flags[:HEADER_NBYTES]
-        looked = heard
-        if self.device.type != "cpu":
-            looked, self._heard = self._heard, heard.clone()
-        if looked is not None:
-            *options, reenters = looked.tolist()
-            self.options_differ = _differ(options)
-            if reenters:
-                self._reenters = True
-        return flags[HEADER_NBYTES:]
+        rank has reentrant checkpoints."""
+        *options, reenters = values[:HEADER_NBYTES]
+        self.options_differ = _differ(options)
+        if reenters:
+            self._reenters = True
 
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
@@ -810,7 +808,8 @@ class FlatModel:
         if self.unmade is not None:
             self._check_unmade(self.unmade, "forward")
         self._unfreeze()
-        trained = [p.requires_grad for group in self.order for p in group.params]
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [p.requires_grad for group in self.order for p in group.params]
         if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
             self._trained = trained
             self._reenters = self._reenters or None
@@ -822,15 +821,15 @@ class FlatModel:
         self.unmade = None
 
     def _what_changed(self) -> str | None:
-        for owner, params, children in self._census:
-            if [*map(id, owner._parameters.values())] != params or [*map(id, owner._modules.values())] != children:
-                known = {id(p) for group in self.groups for p in group.params}
-                named = self.module.named_parameters()
-                new = [name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)]
-                others = [*map(id, owner._modules.values())] != children
-                if new or others:
-                    return f"the new parameter {new[0]}" if new else "other submodules"
-        return None
+        params, children = _members(self._submodules)
+        if (params, children) == self._members:
+            return None
+        known = {id(p) for group in self.groups for p in group.params}
+        named = self.module.named_parameters()
+        new = [name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)]
+        if new:
+            return f"the new parameter {new[0]}"
+        return "other submodules" if children != self._members[1] else None
 
     def _unfreeze(self) -> None:
         """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
@@ -897,7 +896,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         raise RuntimeError("backward: got a graph of a model that was dropped or unsharded, expected one that is kept")
     if not group.is_whole:
         group.unit.flat.reach(group.unit, number)
-    return window.on(group.whole)
+    return group.window(window)
 
 
 # Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.
@@ -917,9 +916,10 @@ def _after_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: in
         here._after(home, i, grads[0] is not None)
 
 
-def _census(module: nn.Module) -> list[tuple[nn.Module, list[int], list[int]]]:
-    """Every submodule with the identities of its parameters and children."""
-    return [(m, [*map(id, m._parameters.values())], [*map(id, m._modules.values())]) for m in module.modules()]
+def _members(modules: Sequence[nn.Module]) -> tuple[list[int], list[int]]:
+    """The identities of their parameters, and of their children."""
+    params = [id(p) for module in modules for p in module._parameters.values()]
+    return params, [id(child) for module in modules for child in module._modules.values()]
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:

@@ -439,7 +439,7 @@ class Gradient:
         if self.sent_as_it_is and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
         whole = self._new_whole()
-        self.group.pack(dict(fresh), whole)
+        self.group.pack(fresh, whole)
         return whole
 
     def _push(self, sums: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -26,10 +27,11 @@ from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import DONE, Ranks
-from ringcomm.parallel.sharded_parameter import ShardedParameter, replace_data
+from ringcomm.parallel.sharded_parameter import ShardedParameter, Window, replace_data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LAST_STAGE = 3
+_WINDOWS_EACH = 8  # that are kept for each parameter at most
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_of = operator.attrgetter("dtype")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
@@ -171,6 +173,7 @@ class FlatGroup:
     def _place(self, stage: int, values: torch.Tensor) -> None:
         """Makes the buffers of a stage from the whole master weights."""
         self.stage = stage
+        self._windows: dict[Window, torch.Tensor] = {}
         self.start, self.end = self.owned(stage)
         compute, numel = self.types.compute, self.layout.numel
         self.separate = self.types.master != compute or self.master_device is not None
@@ -231,7 +234,7 @@ class FlatGroup:
             p.data = self.part(whole, i).to(self.device, self.dtype, copy=True)
             p.grad = gradients.get(i)
         self.weight = self.master = self.whole = torch.empty(0)
-        self._views, self._gradient, self.accumulators, self.unit = [], None, [], None
+        self._views, self._windows, self._gradient, self.accumulators, self.unit = [], {}, None, [], None
 
     def thaw(self) -> None:
         """Trains parameters that were frozen."""
@@ -302,8 +305,16 @@ class FlatGroup:
 
     @property
     def memory_uses(self) -> int:
-        """How many tensors and arrays share the whole buffer's memory."""
-        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata))
+        """How many tensors and arrays share the whole buffer's memory, but for windows."""
+        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata)) - len(self._windows)
+
+    def window(self, at: Window) -> torch.Tensor:
+        """A view of the whole buffer. It is kept for the next backward pass, as long as there are not too many."""
+        if at not in self._windows:
+            if len(self._windows) >= _WINDOWS_EACH * len(self.params):
+                self._windows.clear()
+            self._windows[at] = at.on(self.whole)
+        return self._windows[at]
 
     @_untransformed
     def release(self, keep: bool = True, leaves: bool = False) -> None:
@@ -320,7 +331,7 @@ class FlatGroup:
                     self._keep_writes("forward")
                 if leaves:
                     self.whole = torch.empty_like(self.whole)
-                    self._views = self.parts(self.whole)
+                    self._views, self._windows = self.parts(self.whole), {}
                 self._free()
                 self.borrowed = False
                 self.ranks.note_gathered(-self.whole.nbytes)
@@ -445,15 +456,21 @@ class FlatGroup:
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
-    def pack(self, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
+    def pack(self, grads: Sequence[tuple[int, torch.Tensor]], whole: torch.Tensor) -> None:
         """Gradients of parameters, by segment, into a whole buffer; zeros where there is none."""
-        cuts = _unflatten(whole, self._pieces)
-        given = {self._at[i]: grad for i, grad in grads.items() if grad.numel()}
-        rest = [cut for k, cut in enumerate(cuts) if k not in given]
-        if rest:
-            torch._foreach_zero_(rest)
-        if given:
-            torch._foreach_copy_([cuts[k] for k in given], [*given.values()])
+        cuts = self._cuts_of(whole)
+        if len(grads) < len(cuts):
+            given = {self._at[i] for i, _ in grads}
+            torch._foreach_zero_([cut for k, cut in enumerate(cuts) if k not in given])
+        torch._foreach_copy_([cuts[self._at[i]] for i, _ in grads], [grad for _, grad in grads])
+
+    def _cuts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """All parts of a buffer, padding too; made once for each buffer, which is used again."""
+        known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
+        if self not in known:
+            apart = whole.new_empty(0).set_(whole)  # the parts must not hold the buffer, which holds them
+            known[self] = _unflatten(apart, self._pieces)
+        return known[self]
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Ranks:
         self.mesh = mesh
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
+        self._lent: dict[int, dict[tuple[int, torch.dtype], torch.Tensor]] = {}  # what was made of each, by its id
         self.pool_nbytes = 0
         self.order = 0  # a checksum of what was collected so far: equal on all ranks, or they mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # of parameters that stage 3 has brought; the most so far
@@ -127,11 +128,14 @@ class Ranks:
                 largest = max(small, key=torch.Tensor.numel)
                 self._free = [each for each in self._free if each is not largest]
                 self.pool_nbytes -= largest.numel()
+                del self._lent[id(largest)]
             raw = self.empty(nbytes, torch.uint8, device)
             self.pool_nbytes += nbytes
-        lent = raw[:nbytes].view(dtype)
-        lent._ringcomm_pool = raw
-        return lent
+        known = self._lent.setdefault(id(raw), {})
+        if (numel, dtype) not in known:
+            known[numel, dtype] = raw[:nbytes].view(dtype)
+            known[numel, dtype]._ringcomm_pool = raw
+        return known[numel, dtype]
 
     def give(self, lent: torch.Tensor) -> None:
         """Ends a `take`."""
