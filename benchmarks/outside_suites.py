@@ -362,10 +362,28 @@ def torch_fsdp(checkout: Path, env: dict[str, str], limit_s: float) -> list[tupl
     return files(*names)(checkout, env, limit_s)
 
 
+LIGHTNING_TESTS = {
+    "fabric": (
+        *("strategies/test_ddp", "strategies/test_ddp_integration", "plugins/collectives/test_torch_collective"),
+        *("strategies/launchers/test_multiprocessing_integration", "utilities/test_distributed"),
+    ),
+    "pytorch": (
+        *("strategies/test_ddp", "strategies/test_ddp_integration", "strategies/test_ddp_integration_comm_hook"),
+        *("strategies/test_common", "overrides/test_distributed", "utilities/test_all_gather_grad"),
+        *("core/test_metric_result_integration", "callbacks/test_weight_averaging", "checkpointing/test_torch_saving"),
+        *("models/test_cpu", "models/test_hooks", "loops/test_prediction_loop"),
+        *("trainer/logging_/test_distributed_logging", "trainer/logging_/test_train_loop_logging"),
+        "trainer/optimization/test_manual_optimization",
+    ),
+}
+IN_PROCESSES = "ddp or spawn or fork or distributed or gather or collective or processes or strategy or sync"
+
+
 def lightning(checkout: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The tests of the strategy "ddp" in Fabric that share a process."""
-    paths = [f"tests_fabric/strategies/test_{name}.py" for name in ("ddp_integration",)]
-    return files(*paths, "--rootdir=.")(checkout / "tests", env, limit_s)
+    """The tests of Fabric and of the Trainer that make processes, and those of the strategy "ddp"."""
+    paths = [f"tests_{part}/{name}.py" for part, names in LIGHTNING_TESTS.items() for name in names]
+    options = ("--rootdir=.", "-o", "markers=flaky: of a package that repeats tests", "-k", IN_PROCESSES)
+    return files(*paths, *options)(checkout / "tests", env, limit_s)
 
 
 def _case(case: ElementTree.Element) -> tuple[str, str, str]:
@@ -417,7 +435,7 @@ SUITES = {
         torch_fsdp,
     ),
     "lightning": Suite(
-        "Lightning Fabric's tests of DDP",
+        "Lightning's tests of DDP and its collectives, Fabric and Trainer",
         lambda checkout: f"lightning {importlib.metadata.version('lightning')}, tests of commit {_commit(checkout)}",
         ("backend", "api"),
         lightning,

@@ -277,9 +277,25 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def reducer(self) -> Any:
-        """The methods of torch's Reducer that Accelerate and Lightning call ahead of a backward pass. They do nothing
-        here, because every backward pass finds out by itself which parameters it uses."""
-        return SimpleNamespace(prepare_for_backward=lambda outputs: None, _rebuild_buckets=lambda: False)
+        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. They do nothing
+        here, because every backward pass finds out by itself which parameters it uses and averages them itself."""
+        return SimpleNamespace(
+            prepare_for_backward=lambda outputs: None,
+            _rebuild_buckets=lambda: False,
+            _delay_all_reduce=lambda: None,
+        )
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """What torch's method of the same name tells of the wrapper; Lightning's Trainer reads it when it ends."""
+        flat = self._flat
+        return {
+            "module_name": type(self.module).__name__,
+            "rank": flat.ranks.rank,
+            "world_size": flat.ranks.world_size,
+            "bucket_sizes": ", ".join(str(sum(p.nbytes for p in group.params)) for group in flat.order),
+            "broadcast_buffers": int(flat.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+        }
 
     def _set_static_graph(self) -> None:
         """Accepted, as ``static_graph`` is."""

@@ -207,6 +207,20 @@ def test_what_trainers_do_to_torch_s_wrapper_before_a_backward_pass() -> None:
         assert before == (True, True)
         loss_of(plain, comm.rank, 0).backward()
         assert torch.equal(triggered.module[0].weight.grad, plain.module[0].weight.grad)
+        triggered.reducer._delay_all_reduce()
+
+    on_ranks(rank)
+
+
+def test_what_lightning_reads_of_torch_s_wrapper_when_it_ends() -> None:
+    models = [make() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        told = DistributedDataParallel(models[comm.rank], comm)._get_ddp_logging_data()
+        sizes = [int(size) for size in told["bucket_sizes"].split(", ")]
+        assert sum(sizes) == sum(p.nbytes for p in models[comm.rank].parameters())
+        assert (told["rank"], told["world_size"], told["module_name"]) == (comm.rank, WORLD, "Sequential")
+        assert not told.get("can_set_static_graph")  # which asks users to pass static_graph=True
 
     on_ranks(rank)
 
