@@ -380,10 +380,15 @@ IN_PROCESSES = "ddp or spawn or fork or distributed or gather or collective or p
 
 
 def lightning(checkout: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The tests of Fabric and of the Trainer that make processes, and those of the strategy "ddp"."""
+    """The tests of Fabric and of the Trainer that make processes, and those of the strategy "ddp"; then those that
+    Lightning keeps apart from them and that a CPU can run."""
     paths = [f"tests_{part}/{name}.py" for part, names in LIGHTNING_TESTS.items() for name in names]
-    options = ("--rootdir=.", "-o", "markers=flaky: of a package that repeats tests", "-k", IN_PROCESSES)
-    return files(*paths, *options)(checkout / "tests", env, limit_s)
+    options = ("--rootdir=.", "-o", "markers=flaky: of a package that repeats tests", "-k")
+    found = files(*paths, *options, IN_PROCESSES)(checkout / "tests", env, limit_s)
+    apart = files("tests_fabric/strategies/test_ddp_integration.py", *options, "clip_gradients and cpu")
+    alone = apart(checkout / "tests", {**env, "PL_RUN_STANDALONE_TESTS": "1"}, limit_s)
+    names = {name for name, *_ in alone}
+    return [each for each in found if each[0] not in names] + alone
 
 
 def _case(case: ElementTree.Element) -> tuple[str, str, str]:
@@ -566,7 +571,6 @@ VERDICTS = [
     Verdict(
         "torch-fsdp", r"requires_grad_across", "counts the calls of an autograd function of torch's own", way="api"
     ),
-    Verdict("lightning", r"Standalone|GPUs", "runs alone, or on GPUs"),
     # ---- failures and their causes --------------------------------------------------------------------------------
     Verdict(
         "torch-ddp",
@@ -693,8 +697,7 @@ HEAD = [
     "ringcomm.DistributedDataParallel and ringcomm.fully_shard also stand in the place of torch's.",
     "",
     "Not run: tests in torch's repository that its package does not hold (the tests of FSDP2 are those that",
-    "Ascend/pytorch has made of them); the tests of Lightning's trainer, of which only a version was at hand that does",
-    "not fit the installed package; and those of Fabric, which did not end in the time.",
+    "Ascend/pytorch has made of them); those of Lightning's tests that share no process group.",
     "",
     "The GPU that a test asks for is replaced by the CPU.",
 ]
