@@ -12,6 +12,7 @@ of what it did so far. Exit status 1 if any failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import signal
 import sys
@@ -31,6 +32,9 @@ from training_runner import Failure, Runner  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
+CHUNKS_EACH = 50
+"""Of a worker. Some programs leave cycles through graphs of autograd, which nothing collects, as in torch alone: after
+thousands of them Python's garbage collector stops all threads for so long that a collective ends its wait."""
 Found = tuple[int, list[Failure], str]
 """A program that fails: its seed, how, and the program made smaller."""
 
@@ -41,6 +45,7 @@ class Worker:
     runner: Runner
     allowed: tuple[str, ...]
     shrinks: bool
+    stopped = longest_s = 0.0  # of Python's garbage collector: the last start, and the longest stop
 
     @classmethod
     def start(cls, allowed: tuple[str, ...], shrinks: bool, processes: bool) -> None:
@@ -49,10 +54,19 @@ class Worker:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's advice about single programs
         cls.runner, cls.allowed, cls.shrinks = Runner(processes), allowed, shrinks
+        gc.callbacks.append(cls.collected)
 
     @classmethod
-    def run(cls, seeds: range) -> tuple[int, Counter[str], Counter[str], list[Found]]:
-        """Comparisons, features, placements, and what failed."""
+    def collected(cls, phase: str, _: object) -> None:
+        """Called by Python's garbage collector."""
+        now = time.monotonic()
+        if phase == "stop":
+            cls.longest_s = max(cls.longest_s, now - cls.stopped)
+        cls.stopped = now
+
+    @classmethod
+    def run(cls, seeds: range) -> tuple[int, Counter[str], Counter[str], list[Found], float]:
+        """Comparisons, features, placements, what failed, and for how long all threads stood still at most."""
         features, places, failed = Counter[str](), Counter[str](), list[Found]()
         before = cls.runner.comparisons
         for seed in seeds:
@@ -63,7 +77,7 @@ class Worker:
             if found:
                 text = str(cls.runner.shrunk(program, found[0], cls.allowed)) if cls.shrinks else str(program)
                 failed.append((seed, found, text))
-        return cls.runner.comparisons - before, features, places, failed
+        return cls.runner.comparisons - before, features, places, failed, cls.longest_s
 
 
 class Report:
@@ -71,17 +85,24 @@ class Report:
 
     def __init__(self, a: argparse.Namespace) -> None:
         self.a, self.began = a, time.monotonic()
-        self.programs, self.comparisons, self.failed = 0, 0, 0
+        self.programs, self.comparisons, self.failed, self.longest_s = 0, 0, 0, 0.0
         self.features, self.places, self.causes = Counter[str](), Counter[str](), Counter[str]()
 
     def add(
-        self, count: int, comparisons: int, features: Counter[str], places: Counter[str], failed: list[Found]
+        self,
+        count: int,
+        comparisons: int,
+        features: Counter[str],
+        places: Counter[str],
+        failed: list[Found],
+        longest_s: float,
     ) -> None:
         """Takes in what a worker did, and prints the programs that failed."""
         self.programs, self.comparisons = self.programs + count, self.comparisons + comparisons
         self.features.update(features)
         self.places.update(places)
         self.failed += len(failed)
+        self.longest_s = max(self.longest_s, longest_s)
         for seed, found, text in failed:
             self.causes.update({" ".join(failure.cause) for failure in found})
             lines = "\n  ".join(map(str, found))
@@ -92,6 +113,7 @@ class Report:
         seconds = time.monotonic() - self.began
         rows = [f"{self.programs} programs in {seconds:.0f} s, {self.programs / seconds:.1f} in a second"]
         rows.append(f"{self.comparisons} comparisons of a placement with the first one, {self.failed} programs fail")
+        rows.append(f"longest stop by Python's garbage collector {self.longest_s:.1f} s")
         rows += [f"  failed {count:6d}  {cause}" for cause, count in self.causes.most_common()]
         rows += [f"  ran {name:30s} {count:9d}" for name, count in sorted(self.places.items())]
         return rows + [f"  {name:34s} {count:9d}" for name, count in sorted(self.features.items())]
@@ -113,7 +135,7 @@ def main() -> int:
     report = Report(a)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
-    with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
+    with ProcessPoolExecutor(a.workers, fresh, Worker.start, given, max_tasks_per_child=CHUNKS_EACH) as pool:
         try:
             for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
                 report.add(len(seeds), *done)
