@@ -32,9 +32,10 @@ from training_runner import Failure, Runner  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
-CHUNKS_EACH = 50
-"""Of a worker. Some programs leave cycles through graphs of autograd, which nothing collects, as in torch alone: after
-thousands of them Python's garbage collector stops all threads for so long that a collective ends its wait."""
+POOL = 2000
+"""Programs until the workers are replaced. Some programs leave cycles through graphs of autograd, which nothing
+collects, as in torch alone: after thousands of them Python's garbage collector stops all threads for so long that a
+collective ends its wait."""
 Found = tuple[int, list[Failure], str]
 """A program that fails: its seed, how, and the program made smaller."""
 
@@ -135,13 +136,16 @@ def main() -> int:
     report = Report(a)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
-    with ProcessPoolExecutor(a.workers, fresh, Worker.start, given, max_tasks_per_child=CHUNKS_EACH) as pool:
-        try:
-            for seeds, done in zip(chunks, pool.map(Worker.run, chunks), strict=True):
-                report.add(len(seeds), *done)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            pool.shutdown(cancel_futures=True)
+    for at in range(0, len(chunks), POOL // CHUNK):
+        some = chunks[at : at + POOL // CHUNK]
+        with ProcessPoolExecutor(a.workers, fresh, Worker.start, given) as pool:
+            try:
+                for seeds, done in zip(some, pool.map(Worker.run, some), strict=True):
+                    report.add(len(seeds), *done)
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                pool.shutdown(cancel_futures=True)
+                break
     text = "\n".join([f"$ python benchmarks/training_fuzz.py {' '.join(sys.argv[1:])}", *report.rows()])
     print(text)
     if a.write:
