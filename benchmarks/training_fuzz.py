@@ -34,8 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
 POOL = 2000
 """Programs until the workers are replaced. Some programs leave cycles through graphs of autograd, which nothing
-collects, as in torch alone: after thousands of them Python's garbage collector stops all threads for so long that a
-collective ends its wait."""
+collects, as in torch alone: with thousands of them Python's garbage collector stops all threads for seconds."""
 Found = tuple[int, list[Failure], str]
 """A program that fails: its seed, how, and the program made smaller."""
 
