@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -256,6 +258,38 @@ def test_no_false_alarm(seed: int, ranks: str, monkeypatch: pytest.MonkeyPatch) 
     """With a patience of 4 ms, so that every second wait is a long one."""
     monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "4")
     assert sum(run_ranks(legal, 4, seed, 150, ranks=ranks, timeout=60)) > 150
+
+
+def test_no_garbage_is_collected_while_the_frames_of_threads_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython up to 3.11 may freeze there: https://github.com/python/cpython/issues/106883."""
+    collects: list[bool] = []
+    frames = sys._current_frames
+
+    def noted() -> Any:
+        collects.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", noted)
+    check_told(run_ranks(crossed, 2, "used", timeout=60))
+    assert collects
+    assert not any(collects)
+    assert gc.isenabled()
+
+
+def test_a_long_wait_does_not_ask_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a rank that others take for one in a deadlock is asked what its other threads do."""
+    asked: list[int] = []
+    frames = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (asked.append(1), frames())[1])
+    monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "10")
+
+    def late(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(0.5)
+        comm.barrier()
+
+    run_ranks(late, 2, timeout=60)
+    assert not asked
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,19 @@ bool is_quiet(const std::vector<Where>& frames, const std::string& timer, const 
   });
 }
 
+// The frames of all threads, by thread. CPython up to 3.11 holds its list of threads while it makes them: a collection
+// of garbage in between may let another thread run, which then waits for that list and keeps the GIL, for ever
+// (python/cpython issue 106883).
+py::dict frames_by_thread(const py::module_& sys) {
+  struct NoCollection {
+    const int was_enabled = PyGC_Disable();
+    ~NoCollection() {
+      if (was_enabled) PyGC_Enable();
+    }
+  } const no_collection;
+  return sys.attr("_current_frames")();
+}
+
 // Reads alone, and runs nothing of Python: no handler of a signal comes in between.
 bool has_only(const std::vector<std::uint64_t>& known) {
   if (python_ends() || !PyGILState_GetThisThreadState()) return false;
@@ -212,7 +225,7 @@ bool has_only(const std::vector<std::uint64_t>& known) {
     const py::module_ sys = py::module_::import("sys");
     const py::module_ threading = py::module_::import("threading");
     const py::object standard = sys.attr("stdlib_module_names");
-    for (const auto& [ident, frame] : py::dict(sys.attr("_current_frames")())) {
+    for (const auto& [ident, frame] : frames_by_thread(sys)) {
       const bool is_known = std::find(known.begin(), known.end(), ident.cast<std::uint64_t>()) != known.end();
       const auto frames = frames_of(py::reinterpret_borrow<py::object>(frame));
       if (!is_known && !is_quiet(frames, timer_of(ident, threading), standard)) return false;

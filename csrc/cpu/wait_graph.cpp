@@ -456,15 +456,16 @@ void WaitGraph::tell(const std::vector<Seen>& seen) {
 void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
                      std::vector<Seen>& seen) {
   PartyPlace start = place();
-  std::uint64_t question = 0;
+  std::uint64_t question = 0, answered = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (entry->member->index < 0) return;
     const Record& record = page_.records[entry->member->index];
     start.party = load_relaxed(&record.party);
     question = load_acquire(&record.asked);
+    answered = entry->alone;
   }
-  const bool alone = nobody_else();
+  const bool alone = question > answered && nobody_else();
   const std::lock_guard<std::mutex> lock(mutex_);
   const int index = entry->member->index;
   if (index < 0 || load_relaxed(&page_.records[index].party) != start.party || has_come()) return;
