@@ -121,7 +121,16 @@ class _Outcome:
             raise first[0]
 
 
+def _choose_kernels() -> None:
+    """Calls an elementary function of torch. MKL chooses kernels in the first such call of a process; where several
+    threads make it at once, some compute with other kernels than later ones, and with other bits."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.ones(4).exp()
+
+
 def _run_threads(job: _Job) -> list[Any]:
+    _choose_kernels()
     world_size = len(job.places)
     store = None if job.hosts is None else memory_store()
     ends = [job.end(rank, store) for rank in range(world_size)]

@@ -79,6 +79,21 @@ def sees_the_abort(comm: Communicator, seen: list[str]) -> None:
         raise
 
 
+def test_torch_chooses_kernels_before_several_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first tanh of several ranks may have other bits than the second one."""
+    calls: list[str] = []
+    exp = torch.Tensor.exp
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(threading.current_thread().name)
+        return exp(x)
+
+    monkeypatch.setattr(torch.Tensor, "exp", noted)
+    ringcomm.run_ranks(lambda comm: torch.ones(4).exp(), 2)
+    assert calls[0] == threading.current_thread().name
+    assert sorted(calls[1:]) == ["rank 0", "rank 1"]
+
+
 def test_the_others_learn_why() -> None:
     seen: list[str] = []
     with pytest.raises(ZeroDivisionError):
