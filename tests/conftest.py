@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,27 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherited by every process of a test
 # A shell lets jobs in the background ignore Ctrl-C, and what they start: the tests of it begin with what is usual.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_AFTER_THE_LIMIT_S = 60.0
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)  # nothing is captured yet
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends the process of a test that is over its limit and holds Python's global lock, so that no thread of Python can
+    end it: without this a frozen worker keeps the others waiting for ever."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker and marker.args else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit_s + _AFTER_THE_LIMIT_S, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def shared_memory_files() -> set[str]:
