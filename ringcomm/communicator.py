@@ -258,7 +258,8 @@ class Communicator(BucketCollectives):
         Args:
             color: ranks of the same color come together; None: this rank is in none.
             key: order inside the new one; ranks of equal key keep their order.
-        Returns: the new communicator, or None. It is independent of this one, which stays open.
+        Returns: the new communicator, or None. Its calls are independent of those of this one, which stays open. An
+                 `abort` of this one aborts it too; an abort of the new one leaves this one alone.
         """
         call = self._begin("split")
         named = 0 if color is None else call.whole("color", color, 64)
@@ -355,7 +356,8 @@ class Communicator(BucketCollectives):
         return engine is not None and engine.aborted
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread."""
+        """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread. It reaches
+        the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), and their ranks."""
         end = self._endpoint  # another thread may close it meanwhile
         if end is not None:
             end.abort(reason)

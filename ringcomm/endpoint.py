@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -48,6 +49,7 @@ class Endpoint:
         self.network = network
         self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
         self._span_beside = self._main
+        self._made: list[weakref.ref[Endpoint]] = []  # by `part`: an abort reaches them too
         if device.kind != "cpu":
             apart = None if network is None else network.beside()
             self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
@@ -93,7 +95,10 @@ class Endpoint:
         if self.rank not in members:
             return None
         hosts = self.hosts.among(members)
-        return Endpoint(self.kind, members.index(self.rank), len(members), self.timeout_ms, device, hosts, network)
+        made = Endpoint(self.kind, members.index(self.rank), len(members), self.timeout_ms, device, hosts, network)
+        if not shrunk:  # which is to outlive this one
+            self._made = [*(each for each in self._made if each() is not None), weakref.ref(made)]
+        return made
 
     def shrink(self, limit_ms: int) -> Endpoint:
         """A new endpoint, connected, among the ranks that are left and call this too; see `Communicator.shrink`."""
@@ -179,11 +184,14 @@ class Endpoint:
         self.engine.timeout_ms = self._beside.timeout_ms = limit_ms
 
     def abort(self, reason: str, cause: BaseException | None = None) -> None:
-        """Ends every wait on every rank. ``cause``: what brought this rank here; that another communicator has ended of
-        it ends this one in the same way."""
+        """Ends every wait on every rank, here and in the endpoints that this rank has made from this one. ``cause``:
+        what brought this rank here; that another communicator has ended of it ends this one in the same way."""
         kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
         self._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
         self.engine.abort(reason, kind)
+        for made in [each() for each in self._made]:
+            if made is not None:
+                made.abort(reason, cause)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""

@@ -148,7 +148,8 @@ def _run_threads(job: _Job) -> list[Any]:
             comm.close()  # others that still need this rank hear of it at once
         except BaseException as error:
             outcome.failures.append((rank, error))
-            end.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+            for each in ends:  # others may wait in communicators that this rank has no part in
+                each.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:

@@ -69,6 +69,36 @@ def test_the_first_exception_wins_and_the_others_are_aborted(ranks: str) -> None
     assert time.monotonic() - started < 30
 
 
+def one_fails_on_a_mesh(comm: Communicator) -> None:
+    mesh = ringcomm.init_mesh(pp=2, tp=2, comm=comm)
+    if comm.rank == 0:
+        raise KeyError("only on rank 0")
+    axis = "pp" if comm.rank == 3 else "tp"  # 2 waits for 3, 3 for 1, 1 for 0: in a communicator without rank 0
+    mesh[axis].recv(torch.empty(1), 1 - mesh[axis].rank)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_abort_ends_waits_in_communicators_made_from_it(ranks: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="only on rank 0"):
+        ringcomm.run_ranks(one_fails_on_a_mesh, 4, ranks=ranks, timeout=60)
+    assert time.monotonic() - started < 30
+
+
+def test_an_abort_of_a_part_leaves_what_it_was_made_from() -> None:
+    def body(comm: Communicator) -> float:
+        part = comm.dup()
+        comm.barrier()
+        part.abort("enough")
+        with pytest.raises(errors.AbortedError, match="enough"):
+            part.barrier()
+        x = torch.ones(1)
+        comm.all_reduce(x)
+        return x.item()
+
+    assert ringcomm.run_ranks(body, 2) == [2.0, 2.0]
+
+
 def sees_the_abort(comm: Communicator, seen: list[str]) -> None:
     if comm.rank == 0:
         raise ZeroDivisionError("gone")
