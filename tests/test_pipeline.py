@@ -268,6 +268,32 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
             torch.testing.assert_close(grad, expected[name])
 
 
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_a_tied_weight_has_the_values_of_its_first_stage(ties: str) -> None:
+    def rank_main(comm: Communicator) -> list[torch.Tensor]:
+        pipe = Pipeline(
+            ringcomm.split(models[comm.rank], ["middle", "late.2"]), comm, microbatches=2, loss=cross_entropy, ties=ties
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        found = []
+        for _ in range(2):
+            found.append({name: p.detach().clone() for name, p in pipe.named_parameters()})
+            pipe.step(tokens(4), target=tokens(4, seed=2))
+            optimizer.step()
+        return found
+
+    models = [make(Shared, 3, seed=rank) for rank in range(3)]  # initialised by each rank for itself
+    first = copy.deepcopy(models[0])
+    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    names = [{"token.weight", "middle.weight", "head.weight"}, {"blocks.0.norm.weight", "late.3.norm.weight"}]
+    for step in range(2):
+        for tied in names:
+            copies = [p for found in done for name, p in found[step].items() if name in tied]
+            assert len(copies) == len(tied)
+            assert all(torch.equal(p, copies[0]) for p in copies)
+    assert torch.equal(done[2][0]["head.weight"], first.token.weight)
+
+
 def test_a_tie_of_two_stages_on_one_rank_is_exact() -> None:
     class Twice(Net):
         def __init__(self) -> None:

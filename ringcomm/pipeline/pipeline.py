@@ -63,7 +63,8 @@ class Pipeline(nn.Module):
         optimizer.step()
 
     As a module it consists of the modules of this rank's stages, under their names in the model; the model's other
-    parameters are let go of. Make the optimizer afterwards.
+    parameters are let go of. A parameter that several stages use gets the values of the first of them. Make the
+    optimizer afterwards.
 
     Args:
         stages: of `split`; or modules one behind the other, which give tensors or tuples of them to the next.
@@ -130,6 +131,7 @@ class Pipeline(nn.Module):
         self._local = Local(stages, self.mine, comm.rank, where)
         self.messages = Messages(comm, self._local.device, static_shapes)
         self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
+        self._ties.send_values()
         self._clock: list[tuple[Action, float, float]] = []
         self._repeated = {id(p) for p in self._local.used_often()}
         model = stages.model

@@ -34,6 +34,14 @@ class Ties:
             if any(stage in mine for stage in tie.stages)
             and (exact or len({rank_of[stage] for stage in tie.stages}) > 1)
         ]
+        self.messages = messages
+
+    def send_values(self) -> None:
+        """Every rank gets the first stage's values, so that a parameter is one and the same wherever it was
+        initialised; a collective of the ranks that share them."""
+        for held in self.held:
+            held.send_value()
+        self.messages.finish()
 
     @property
     def standins(self) -> set[int]:
@@ -81,6 +89,15 @@ class _Held(ABC):
         self.param = self.standin = param
         self.home, *self.others = dict.fromkeys(rank_of[stage] for stage in tie.stages)
         self.at_home = messages.comm.rank == self.home
+
+    def send_value(self) -> None:
+        """The first stage's value goes to the other ranks."""
+        value = self.param.detach()
+        if self.at_home:
+            for rank in self.others:
+                self._send(value, rank)
+        else:
+            value.copy_(self._received(value, self.home))
 
     def enter(self) -> None:
         """A step begins."""
