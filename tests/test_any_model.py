@@ -130,6 +130,20 @@ class ReentrantShared(Net):
         return checkpoint(self.encoder, self.blocks[1](x), use_reentrant=True)
 
 
+class ReentrantAround(Net):
+    """A unit of several small blocks, each in a checkpoint of its own, and another unit's call between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        for i in (0, 1, 11, 2, 3, 10, 9, 4, 5, 8, 6, 7):
+            x = checkpoint(self.blocks[i], x, use_reentrant=True) if i < 8 else torch.tanh(self.blocks[i](x))
+        return x
+
+
 class ReentrantAlone(Net):
     """All blocks that are trained are inside of checkpoints, and the one behind them is frozen."""
 
@@ -215,7 +229,7 @@ class BatchNorm(Net):
 
 NETS: list[type[Net]] = [
     *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant),
-    *(ReentrantShared, ReentrantAlone, ReentrantInside, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
+    *(ReentrantShared, ReentrantAround, ReentrantAlone, ReentrantInside, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
 ]
 
 

@@ -152,12 +152,12 @@ class Unit:
 
     @property
     def repeats(self) -> bool:
-        """Whether a parameter's gradient may come more than once in a backward pass: each reentrant checkpoint is a
-        pass of its own inside of it."""
+        """Whether the unit's gradients may come in several parts of a backward pass, with other units between: each
+        reentrant checkpoint is a pass of its own inside of it."""
         if self.came_twice:
             return True
         hidden = self.checkpointed and self.recomputed is not False
-        return hidden and (self.used_outside or max(self.calls.values()) > 1)
+        return hidden and (self.used_outside or self.calls.total() > 1)
 
     @property
     def accumulators(self) -> list[Any]:
