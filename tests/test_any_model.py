@@ -229,7 +229,16 @@ class BatchNorm(Net):
 
 NETS: list[type[Net]] = [
     *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant),
-    *(ReentrantShared, ReentrantAround, ReentrantAlone, ReentrantInside, FrozenParts, InPlace, UndefinedGradient, BatchNorm),
+    *(
+        ReentrantShared,
+        ReentrantAround,
+        ReentrantAlone,
+        ReentrantInside,
+        FrozenParts,
+        InPlace,
+        UndefinedGradient,
+        BatchNorm,
+    ),
 ]
 
 

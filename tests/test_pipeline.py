@@ -270,7 +270,7 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
 
 @pytest.mark.parametrize("ties", ["exact", "sum"])
 def test_a_tied_weight_has_the_values_of_its_first_stage(ties: str) -> None:
-    def rank_main(comm: Communicator) -> list[torch.Tensor]:
+    def rank_main(comm: Communicator) -> list[Gradients]:
         pipe = Pipeline(
             ringcomm.split(models[comm.rank], ["middle", "late.2"]), comm, microbatches=2, loss=cross_entropy, ties=ties
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -66,12 +67,20 @@ def plain(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tens
     return total, torch.cat(logits), gradients(model)
 
 
-def check(model: nn.Module, at: list[str], world_size: int, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+def check(
+    model: nn.Module,
+    at: list[str],
+    world_size: int,
+    inputs: dict[str, torch.Tensor],
+    carry: Sequence[str] = (),
+    **options: Any,
+) -> None:
     loss, logits, expected = plain(model, inputs)
     models = [copy.deepcopy(model) for _ in range(world_size)]
 
     def rank_main(comm: Communicator) -> Any:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=MICROBATCHES, ties="exact", **options)
+        stages = ringcomm.split(models[comm.rank], at, carry=carry)
+        pipe = Pipeline(stages, comm, microbatches=MICROBATCHES, ties="exact", **options)
         found = pipe.step(**inputs)
         evaluation = pipe.evaluate(**inputs)
         assert torch.equal(evaluation.loss, loss)
@@ -95,6 +104,53 @@ def test_every_schedule(name: str, schedule: str) -> None:
 def test_four_stages(name: str) -> None:
     make, layers = MODELS[name]
     check(make(), [f"{layers}.{i}" for i in (1, 2, 3)], 4, batch(False))
+
+
+def mixtral() -> nn.Module:
+    """Whose loss has the balance of all layers' routers, whose scores forward hooks collect."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, num_local_experts=4, output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("at", [["model.layers.2"], ["model.layers.1", "model.layers.3"]])
+def test_losses_of_routers_are_carried(at: list[str]) -> None:
+    check(mixtral(), at, len(at) + 1, batch(False), carry=["model.layers.*.mlp.gate"])
+
+
+def test_losses_of_routers_that_nothing_carries_are_refused() -> None:
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(mixtral(), ["model.layers.2"]), comm, microbatches=MICROBATCHES)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(**batch(False))
+        if comm.rank == 1:
+            assert "a result of model.layers.0.mlp.gate" in str(error.value)
+            assert "carry=" in str(error.value)
+
+    ringcomm.run_ranks(rank_main, 2, timeout=30)
+
+
+CARRIED = {"llama": ["model.embed_tokens", "model.layers.*"], "gpt2": ["transformer.drop", "transformer.h.*"]}
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_hidden_states_are_carried(name: str) -> None:
+    make, layers = MODELS[name]
+    model, inputs = make(), {"input_ids": batch(False)["input_ids"], "output_hidden_states": True}
+    expected = model(**inputs).hidden_states
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> Any:
+        stages = ringcomm.split(models[comm.rank], [f"{layers}.2"], carry=CARRIED[name])
+        return Pipeline(stages, comm, microbatches=1).evaluate(**inputs).output
+
+    found = ringcomm.run_ranks(rank_main, 2, timeout=30)[1].hidden_states
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", [*MODELS])

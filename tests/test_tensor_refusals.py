@@ -12,7 +12,8 @@ from test_tensor_plan import GPT, KINDS, SEQUENCE, Plan, make, tokens
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
-from ringcomm.tensor.plan import matches, parallelize
+from ringcomm.parallel.arguments import matches
+from ringcomm.tensor.plan import parallelize
 from ringcomm.tensor.styles import STYLES, Colwise, Dropout, Heads, Vocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")

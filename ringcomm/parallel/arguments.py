@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any
 
@@ -79,3 +80,14 @@ def _tensors(value: Any) -> Any:
 
 
 PARAMETERS = Wanted("a module, an optimizer, or tensors", _tensors)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module: part by part, and a ``*`` in front for one or more parts."""
+    patterns, parts = pattern.split("."), name.split(".")
+    if patterns[0] == "*" and len(patterns) > 1:
+        patterns = patterns[1:]
+        if len(parts) <= len(patterns):
+            return False
+        parts = parts[-len(patterns) :]
+    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))

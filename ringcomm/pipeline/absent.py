@@ -10,43 +10,168 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.errors import InvalidArgumentError
 
+_Tensor = torch.Tensor
 _OF_SHAPES = {
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
-    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full,
-    torch.Tensor.new_tensor,
+    _Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full, _Tensor.new_tensor,
 }  # fmt: skip
-_LIKE_ANOTHER = {
-    torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.reshape_as,
+_LIKE_ANOTHER = {_Tensor.to, _Tensor.type_as, _Tensor.expand_as, _Tensor.view_as, _Tensor.reshape_as}
+_FACTS = {
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.stride, _Tensor.__len__,
+    _Tensor.element_size, _Tensor.is_contiguous, _Tensor.storage_offset, _Tensor.get_device, _Tensor.__hash__,
+    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.is_inference, _Tensor.is_same_size,
+    torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_same_size,
+    torch.result_type, _Tensor.type, _Tensor.is_set_to, _Tensor.is_conj, _Tensor.is_neg,
+    torch.is_conj, torch.is_neg,
 }  # fmt: skip
-_READS = {
-    torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.item,
-    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__contains__,
+"""What gives no tensor, and depends on no value."""
+_FACT_ATTRIBUTES = {
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "is_cpu", "is_cuda", "is_meta",
+    "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_mtia", "is_xpu", "is_xla",
+    "is_ipu", "is_maia", "is_vulkan", "name",
 }  # fmt: skip
+_OF_VALUES = {
+    torch.nonzero, torch.argwhere, torch.unique, torch.unique_consecutive, torch.masked_select, torch.bincount,
+    _Tensor.nonzero, _Tensor.argwhere, _Tensor.unique, _Tensor.unique_consecutive, _Tensor.masked_select,
+    _Tensor.bincount, torch.corrcoef, torch.histogramdd, _Tensor.__repr__, _Tensor.__format__, _Tensor.data_ptr,
+}  # fmt: skip
+"""What gives tensors whose shape depends on values, or a text of them."""
+_REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
 class Absent(torch.Tensor):
     """A tensor of a shape and a type. What is computed from its values is absent too; not what is computed from its
-    shape. It is not a number, or zero."""
+    shape. It is not a number, or zero. Code that would go on differently for other values raises."""
+
+    origin = ""  # the name of the module whose result it is, or is computed from
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            raise InvalidArgumentError(
-                f"Pipeline: got {func.__name__} of a tensor that lies on another rank, expected code that looks at "
-                "shapes alone before the stage begins; pass the inputs on every rank"
-            )
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is _Tensor.__iter__:  # whose parts torch would give as plain tensors
+            return iter(args[0].unbind(0))
+        if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
+            return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
+        if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
+            raise _read(func, args)
+        result = super().__torch_function__(func, types, args, kwargs)
         if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], Absent)):
             with torch._C.DisableTorchFunctionSubclass():
                 return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, Absent) else x, result)
+        _spread(func, args, kwargs)
+        if func not in _FACTS and not _is_fact(func) and not _is_of_tensors(func, result):
+            raise _read(func, args)
+        origin = next((x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, Absent) and x.origin), "")
+        if origin:
+            for x in tree_leaves(result):
+                if isinstance(x, Absent):
+                    x.origin = origin
         return result
 
     def fill(self, x: torch.Tensor) -> torch.Tensor:
-        """Makes this very object a tensor with the values of ``x``, a leaf that wants a gradient if ``x`` does."""
+        """Makes this very object a tensor with the values of ``x``, in the same memory, whose gradient is that of
+        ``x``. It is no leaf, so that code may write into it."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = x.detach()
             self.__class__ = torch.Tensor
-            return self.requires_grad_(x.requires_grad)
+            if x.requires_grad:
+                version = self._version
+                _Filled.apply(self, x)  # which is no change to who has saved it, as checkpoints do
+                torch._C._autograd._unsafe_set_version_counter((self,), (version,))
+            return self
+
+
+class _Filled(torch.autograd.Function):
+    """Puts a tensor behind another one in the graph, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, filled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(filled)
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, grad
+
+
+def writable(x: torch.Tensor) -> torch.Tensor:
+    """A received tensor as code may write into it: no leaf, with the same memory."""
+    if not x.requires_grad:
+        return x
+    apart = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
+    filled: torch.Tensor = _Filled.apply(apart, x)
+    return filled
+
+
+class _NoHandle:
+    """Of a hook on a tensor that has no gradient here."""
+
+    def remove(self) -> None:
+        """Nothing to do."""
+
+    def __enter__(self) -> _NoHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _read(func: Any, args: Any) -> InvalidArgumentError:
+    origin = next((x.origin for x in tree_leaves(args) if isinstance(x, Absent) and x.origin), "")
+    of, made = (f" (a result of {origin})", f"carry=[{origin!r}]") if origin else ("", "carry=[...]")
+    return InvalidArgumentError(
+        f"Pipeline: got {_name(func)} of a tensor that lies on another rank{of}, expected code that looks at shapes "
+        "alone before the stage begins; pass the inputs on every rank, or name the module that makes it in "
+        f"split(..., {made})"
+    )
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+
+
+def _is_fact(func: Any) -> bool:
+    """Whether it gets or sets an attribute that depends on no value."""
+    kind = getattr(func, "__name__", "")
+    if kind not in ("__get__", "__set__", "__delete__"):
+        return False
+    return kind != "__get__" or _name(func) in _FACT_ATTRIBUTES
+
+
+def _is_of_tensors(func: Any, result: Any) -> bool:
+    """Whether a result is tensors alone. What writes in place may give nothing."""
+    if result is None:
+        return _writes(func)
+    return all(isinstance(x, torch.Tensor) for x in tree_leaves(result))
+
+
+def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is torch.where:
+        return len(args) + len(kwargs) == 1
+    if func in _REPEATS:
+        return any_absent((args[1:], kwargs))
+    if func is torch.nn.functional.one_hot:
+        return [*args[1:], *kwargs.values(), -1][0] == -1  # as many classes as the largest value asks for
+    if func is _Tensor.__getitem__:
+        return any(isinstance(x, Absent) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
+    return False
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return func is _Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _spread(func: Any, args: Any, kwargs: Any) -> None:
+    """A plain tensor into which something absent is written is absent too."""
+    written = [args[0]] if args and _writes(func) else []
+    written += tree_leaves(kwargs.get("out"))
+    with torch._C.DisableTorchFunctionSubclass():
+        for x in written:
+            for each in (x, getattr(x, "_base", None)):
+                if type(each) is torch.Tensor:
+                    each.__class__ = Absent
 
 
 def any_absent(tree: Any) -> bool:
@@ -60,16 +185,22 @@ class Maker:
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
 
-    def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Of a shape. Whole numbers are new, since code may write into them."""
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = "") -> Absent:
+        """Of a shape. ``origin``: the module whose result it is."""
+        made = self._tensor(shape, dtype, device).as_subclass(Absent)
+        made.origin = origin
+        return made
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Whole numbers are new, since code may write into them."""
         if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros(shape, dtype=dtype, device=device).as_subclass(Absent)
+            return torch.zeros(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < numel or memory.device != device:
             memory = self._memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
         made = torch.empty(0, dtype=dtype, device=device)  # not a view: what writes into one does not age another
-        return made.set_(memory.untyped_storage(), 0, shape).as_subclass(Absent)
+        return made.set_(memory.untyped_storage(), 0, shape)
 
 
 def weightless(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ringcomm.arguments import TEXT, Wanted, a, expects, several
 from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.parallel.arguments import matches
 from ringcomm.pipeline.balance import balance
 
 
@@ -41,12 +42,14 @@ class Stages:
         stage_of: by the name of a module that lies in one stage as a whole.
         first: by stage, the module with which it begins; the first stage begins with the model.
         ties: parameters of more than one stage.
+        carry: modules whose results go to all later stages.
     """
 
     model: nn.Module
     stage_of: Mapping[str, int]
     first: tuple[str, ...]
     ties: tuple[Tie, ...]
+    carry: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.first)
@@ -74,8 +77,13 @@ def _places(at: Any) -> Any:
     return int(at) if isinstance(at, Integral) else several("", TEXT).take(at)
 
 
-@expects("split", model=a("a torch.nn.Module", nn.Module), at=Wanted("names of submodules, or a number", _places))
-def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
+@expects(
+    "split",
+    model=a("a torch.nn.Module", nn.Module),
+    at=Wanted("names of submodules, or a number", _places),
+    carry=several("names of submodules", TEXT),
+)
+def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = ()) -> Stages:
     """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
 
         stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
@@ -87,9 +95,16 @@ def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
     what depends on the model's inputs needs them passed on every rank. A stage that comes to need values that it does
     not have, such as the weight of another stage's module, says so.
 
+    Tensors that modules leave beside their results, in attributes, or in lists and dicts that they are given, go to all
+    later stages, with their gradients: auxiliary losses. So do the results of modules that ``carry`` names: skips over
+    a cut, and what forward hooks collect. Hooks of other modules of earlier stages get tensors without values.
+
     Args:
         at: names of submodules with which the second, third, ... stage begins, in order; or how many stages: then
             `ringcomm.pipeline.balance.balance` chooses them by parameters.
+        carry: names of modules whose results later stages need, beside what a stage's first module is called with:
+            modules that lie in a stage as a whole, or ones inside of them that have forward hooks. ``*`` stands for one
+            part of a name, in front for one or more.
     Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
@@ -139,7 +154,19 @@ def split(model: nn.Module, at: Sequence[str] | int) -> Stages:
             f"{wanted[reached - 1] if reached else 'the model'!r}, or lies inside of it, expected names in the order "
             "of the model; sort them"
         )
-    return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of))
+    return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of), _carried(model, stage_of, carry))
+
+
+def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]) -> frozenset[str]:
+    inside = {id(each) for name in stage_of for each in model.get_submodule(name).modules()}
+    names = [name for name, each in model.named_modules() if id(each) in inside]
+    for pattern in carry:
+        if not any(matches(pattern, name) for name in names):
+            raise InvalidArgumentError(
+                f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
+                f"as {', '.join(map(repr, [*stage_of][:3]))}; look at model.named_modules()"
+            )
+    return frozenset(name for name in names if any(matches(pattern, name) for pattern in carry))
 
 
 def _keeps(module: nn.Module) -> bool:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
+from ringcomm.pipeline.absent import any_absent
+
 Later = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
 """Gives parameters and their gradients."""
 
@@ -73,6 +75,8 @@ class Deferring(TorchFunctionMode):
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return False
         own = [p for p in (weight, bias) if p is not None]
+        if any_absent(own):
+            return False
         return all(p.is_leaf and id(p) not in self.kept for p in own) and weight.requires_grad
 
 

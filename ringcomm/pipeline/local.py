@@ -6,22 +6,24 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, any_absent, weightless
+from ringcomm.pipeline.absent import Absent, Maker, weightless, writable
+from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, leave, map_nest, tensors_inside
 from ringcomm.pipeline.cuts import Stages
 
 ANY = -1
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Stand):
     """What is left of a tensor that stays elsewhere."""
 
     shape: tuple[int, ...]
@@ -36,7 +38,30 @@ class Shape:
                 return Shape(tuple(x.shape), x.dtype)
             return x if isinstance(x, (int, float, bool, str)) else None
 
-        return tree_map(each, tree)
+        return map_nest(each, tree)
+
+
+@dataclass(frozen=True)
+class Carried(Stand):
+    """In the place of a tensor that is sent on from stage to stage, to the last one: its number among those."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What later stages are told of a call of a module of an earlier one.
+
+    Attributes:
+        output: its shapes, or what is carried.
+        hooked: calls of submodules that have forward hooks, in the order of their ends: name, arguments as shapes, and
+            output as above.
+        left: what it left beside its output.
+    """
+
+    output: Any
+    hooked: tuple[tuple[str, Any, Any], ...] = ()
+    left: tuple[Left, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,17 +69,19 @@ class About:
     """What a stage tells the next beside tensors.
 
     Attributes:
-        leaves: of the arguments with which its first module is called: the number of a tensor that is sent, or the
-            checksum of one that it must have itself (`ANY`: it may be any), or None.
+        leaves: of the arguments with which its first module is called: the number of a tensor that is sent, or of one
+            that is carried, or the checksum of one that it must have itself (`ANY`: it may be any), or None.
         inputs: of the model, as shapes.
         usual: the first tensor that the first stage sends, as a shape.
-        outputs: of modules before, as shapes, where they are others than the usual one.
+        calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
+        carried: how many tensors are.
     """
 
     leaves: tuple[tuple[str, int] | None, ...]
     inputs: Any
     usual: Shape
-    outputs: Mapping[str, Any]
+    calls: Mapping[str, tuple[Call, ...]]
+    carried: int
 
     def of_any(self) -> About:
         """The same where values may be others."""
@@ -75,7 +102,9 @@ class _Run:
     received: list[torch.Tensor]
     entered: bool
     grads: bool  # whether they are taken
-    outputs: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
+    shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
+    carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
 
 
 class Local:
@@ -92,6 +121,9 @@ class Local:
         self.running: _Run | None = None
         self._grads: dict[int, set[int]] = {}  # by stage: named arguments of the next one's first module to send
         self._absent = Maker()
+        self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
+        of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
+        self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
         for tie in stages.ties:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
@@ -132,15 +164,17 @@ class Local:
         Args:
             args, kwargs: of the model, as far as this rank has them.
             received, about: from the stage before. What the model has in the place of a received tensor takes its
-                values, and its place in the list.
+                values.
         Returns: the tensors for the next stage, and what it has to know; of the last stage the model's output and None.
         """
         if about is not None:
-            theirs = self._made(about.inputs)
+            theirs = self._made(about.inputs)  # of the model, of which nothing is carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
         grads = torch.is_grad_enabled() or (not last and stage not in self._grads)
         run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
+        if about is not None:
+            run.carried = [writable(x) for x in received[len(received) - about.carried :]]
         try:
             with torch.set_grad_enabled(grads):
                 output = self.model(*args, **kwargs)
@@ -156,11 +190,14 @@ class Local:
         return output, None
 
     def _refuse_absent(self, run: _Run, name: str, tree: Any) -> None:
-        if any_absent(tree):
+        absent = next((x for x in tensors_inside(tree) if isinstance(x, Absent)), None)
+        if absent is not None:
+            of = f"a result of {absent.origin}" if absent.origin else "the model's inputs, or a result or weight of "
+            of += "" if absent.origin else "another stage"
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} with what depends on "
-                "the model's inputs, or on results or weights of other stages, that have not been handed on, expected "
-                "values; pass the inputs on every rank, or hand the rest on as positional arguments"
+                f"{of} that has not been handed on, expected values; pass the inputs on every rank, hand the rest on "
+                "as positional arguments, or name the module that makes it in split(..., carry=[...])"
             )
 
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
@@ -177,9 +214,9 @@ class Local:
             if run is None:
                 return forward(*args, **kwargs)
             if stage < run.stage:
-                if run.entered:
+                if run.entered and not self._is_carried(name):
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
-                return self._shadow(run, name)
+                return self._shadow(run, name, args, kwargs)
             if stage > run.stage:
                 if name != first[run.stage + 1] or not run.entered:
                     raise self._wrong(
@@ -194,53 +231,135 @@ class Local:
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
             self._refuse_absent(run, name, (args, kwargs))
-            output = forward(*args, **kwargs)
-            run.outputs[name] = Shape.of(output)
-            return output
+            last = run.stage == len(self.stages) - 1  # whom nobody comes after
+            return forward(*args, **kwargs) if last else self._noted(run, name, forward, args, kwargs)
 
         return call
 
-    def _shadow(self, run: _Run, name: str) -> Any:
-        """What a module of an earlier stage gives back here."""
-        assert run.about is not None
-        return self._made(run.about.outputs.get(name, run.about.usual))
+    def _noted(
+        self, run: _Run, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a module of this stage, which later stages are told of."""
+        inside = self._inside[name]
+        watch = Watch({**self._containers, **inside}, args, kwargs)
+        hooked: list[tuple[str, Any, Any]] = []
+        handles = [
+            each.register_forward_hook(partial(self._note_hooked, run, hooked, key), with_kwargs=True)
+            for key, each in inside.items()
+            if key != name and len(each._forward_hooks)
+        ]
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        left = tuple(replace(each, value=self._carry(run, each.value, name)) for each in watch.left() if _travels(each))
+        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
+        run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
+        return output
 
-    def _made(self, tree: Any) -> Any:
-        """A nest of shapes with tensors in their places."""
-        device = self.device
-        return tree_map(lambda x: self._absent.make(x.shape, x.dtype, device) if isinstance(x, Shape) else x, tree)
+    def _note_hooked(
+        self,
+        run: _Run,
+        hooked: list[tuple[str, Any, Any]],
+        name: str,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
+        hooked.append((name, Shape.of((args, kwargs)), shown))
+
+    def _is_carried(self, name: str) -> bool:
+        return name in self.stages.carry
+
+    def _carry(self, run: _Run, nest: Any, name: str) -> Any:
+        """A nest with its tensors among those that are carried."""
+
+        def each(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            self._refuse_absent(run, f"what {name} leaves", x)
+            known = next((i for i, other in enumerate(run.carried) if other is x), None)
+            if known is None:
+                run.carried.append(x)
+                return Carried(len(run.carried) - 1)
+            return Carried(known)
+
+        return map_nest(each, nest)
+
+    def _shadow(self, run: _Run, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of an earlier stage gives back here, and leaves beside that."""
+        assert run.about is not None
+        calls, number = run.about.calls.get(name, ()), run.shadowed[name]
+        run.shadowed[name] += 1
+        call = calls[min(number, len(calls) - 1)] if calls else Call(run.about.usual)
+        for each in call.left:
+            try:
+                leave(self.model, args, kwargs, each, self._made(each.value, name))
+            except LookupError:
+                raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
+        for inner, inputs, output in call.hooked:
+            args_inside, kwargs_inside = self._made(inputs, inner)
+            self._run_hooks(self.model.get_submodule(inner), args_inside, kwargs_inside, self._made(output, inner))
+        return self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
+
+    def _run_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """What the forward hooks of a module that is not run here make of its output."""
+        for number, hook in [*module._forward_hooks.items()]:
+            with_kwargs = number in module._forward_hooks_with_kwargs
+            changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+            output = output if changed is None else changed
+        return output
+
+    def _made(self, tree: Any, origin: str = "") -> Any:
+        """A nest of shapes with tensors in their places; with those that were carried."""
+        device, run = self.device, self.running
+
+        def each(x: Any) -> Any:
+            if isinstance(x, Carried):
+                assert run is not None
+                return run.carried[x.number]
+            return self._absent.make(x.shape, x.dtype, device, origin) if isinstance(x, Shape) else x
+
+        return map_nest(each, tree)
 
     # ---- between two stages ----------------------------------------------------------------------------------------
 
     def _handed_on(self, run: _Run, cut: _Cut, inputs: Any) -> tuple[list[torch.Tensor], About]:
-        leaves, _ = tree_flatten(cut.inputs)
-        positional = len(tree_flatten(cut.inputs[0])[0])
+        leaves = tree_leaves(cut.inputs)
+        positional = len(tree_leaves(cut.inputs[0]))
         named = {i for i, x in enumerate(leaves) if i >= positional and torch.is_tensor(x) and x.requires_grad}
         named |= self._grads.get(run.stage, set())
         self._grads[run.stage] = named
         sent: list[torch.Tensor] = []
         facts: list[tuple[str, int] | None] = []
+        carried = {id(x): number for number, x in enumerate(run.carried)}
         for i, x in enumerate(leaves):
             if not torch.is_tensor(x):
                 facts.append(None)
+            elif id(x) in carried:
+                facts.append(("carried", carried[id(x)]))
             elif i < positional or i in named:
                 facts.append(("sent", len(sent)))
                 sent.append(x if torch.is_grad_enabled() else x.detach())
             else:
                 facts.append(("own", _checksum(x)))
-        if not sent:
+        if not sent and not run.carried:
             raise self._wrong(
                 run.stage, "handed no tensor on", f"tensors as arguments of {self.stages.first[run.stage + 1]}"
             )
-        usual = Shape.of(sent[0]) if run.about is None else run.about.usual
-        outputs = {} if run.about is None else dict(run.about.outputs)
-        outputs |= {name: shape for name, shape in run.outputs.items() if shape != usual}
-        return sent, About(tuple(facts), inputs, usual, outputs)
+        usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
+        calls = {} if run.about is None else dict(run.about.calls)
+        calls |= {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
+        sent += [x if torch.is_grad_enabled() else x.detach() for x in run.carried]
+        return sent, About(tuple(facts), inputs, usual, calls, len(run.carried))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the stage's first module, with what was received in its place."""
         assert run.about is not None
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         name = self.stages.first[run.stage]
         if len(leaves) != len(run.about.leaves):
             raise self._wrong(
@@ -248,15 +367,21 @@ class Local:
                 f"called {name} with {len(leaves)} values",
                 f"{len(run.about.leaves)}, as stage {run.stage - 1} did",
             )
-        for i, fact in enumerate(run.about.leaves):
-            if fact is not None and fact[0] == "sent":
-                leaves[i] = run.received[fact[1]] = self._arrived(name, leaves[i], run.received[fact[1]])
-            elif fact is not None and (not _has_values(leaves[i]) or fact[1] not in (ANY, _checksum(leaves[i]))):
-                raise self._other_values(name)
-        if any(getattr(module, "inplace", False) for module in self.model.get_submodule(name).modules()):
-            leaves = [x.clone() if torch.is_tensor(x) and x.is_leaf and x.requires_grad else x for x in leaves]
+        others: dict[int, torch.Tensor] = {}  # by what the model has in their places
+        for own, fact in zip(leaves, run.about.leaves, strict=True):
+            if fact is None:
+                continue
+            kind, number = fact
+            if kind == "own":
+                if not _has_values(own) or number not in (ANY, _checksum(own)):
+                    raise self._other_values(name)
+                continue
+            x = (run.carried if kind == "carried" else run.received)[number]
+            if own is not x:
+                others[id(own)] = self._arrived(name, own, x)
         self._refuse_no_grad(run, name, run.received)
-        return tree_unflatten(leaves, spec)
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), others)
+        return replaced
 
     def _refuse_no_grad(self, run: _Run, name: str, tensors: Sequence[Any]) -> None:
         if run.grads and not torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
@@ -273,13 +398,44 @@ class Local:
             return own.fill(x)
         if not alike or _checksum(own) != _checksum(x):
             raise self._other_values(name)
-        return x
+        return writable(x)
 
     def _other_values(self, name: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} got other values than the stage before in an argument of {name}, or none, "
             "which depends on the model's inputs, expected the same; pass the inputs on every rank"
         )
+
+
+def _travels(left: Left) -> bool:
+    """Whether what was left is to be left on later stages too. Raises where it should be and cannot."""
+    if can_travel(left.value):
+        return True
+    if any(True for _ in tensors_inside(left.value)):
+        name, *keys = left.place
+        where = "an argument" if name is None else f"an attribute of {name or 'the model'}"
+        keys = [*keys[1 if name is None else 0 :], left.key]
+        raise UnsupportedError(
+            f"Pipeline: got {type(left.value).__name__} in {where}{''.join(f'[{key!r}]' for key in keys if key)}, left "
+            "by a module beside its result, expected tensors and plain values in lists, dicts or dataclasses, which "
+            "later stages can be told of; leave the tensors themselves there"
+        )
+    return False
+
+
+def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    """A nest with other tensors in the places of some. Lists and dicts stay the same objects, so that the model sees
+    what the module leaves in them."""
+
+    def is_container(x: Any) -> bool:
+        return type(x) in (list, dict)
+
+    def each(x: Any) -> Any:
+        for key in range(len(x)) if type(x) is list else [*x] if type(x) is dict else ():
+            x[key] = tree_map(each, x[key], is_leaf=is_container)
+        return others.get(id(x), x)
+
+    return tree_map(each, nest, is_leaf=is_container) if others else nest
 
 
 def _has_values(x: Any) -> bool:
@@ -291,6 +447,11 @@ def _checksum(x: torch.Tensor) -> int:
         return x.numel()
     flat = x.detach().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+
+
+def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """A module and what is inside of it, by their names in the model."""
+    return {f"{name}.{key}" if name and key else name or key: each for key, each in module.named_modules()}
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------

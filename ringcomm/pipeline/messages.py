@@ -84,20 +84,19 @@ class Messages:
         return [self._receive(shape, dtype, wanted, rank, tag) for shape, dtype, wanted in facts], about
 
     def send_gradients(self, received: Sequence[torch.Tensor], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back. Of several some may be missing: a byte for each tells first."""
+        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells first."""
         wanted = [x for x in received if x.requires_grad]
-        if len(wanted) > 1:
+        if wanted:
             there = torch.tensor([x.grad is not None for x in wanted], device=self.device)
             self._send(there.to(torch.uint8), rank, _backward(stage), counts=False)
         for x in wanted:
-            if x.grad is not None or len(wanted) == 1:
-                self._send(torch.zeros_like(x) if x.grad is None else x.grad, rank, _backward(stage))
+            if x.grad is not None:
+                self._send(x.grad, rank, _backward(stage))
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
         """The gradients of what was sent to a stage; None where that stage had no use for it."""
         tag = _backward(stage)
-        several = len(sent) > 1
-        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if several else [1] * len(sent)
+        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if sent else []
         return [
             self._receive(x.shape, x.dtype, False, rank, tag) if its else None
             for x, its in zip(sent, there, strict=True)

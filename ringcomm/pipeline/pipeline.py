@@ -86,7 +86,7 @@ class Pipeline(nn.Module):
              keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
              and their results' gradients until their weights' turn.
     Cost:    between two stages what is handed on and its gradient, once for each micro-batch, 512 bytes for shapes, and
-             a byte for each gradient where there are several.
+             a byte for each gradient; what is carried, to the last stage.
     Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
              is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
     """
@@ -144,6 +144,7 @@ class Pipeline(nn.Module):
         rows = [" ".join(map(str, row)) for row in self.schedule.rows]
         facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
         facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
+        facts += [f"carries {name}" for name in sorted(stages.carry)]
         theirs = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps(facts))]
         for rank, other in enumerate(theirs):
             if other != theirs[0]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ringcomm.arguments import FLAG, expects, that
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
-from ringcomm.parallel.arguments import MODULE
+from ringcomm.parallel.arguments import MODULE, matches
 from ringcomm.parallel.part import part_of
 from ringcomm.tensor.dropout import ShardedDropout
 from ringcomm.tensor.hints import warn_of_forgotten
@@ -233,17 +232,6 @@ def _agree(module: nn.Module, comm: Communicator, asked: int) -> None:
 
 
 # ---- names -------------------------------------------------------------------------------------------------------
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a plan's pattern names a module: part by part, and a ``*`` in front for one or more parts."""
-    patterns, parts = pattern.split("."), name.split(".")
-    if patterns[0] == "*" and len(patterns) > 1:
-        patterns = patterns[1:]
-        if len(parts) <= len(patterns):
-            return False
-        parts = parts[-len(patterns) :]
-    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> dict[str, Style]:

@@ -1,0 +1,474 @@
+"""What modules leave beside their results, and what later stages need of earlier ones: the bits of one process, or one
+sentence that names the module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
+from torch import nn
+
+import ringcomm
+from ringcomm.communicator import Communicator
+from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
+from ringcomm.pipeline.absent import Absent, Maker, any_absent
+from ringcomm.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DIM, BLOCKS = 6, 6
+
+
+class Leaves(nn.Module):
+    """A block that leaves an auxiliary loss in the way ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm, self.gate, self.up = nn.LayerNorm(DIM), nn.Linear(DIM, 3), nn.Linear(DIM, DIM)
+        self.calls = 0
+        self.seen: list[torch.Tensor] = []
+        self.facts: dict[str, Any] = {"losses": []}
+
+    def forward(self, x: torch.Tensor, beside: Any = None) -> torch.Tensor:
+        scores = self.gate(self.norm(x))
+        aux = scores.softmax(-1).square().mean()
+        if self.how == "attribute":
+            self.aux = aux
+            self.calls += 1
+        elif self.how == "nested":
+            self.gate.state = {"now": (aux, "a word")}
+        elif self.how in ("list", "shared list"):
+            beside.append(aux)
+        elif self.how == "own list":
+            self.seen.append(aux)
+        elif self.how == "replaced":
+            beside[:] = [*beside, aux][-3:]
+        elif self.how == "dict":
+            beside[len(beside)] = aux
+        elif self.how == "deep":
+            self.facts["losses"].append({"aux": aux})
+        elif self.how == "object":
+            beside.total = beside.total + aux
+        elif self.how == "in place":
+            beside["total"] += aux
+        return x + torch.tanh(self.up(x)) * scores.sum(-1, keepdim=True)
+
+
+class LeavingNet(nn.Module):
+    """Adds up at its end what its blocks have left."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Leaves(how) for _ in range(BLOCKS))
+        self.head = nn.Linear(DIM, 1)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.losses = []
+        made: dict[str, Callable[[], Any]] = {
+            "list": list, "replaced": list, "dict": dict, "shared list": lambda: self.losses,
+            "object": lambda: SimpleNamespace(total=x.new_zeros(())),
+            "in place": lambda: {"total": torch.zeros(2).sum() * self.stem.weight.new_ones(())},
+        }  # fmt: skip
+        beside = made.get(self.how, lambda: None)()
+        for block in self.blocks:
+            block.seen.clear()
+            block.facts["losses"].clear()
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h, beside)
+        found = self.found(beside)
+        return self.head(h).square().mean() + torch.stack(found).sum()
+
+    def found(self, beside: Any) -> list[torch.Tensor]:
+        """What the blocks have left."""
+        if self.how == "attribute":
+            return [block.aux for block in self.blocks]
+        if self.how == "nested":
+            assert all(block.gate.state["now"][1] == "a word" for block in self.blocks)
+            return [block.gate.state["now"][0] for block in self.blocks]
+        if self.how == "own list":
+            return [x for block in self.blocks for x in block.seen]
+        if self.how == "deep":
+            return [x["aux"] for block in self.blocks for x in block.facts["losses"]]
+        if self.how == "object":
+            return [beside.total]
+        if self.how == "in place":
+            return [beside["total"]]
+        assert len(beside) == (3 if self.how == "replaced" else BLOCKS)
+        return [*beside.values()] if self.how == "dict" else [*beside]
+
+
+HOWS = (
+    *("attribute", "nested", "list", "shared list", "own list", "replaced", "dict", "deep", "object", "in place"),
+)  # fmt: skip
+
+
+def check(
+    model: nn.Module, at: list[str], world_size: int = 2, carry: tuple[str, ...] = (), **options: Any
+) -> list[Pipeline]:
+    """Loss and gradients of a step over three micro-batches, and the loss of an evaluation."""
+    x = torch.randn(6, 4, DIM, generator=torch.Generator().manual_seed(3))
+    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(world_size)]
+
+    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
+        stages = ringcomm.split(models[comm.rank], at, carry=carry)
+        pipe = Pipeline(stages, comm, microbatches=3, **options)
+        found = pipe.step(x)
+        grads = gradients(pipe)
+        assert torch.equal(pipe.evaluate(x).loss, loss)
+        return found, grads
+
+    done = ringcomm.run_ranks(rank_main, world_size, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done), (done[0][0], loss)
+    assert differing([grads for _, grads in done], expected) == []
+    return models
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_blocks_leave_is_there_at_the_end(how: str) -> None:
+    models = check(make(LeavingNet, how), ["blocks.2", "blocks.4"], 3)
+    assert [block.calls for block in models[-1].blocks] == [6 if how == "attribute" else 0] * BLOCKS
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_carries(schedule: str) -> None:
+    at = ["blocks.1", "blocks.3", "blocks.5"] if schedule == "interleaved" else ["blocks.3"]
+    check(make(LeavingNet, "list"), at, 2, schedule=schedule, static_shapes=True)
+
+
+class Skips(nn.Module):
+    """A skip over both cuts, and a block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(6))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[0](first)
+        h = self.blocks[1](second)
+        h = self.blocks[2](h)
+        h = self.blocks[3](h) + first * 2
+        h = self.blocks[4](h) * second
+        return self.head(self.blocks[5](h)).square().mean()
+
+
+def test_a_skip_over_cuts() -> None:
+    check(make(Skips), ["blocks.2", "blocks.4"], 3, carry=("blocks.0",))
+
+
+class Remembers(nn.Module):
+    """Keeps its result in an attribute too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.last = torch.tanh(self.inner(x)) * gate
+        return self.last
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, gate = x, x.cos()
+        for block in self.blocks:
+            h = h + block(h, gate) if block is self.blocks[0] else block(h, gate) + h
+        return h.square().mean() + sum(block.last.mean() for block in self.blocks)
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.1", "blocks.4"], ["blocks.2", "blocks.3"]])
+def test_a_result_that_is_left_too(at: list[str]) -> None:
+    check(make(Remembering), at, len(at) + 1)
+
+
+class Straight(nn.Module):
+    """Whose cut is where a result is handed on that is left too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, gate = x, x.cos()
+        for block in self.blocks:
+            after = block(h, gate)
+            h, x = after, h
+        return (h + x).square().mean() + self.blocks[0].last.sum() * self.blocks[1].last.mean()
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.3"]])
+def test_what_is_handed_on_is_left_too(at: list[str]) -> None:
+    check(make(Straight), at, len(at) + 1)
+
+
+def test_static_shapes_with_plain_values_that_change_are_refused() -> None:
+    error = errors(make(LeavingNet, "attribute"), ["blocks.2"], torch.ones(2, 4, DIM), static_shapes=True)
+    assert isinstance(error, ShapeError)
+    assert "static_shapes=False" in str(error)
+
+
+def errors(model: nn.Module, at: list[str], *args: Any, **options: Any) -> BaseException:
+    """The one error that is not another rank's."""
+    found: list[BaseException] = []
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at), comm, microbatches=2, **options)
+        try:
+            pipe.step(*args)
+        except AbortedError:
+            pass
+        except Exception as error:
+            found.append(error)
+
+    ringcomm.run_ranks(rank_main, len(at) + 1, timeout=20)
+    (error,) = found
+    assert "\n" not in str(error)
+    assert "; " in str(error)
+    return error
+
+
+def test_a_skip_that_is_not_carried_names_its_module() -> None:
+    error = errors(make(Skips), ["blocks.2", "blocks.4"], torch.ones(2, DIM))
+    assert isinstance(error, InvalidArgumentError)
+    assert "a result of blocks.0" in str(error)
+    assert "carry=" in str(error)
+
+
+class Hooked(nn.Module):
+    """Adds up what forward hooks of submodules collect, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves("none") for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: list[torch.Tensor] = []
+        hooks = [block.gate.register_forward_hook(lambda *call: scores.append(call[-1])) for block in self.blocks]
+        for block in self.blocks:
+            x = block(x)
+        for hook in hooks:
+            hook.remove()
+        return self.head(x).square().mean() + torch.stack([s.softmax(-1).square().mean() for s in scores]).sum()
+
+
+def test_what_hooks_collect() -> None:
+    check(make(Hooked), ["blocks.1", "blocks.3"], 3, carry=("blocks.*.gate",))
+
+
+def test_what_hooks_collect_and_nothing_carries_names_the_module() -> None:
+    error = errors(make(Hooked), ["blocks.2"], torch.ones(2, DIM))
+    assert isinstance(error, InvalidArgumentError)
+    assert "a result of blocks.0.gate" in str(error)
+
+
+class InPlace(nn.Module):
+    """Writes into what the second stage receives."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM), Writes(), nn.Linear(DIM, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0](x)
+        if self.early:
+            h += 1
+        return self.blocks[2](self.blocks[1](h)).square().mean()
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        x[..., 0] = 2
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_code_may_write_into_what_it_receives(early: bool) -> None:
+    check(make(InPlace, early), ["blocks.1"])
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict[str, torch.Tensor]
+
+
+class Wraps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.inner(x), {"mean": x.mean()})
+
+
+class Dataclasses(nn.Module):
+    def __init__(self, uses: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.uses = nn.ModuleList(Wraps() for _ in range(4)), uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra = x.new_zeros(())
+        for block in self.blocks:
+            output = block(x)
+            x, extra = output.hidden, extra + output.extra["mean"]
+        return x.square().mean() + (extra if self.uses else 0)
+
+
+def test_modules_that_return_dataclasses() -> None:
+    check(make(Dataclasses), ["blocks.2"])
+    check(make(Dataclasses, True), ["blocks.2"], carry=("blocks.*",))
+    assert "a result of blocks." in str(errors(make(Dataclasses, True), ["blocks.2"], torch.ones(2, DIM)))
+
+
+class Unused(nn.Module):
+    """Whose second stage has no use for a gradient of what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).detach()).square().mean()
+
+
+def test_a_gradient_that_is_missing_is_none() -> None:
+    check(make(Unused), ["second"])
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class LeavesObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Leaves("none"), nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(y).square().mean()
+
+
+def test_what_cannot_be_carried_is_refused() -> None:
+    class Keeps(Leaves):
+        def forward(self, x: torch.Tensor, beside: Any = None) -> torch.Tensor:
+            self.kept = Holder(x)
+            return super().forward(x)
+
+    model = make(LeavesObjects)
+    model.first = Keeps("none")
+    error = errors(model, ["second"], torch.ones(2, DIM))
+    assert isinstance(error, UnsupportedError)
+    assert "Holder in an attribute of first['kept']" in str(error)
+
+
+@pytest.mark.parametrize("carry", [["block.*"], ["head.weight"], ["blocks"]])
+def test_carry_names_modules_of_a_stage(carry: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="names no module that lies in one stage"):
+        ringcomm.split(make(Skips), ["blocks.2"], carry=carry)
+
+
+# ---- tensors without values -----------------------------------------------------------------------------------------
+
+H = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
+IDS = Maker().make((2, 3), torch.int64, torch.device("cpu"))
+MASK = Maker().make((2, 3), torch.bool, torch.device("cpu"))
+ONES = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: torch.equal(H, ONES),
+        lambda: torch.allclose(H, ONES),
+        lambda: IDS.nonzero().shape,
+        lambda: torch.argwhere(MASK),
+        lambda: torch.where(MASK),
+        lambda: H[MASK].numel(),
+        lambda: ONES[MASK],
+        lambda: torch.masked_select(H, MASK[..., None]),
+        lambda: IDS.unique().numel(),
+        lambda: torch.unique_consecutive(IDS),
+        lambda: ONES.repeat_interleave(IDS[0], 1),
+        lambda: torch.nn.functional.one_hot(IDS),
+        lambda: torch.bincount(IDS[0]),
+        lambda: H.requires_grad,
+        lambda: H.grad_fn,
+        lambda: H.grad,
+        lambda: H.is_leaf,
+        lambda: bool(H.sum() > 0),
+        lambda: float(H.sum()),
+        lambda: IDS[0, 0].item(),
+        lambda: IDS.tolist(),
+        lambda: H.numpy(),
+        lambda: ONES[: IDS[0, 0]],
+        lambda: 3 in IDS,
+        lambda: max(IDS[0]),
+        lambda: f"{H.sum():.3f}",
+        lambda: repr(H),
+        lambda: torch.is_nonzero(H.sum()),
+        lambda: H.untyped_storage(),
+    ],
+)
+def test_what_depends_on_values_raises(read: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="lies on another rank"):
+        read()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__((slice(None), 0), H[:, 0]),
+        lambda x: x[:, :2].copy_(H[:, :2]),
+        lambda x: x.add_(H),
+        lambda x: x.__iadd__(H),
+        lambda x: torch.add(H, 1, out=x),
+        lambda x: x.masked_fill_(MASK[..., None], 1.0),
+    ],
+)
+def test_a_tensor_into_which_is_written_has_no_values_either(write: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(2, 3, 4)
+    write(x)
+    assert isinstance(x, Absent)
+
+
+def test_what_depends_on_shapes_alone_has_values() -> None:
+    assert (H.shape, H.size(1), H.dim(), len(H), H.numel()) == ((2, 3, 4), 3, 3, 2, 24)
+    assert not any_absent([torch.zeros_like(H), H.new_zeros(3), ONES.to(H), torch.arange(H.shape[1], device=H.device)])
+    assert all(isinstance(x, Absent) for x in (*H, *H.chunk(2, -1), H + 1, H.max(-1).values))
+    with H.register_hook(print):
+        pass
+
+
+def test_a_filled_tensor_keeps_its_place_and_may_be_written_into() -> None:
+    h, x = Maker().make((2, 3), torch.float32, torch.device("cpu")), torch.randn(2, 3, requires_grad=True)
+    assert h.fill(x) is h
+    assert (type(h), h.requires_grad, h.is_leaf) == (torch.Tensor, True, False)
+    h *= 3
+    h.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 3.0))
