@@ -261,11 +261,15 @@ class Hooked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: list[torch.Tensor] = []
+        shapes: list[torch.Size] = []
         hooks = [block.gate.register_forward_hook(lambda *call: scores.append(call[-1])) for block in self.blocks]
+        for module in (*self.blocks, *(block.up for block in self.blocks)):
+            hooks.append(module.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape)))
         for block in self.blocks:
             x = block(x)
         for hook in hooks:
             hook.remove()
+        assert shapes == [x.shape] * 8
         return self.head(x).square().mean() + torch.stack([s.softmax(-1).square().mean() for s in scores]).sum()
 
 

@@ -54,7 +54,7 @@ class Call:
 
     Attributes:
         output: its shapes, or what is carried.
-        hooked: calls of submodules that have forward hooks, in the order of their ends: name, arguments as shapes, and
+        hooked: calls of submodules that have hooks, in the order of their ends: name, arguments as shapes, and
             output as above.
         left: what it left beside its output.
     """
@@ -246,7 +246,7 @@ class Local:
         handles = [
             each.register_forward_hook(partial(self._note_hooked, run, hooked, key), with_kwargs=True)
             for key, each in inside.items()
-            if key != name and len(each._forward_hooks)
+            if key != name and (len(each._forward_hooks) or len(each._forward_pre_hooks))
         ]
         try:
             output = forward(*args, **kwargs)
@@ -306,7 +306,14 @@ class Local:
         return self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
 
     def _run_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the forward hooks of a module that is not run here make of its output."""
+        """What the hooks of a module that is not run here make of its output."""
+        for number, hook in [*module._forward_pre_hooks.items()]:
+            with_kwargs = number in module._forward_pre_hooks_with_kwargs
+            changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
         for number, hook in [*module._forward_hooks.items()]:
             with_kwargs = number in module._forward_hooks_with_kwargs
             changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
