@@ -24,7 +24,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from ringcomm.parallel.options import Options
 
 _T = TypeVar("_T")
+_requires_grad = attrgetter("requires_grad")
 CHECKSUM_NBYTES = 4
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1  # of the optimizers' options, and whether there are reentrant checkpoints
 _STAGES_1_AND_2 = (
@@ -162,8 +165,9 @@ class FlatModel:
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
-        self._submodules = list(module.modules())
-        self._members = _members(self._submodules)
+        inside = list(module.modules())  # whose dicts stay the same objects
+        self._dicts: list[list[dict[str, Any]]] = [[m._parameters for m in inside], [m._modules for m in inside]]
+        self._members = self._present_members()
         for unit in self.units:
             unit.flat = self
             for group in unit.groups:
@@ -499,15 +503,18 @@ class FlatModel:
         """A gradient of the group is about to be added to `p.grad`."""
         if self.backward.is_dead:
             self._abandon()
-        if not group.gradient.opened and group not in self.backward.launched:
-            group.gradient.open()
+        gradient = group.gradient
+        if not gradient.opened and group not in self.backward.launched:
+            gradient.open()
 
     def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
         """A parameter's gradient is complete on this rank."""
-        if not (self.backward.scheduled and self.backward.accumulates):
+        backward = self.backward
+        if not (backward.scheduled and backward.accumulates):
             self.begin_backward()
             self._accumulate()
-        if group in self.backward.launched:
+            backward = self.backward
+        if group in backward.launched:
             self._reenters = group.unit.came_twice = True  # from the next pass on it waits
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
@@ -515,9 +522,11 @@ class FlatModel:
             )
         if defined:
             group.gradient.contributed.add(i)
-        arrived = self.backward.arrived.setdefault(group, set())
+        arrived = backward.arrived.get(group)
+        if arrived is None:
+            arrived = backward.arrived[group] = set()
         arrived.add(i)
-        if torch._C._current_graph_task_id() != self.backward.task:
+        if torch._C._current_graph_task_id() != backward.task:
             self._reenters = True  # by a reentrant checkpoint
         if len(arrived) < len(group.params) or self._waits(group):
             return
@@ -611,30 +620,37 @@ class FlatModel:
             group.gradient.show()
         self._reset()
 
-    def _start_used_params(self) -> tuple[torch.Tensor, Any]:
-        """Starts the message in which every trainable parameter that this rank has a gradient of is a 1."""
-        mine = bytearray([*self._options_checksum(), self._reenters is True])
+    def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
+        """Starts the message in which every trainable parameter that this rank has a gradient of is a 1. Gives it, the
+        memory in which the host gets the ranks' largest bytes, that of the device, and the work."""
+        said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
         for group in self.order:
             has = group.gradient.contributed | group.gradient.has
-            mine += bytes(i in has for i in range(len(group.params)))
+            numel = len(group.params)
+            said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
-            mine += bytes(_with_complement(self.ranks.order))
-        flags = torch.frombuffer(mine, dtype=torch.uint8).to(self.device)
+            said += _with_complement(self.ranks.order)
+        heard = bytearray(said)
+        flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
-            return flags, None
+            return said, heard, flags, None
         self.ranks.count("flags", flags.nbytes)
         work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
-        return flags, work if self.ranks.background else None
+        return said, heard, flags, work if self.ranks.background else None
 
-    def _finish_used_params(self, said: tuple[torch.Tensor, Any]) -> None:
-        flags, work = said
+    def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
+        said, heard, flags, work = used
         if work is not None:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and heard == said:  # the common case; checksums have complements, so all ranks' are equal
+            self.options_differ = False
+            return
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
-        if self.device.type == "cpu":
-            values = flags.tolist()
+        if on_cpu:
+            values = [*heard]
             self._read_header(values)
         else:  # the common case does not wait for a device: it reads the header of the backward pass before
             before, self._heard = self._heard, flags[:HEADER_NBYTES].clone()
@@ -650,15 +666,15 @@ class FlatModel:
                 "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
                 "some ranks run into no unit of its own"
             )
-        heard = iter(values[HEADER_NBYTES:])
+        users = iter(values[HEADER_NBYTES:])
         for group in self.order if missing else ():
-            group.gradient.has |= {i for i in range(len(group.params)) if next(heard)}
+            group.gradient.has |= {i for i in range(len(group.params)) if next(users)}
 
-    def _options_checksum(self) -> list[int]:
+    def _options_checksum(self) -> bytes:
         """Of the optimizers' options; zeros of a rank that has joined, whose options follow the others' at each
         step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
-            return [0] * (2 * CHECKSUM_NBYTES)
+            return bytes(2 * CHECKSUM_NBYTES)
         stepped, self.stepped = self.stepped, set()
         compared = [attached.options for attached in self.optimizers] or stepped
         return _with_complement(sum(options.checksum() for options in compared) % (1 << 8 * CHECKSUM_NBYTES))
@@ -809,7 +825,7 @@ class FlatModel:
             self._check_unmade(self.unmade, "forward")
         self._unfreeze()
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [p.requires_grad for group in self.order for p in group.params]
+            trained = [*map(_requires_grad, chain.from_iterable(group.params for group in self.order))]
         if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
             self._trained = trained
             self._reenters = self._reenters or None
@@ -821,15 +837,19 @@ class FlatModel:
         self.unmade = None
 
     def _what_changed(self) -> str | None:
-        params, children = _members(self._submodules)
-        if (params, children) == self._members:
+        members = self._present_members()
+        if members == self._members:
             return None
         known = {id(p) for group in self.groups for p in group.params}
         named = self.module.named_parameters()
         new = [name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)]
         if new:
             return f"the new parameter {new[0]}"
-        return "other submodules" if children != self._members[1] else None
+        return "other submodules" if members[1] != self._members[1] else None
+
+    def _present_members(self) -> list[list[int]]:
+        """The identities of the parameters of the modules inside, and of their children."""
+        return [[*map(id, chain.from_iterable(map(dict.values, dicts)))] for dicts in self._dicts]
 
     def _unfreeze(self) -> None:
         """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
@@ -845,10 +865,11 @@ class FlatModel:
             attached.rebuild()
 
 
-def _with_complement(checksum: int) -> list[int]:
+@lru_cache
+def _with_complement(checksum: int) -> bytes:
     """Its bytes, and those of its complement. The largest of each over the ranks tells whether all are equal."""
     some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
-    return [*some, *(255 - byte for byte in some)]
+    return some + bytes(255 - byte for byte in some)
 
 
 def _differ(largest: list[int]) -> bool:
@@ -905,7 +926,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 @eager
 def _before_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], _: Any) -> None:
     here, home = flat(), group()
-    if here is not None and home is not None:
+    if here is not None and home is not None and not (home.gradient.opened and here.backward.end()):
         here._opens(home)
 
 
@@ -914,12 +935,6 @@ def _after_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: in
     here, home = flat(), group()
     if here is not None and home is not None:
         here._after(home, i, grads[0] is not None)
-
-
-def _members(modules: Sequence[nn.Module]) -> tuple[list[int], list[int]]:
-    """The identities of their parameters, and of their children."""
-    params = [id(p) for module in modules for p in module._parameters.values()]
-    return params, [id(child) for module in modules for child in module._modules.values()]
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:

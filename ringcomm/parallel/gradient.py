@@ -16,7 +16,7 @@ import contextlib
 import copy
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,19 @@ if TYPE_CHECKING:
     from ringcomm.parallel.group import FlatGroup
 
 
-_OWN_REFERENCES = 2  # to a tensor that only a list of ours holds, and who asks
+_OWN_REFERENCES = next(map(sys.getrefcount, [object()]))  # to what only a list holds, seen in such a map
+_grad_of = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+_layout_of = operator.attrgetter("layout")
 
 
 def _same(gradient: Gradient | None) -> Gradient | None:
     return gradient
+
+
+def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those that not only this list holds."""
+    return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
 
 
 class Gradient:
@@ -68,7 +76,8 @@ class Gradient:
         self.standing = stage > 0 or not self.plain or self.ranks.cuts_model
         named = zip(group.params, group.names, strict=True)
         self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
-        self._means: list[tuple[torch.Tensor, int]] = []  # what `p.grad` is else, and where in memory
+        self._means: list[torch.Tensor] = []  # what `p.grad` is else
+        self._addresses: list[int] = []  # of these
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
         self.counts = [0] * len(group.params)
         self.base = 0
@@ -112,7 +121,7 @@ class Gradient:
         """
         params = self.group.params
         with torch._C.DisableTorchFunctionSubclass():
-            fresh = self._fresh([p.grad for p in params])
+            fresh = self._fresh([*map(_grad_of, params)])
         self.opened = False
         if not fresh:
             return
@@ -137,6 +146,10 @@ class Gradient:
 
     def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
         """What autograd has left that is not in the local sums yet."""
+        if self.views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, in few steps of Python
+            given: list[torch.Tensor] = [*grads]
+            if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
+                return [*enumerate(given)]
         fresh = []
         for i, grad in enumerate(grads):
             if grad is None or isinstance(grad, ShardedGradient):
@@ -153,7 +166,10 @@ class Gradient:
 
     def show(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
-        self.shown = [self._shown(i) for i in range(len(self.shown))]
+        if self.has_reduced and not self.standing and len(self.has) == len(self.shown):
+            self.shown = [*self._all_means()]
+        else:
+            self.shown = [self._shown(i) for i in range(len(self.shown))]
         if self.has_reduced or self.has_local:
             with torch._C.DisableTorchFunctionSubclass():
                 for p, shown in zip(self.group.params, self.shown, strict=True):
@@ -161,7 +177,7 @@ class Gradient:
 
     def _shown(self, i: int) -> torch.Tensor | None:
         if self.has_reduced and i in self.has:
-            return self.standins[i] if self.standing else self._mean(i)
+            return self.standins[i] if self.standing else self._all_means()[i]
         if self.has_local and i in self.contributed:
             return self._local_views()[i] if self.plain and not self.tree else self.standins[i]
         return None
@@ -173,12 +189,12 @@ class Gradient:
             self.views = self.group.parts(self.levels[0])
         return self.views
 
-    def _mean(self, i: int) -> torch.Tensor:
-        """A parameter's mean, where it is here as `p.grad` is to be."""
+    def _all_means(self) -> list[torch.Tensor]:
+        """Every parameter's mean, where it is here as `p.grad` is to be."""
         if not self._means:
-            means = [self._new_mean(i) for i in range(len(self.shown))]
-            self._means = [(mean, mean.data_ptr()) for mean in means]
-        return self._means[i][0]
+            self._means = [self._new_mean(i) for i in range(len(self.shown))]
+            self._addresses = [mean.data_ptr() for mean in self._means]
+        return self._means
 
     def _new_mean(self, i: int) -> torch.Tensor:
         """A tensor for `p.grad`. It is no view, which torch would not let detach in place."""
@@ -194,7 +210,7 @@ class Gradient:
             self._give_back(wire, out, *self.levels)
             self._no_levels()
         self.shown = [None] * len(self.shown)
-        self._leave(range(len(self.shown)))
+        self._leave({*range(len(self.shown))})
         self._give_back(*self.levels)
         self._no_levels()
         self.views = None
@@ -203,22 +219,22 @@ class Gradient:
         self.has.clear()
         self.changed()
 
-    def _leave(self, forgotten: Iterable[int]) -> None:
+    def _leave(self, forgotten: Collection[int]) -> None:
         """What users have kept of gradients that are to be forgotten keeps its values, in memory of its own."""
+        for i in _kept(self._means):
+            if i in forgotten and i in self.has:
+                self._means[i].data = self._means[i].clone()
+                self._means[i] = self._new_mean(i)
         kept: Gradient | None = None
-        for i in forgotten:
-            if self._means and i in self.has and sys.getrefcount(self._means[i][0]) > _OWN_REFERENCES:
-                mean = self._means[i][0]
-                mean.data = mean.clone()
-                self._means[i] = self._new_mean(i), self._means[i][1]
-            standin = self.standins[i]
-            if sys.getrefcount(standin) > 1 + _OWN_REFERENCES:
-                if kept is None and i in self.has:
-                    kept = copy.copy(self)
-                    kept.buffer = kept.reduced = self.reduced.clone()
-                    kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
-                standin._owner = partial(_same, kept if i in self.has else None)
-                self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
+        for i in _kept(self.standins) if self.standing or self.tree else ():  # else they are never shown
+            if i not in forgotten:
+                continue
+            if kept is None and i in self.has:
+                kept = copy.copy(self)
+                kept.buffer = kept.reduced = self.reduced.clone()
+                kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
+            self.standins[i]._owner = partial(_same, kept if i in self.has else None)
+            self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
 
     def reconcile(self) -> None:
         """Forgets what the user has set to None."""
@@ -231,7 +247,7 @@ class Gradient:
             return self.drop()
         for i in gone:
             self.shown[i] = None
-        self._leave(gone)
+        self._leave({*gone})
         for i in gone:
             self.has.discard(i)
             self.contributed.discard(i)
@@ -240,9 +256,11 @@ class Gradient:
     def take_in(self, call: str) -> None:
         """What the user has put in the place of a gradient counts; what was set to None is forgotten."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [p.grad for p in self.group.params]
+            grads = [*map(_grad_of, self.group.params)]
             if self._unchanged(grads):
                 return
+            if {*map(type, grads)} == {type(None)}:  # the common case, in few steps of Python
+                return self.drop()
             self.reconcile()
             if self.opened:
                 return
@@ -261,13 +279,13 @@ class Gradient:
             return True
         if len(self.has) < len(grads):
             return all(map(self._is_shown, range(len(grads)), grads))
-        return [*map(torch.Tensor.data_ptr, grads)] == [address for _, address in self._means]
+        return [*map(torch.Tensor.data_ptr, grads)] == self._addresses
 
     def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
         """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
         if grad is not self.shown[i]:
             return False
-        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._means[i][1]
+        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._addresses[i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
@@ -283,7 +301,7 @@ class Gradient:
         if grad is not self.standins[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
         if self._means:  # the one before may have been given other memory
-            self._means[i] = self._new_mean(i), self._means[i][1]
+            self._means[i] = self._new_mean(i)
         self.shown[i] = self.group.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------

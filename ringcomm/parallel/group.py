@@ -458,18 +458,22 @@ class FlatGroup:
 
     def pack(self, grads: Sequence[tuple[int, torch.Tensor]], whole: torch.Tensor) -> None:
         """Gradients of parameters, by segment, into a whole buffer; zeros where there is none."""
-        cuts = self._cuts_of(whole)
-        if len(grads) < len(cuts):
-            given = {self._at[i] for i, _ in grads}
-            torch._foreach_zero_([cut for k, cut in enumerate(cuts) if k not in given])
-        torch._foreach_copy_([cuts[self._at[i]] for i, _ in grads], [grad for _, grad in grads])
+        parts, gaps = self._cuts_of(whole)
+        if len(grads) < len(parts):
+            given = {i for i, _ in grads}
+            gaps = [*gaps, *(part for i, part in enumerate(parts) if i not in given)]
+            parts = [parts[i] for i, _ in grads]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        torch._foreach_copy_(parts, [grad for _, grad in grads])
 
-    def _cuts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """All parts of a buffer, padding too; made once for each buffer, which is used again."""
+    def _cuts_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Every parameter's part of a buffer, and the padding; made once for each buffer, which is used again."""
         known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
         if self not in known:
             apart = whole.new_empty(0).set_(whole)  # the parts must not hold the buffer, which holds them
-            known[self] = _unflatten(apart, self._pieces)
+            cuts, at = _unflatten(apart, self._pieces), {*self._at}
+            known[self] = [cuts[k] for k in self._at], [cut for k, cut in enumerate(cuts) if k not in at]
         return known[self]
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ optimizer that was passed to `shard` names the first difference; that of another
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,7 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
-        self._seen: list[Any] = []
+        self._values: list[Any] = []  # of the groups, when the checksum was computed; empty where they may change
         self._checksum = 0
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -34,9 +36,13 @@ class Options:
 
     def checksum(self) -> int:
         """Below 2^32, equal where the options are; computed anew when one has changed."""
+        values = [*chain.from_iterable(map(dict.values, self._groups()))]
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return self._checksum
         found = [each for group in self._groups() for each in _comparable(group)]
-        if found != self._seen:
-            self._seen, self._checksum = found, zlib.crc32(repr(found).encode())
+        self._checksum = zlib.crc32(repr(found).encode())
+        others = [value for group in self._groups() for key, value in group.items() if key != "params"]
+        self._values = values if all(map(_is_constant, others)) else []
         return self._checksum
 
     def lines(self) -> list[str]:
@@ -78,6 +84,12 @@ def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
             found = _fact(value)
             if found is not None:
                 yield key, found
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (int, float, bool, str)
 
 
 def _fact(value: Any) -> Any:
