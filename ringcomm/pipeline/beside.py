@@ -7,7 +7,8 @@ module's call. So an auxiliary loss, in an attribute or appended to a list, is t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -79,56 +80,58 @@ class Watch:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._before: list[tuple[Place, Any, Any, list[Any]]] = []
+        self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # where, what, a copy, versions of its tensors
         self._seen: set[int] = set()
         for name, module in modules.items():
-            self._look((name,), module.__dict__, False)
-        for key, each in (*enumerate(args), *kwargs.items()):
-            self._look((None, key), each, True)
+            self._look((name,), module.__dict__, _OWN)
+        self._look((None,), {**dict(enumerate(args)), **kwargs}, opens=True)
+        self._before.pop()  # the arguments themselves
 
-    def _look(self, place: Place, x: Any, opens: bool) -> None:
-        """``opens``: whether the attributes of plain objects count."""
-        if isinstance(x, (torch.Tensor, nn.Module, type, *_PLAIN)) or id(x) in self._seen:
+    def _look(self, place: Place, x: Any, own: Collection[str] = (), opens: bool = False) -> None:
+        """At a container.
+
+        Args:
+            own: keys that do not count.
+            opens: whether the attributes of objects in it count too.
+        """
+        if id(x) in self._seen:
             return
         self._seen.add(id(x))
-        at_module = len(place) == 1
-        if isinstance(x, dict):
-            items = [(key, each) for key, each in x.items() if not (at_module and key in _OWN)]
-        elif isinstance(x, (list, tuple)):
-            items = [*enumerate(x)]
-        elif opens and hasattr(x, "__dict__") and not callable(x):
-            place, x = (*place, None), x.__dict__
-            items = [*x.items()]
-        else:
-            return
+        versions: dict[Any, int] = {}
+        for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
+            if type(each) is torch.Tensor:
+                versions[key] = _version(each)
+            elif isinstance(each, (dict, list, tuple)):
+                self._look((*place, key), each, opens=opens)
+            elif opens and hasattr(each, "__dict__") and not isinstance(each, (nn.Module, type)) and not callable(each):
+                self._look((*place, key, None), each.__dict__, opens=True)
         if not isinstance(x, tuple):
-            values = [each for _, each in items]
-            self._before.append((place, x, dict(items) if isinstance(x, dict) else values, [*map(_version, values)]))
-        for key, each in items:
-            self._look((*place, key), each, opens)
+            self._before.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
 
     def left(self) -> list[Left]:
         """What is there now that was not, or that was changed."""
         found: list[Left] = []
         for place, container, before, versions in self._before:
+            if _is_same(container, before, versions):
+                continue
             if isinstance(container, dict):
-                known = dict(zip(before, versions, strict=True))
+                own = _OWN if len(place) == 1 else ()
                 for key, x in container.items():
-                    if len(place) == 1 and key in _OWN:
-                        continue
-                    if key not in before or before[key] is not x or known[key] != _version(x):
+                    changed = key not in before or before[key] is not x or versions.get(key, 0) != _version(x)
+                    if changed and key not in own:
                         found.append(Left(place, key, x))
-            elif not _is_same(container[: len(before)], before, versions):
-                found.append(Left(place, None, list(container), whole=True))
-            else:
+            elif _is_same(container[: len(before)], before, versions):
                 found += [Left(place, None, x) for x in container[len(before) :]]
+            else:
+                found.append(Left(place, None, list(container), whole=True))
         return found
 
 
-def _is_same(now: Sequence[Any], before: Sequence[Any], versions: Sequence[int]) -> bool:
-    return len(now) == len(before) and all(
-        x is y and _version(x) == version for x, y, version in zip(now, before, versions, strict=True)
-    )
+def _is_same(now: Any, before: Any, versions: Mapping[Any, int]) -> bool:
+    if len(now) != len(before):
+        return False
+    pairs = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
+    return all(map(operator.is_, *pairs)) and all(_version(before[key]) == its for key, its in versions.items())
 
 
 def _version(x: Any) -> int:
