@@ -139,7 +139,7 @@ class Job:
 
     def __init__(
         self, model: Net, mesh: Any, stage: int = 0, *, schedule: str = "1f1b", chunks: int = 1, ties: str = "exact",
-        plan: Any = PLAN, make_optimizer: Callable[[nn.Module], Any] = adamw, **settings: Any,
+        plan: Any = PLAN, make_optimizer: Callable[[nn.Module], Any] = adamw, assigned: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         self.mesh = mesh
         if mesh.size("tp") > 1:
@@ -156,6 +156,9 @@ class Job:
         comm = mesh["pp"] if "pp" in mesh.names else ringcomm.init(0, 1)
         count = MICROBATCHES // self.data
         self.pipe = Pipeline(split(model, cuts), comm, microbatches=count, schedule=schedule, loss=loss_of, ties=ties)
+        if assigned:  # the same values in other parameters
+            state = {name: x.clone() for name, x in self.pipe.state_dict().items()}
+            self.pipe.load_state_dict(state, assign=True)
         self.optimizer = make_optimizer(self.pipe)
         settings = {"bucket_cap_mb": 0.005, "accumulation": "tree", **settings}
         ringcomm.shard(self.pipe, self.optimizer, stage, mesh=mesh, **settings)

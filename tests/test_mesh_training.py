@@ -297,6 +297,19 @@ def test_hybrid(stage: int) -> None:
 # ---- loss scaling -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=["pp", "pp and tp"])
+def test_parameters_that_are_assigned_keep_their_places(axes: dict[str, int]) -> None:
+    def body(model: Net, mesh: Any, assigned: bool) -> Any:
+        job = Job(model, mesh, 1, assigned=assigned)
+        return job.train(0, 2), job.parts()
+
+    expected, found = (cases.run(axes, functools.partial(body, assigned=assigned)) for assigned in (False, True))
+    for (numbers, parts), (others, their_parts) in zip(expected, found, strict=True):
+        assert others == numbers
+        assert {name: part for name, (part, _) in parts.items()} == {name: it for name, (it, _) in their_parts.items()}
+        assert all(torch.equal(x, their_parts[name][1]) for name, (_, x) in parts.items())
+
+
 @pytest.mark.parametrize("where", [(0, 0, 1), (0, 1, 0), (1, 0, 0)], ids=["tp", "dp", "pp"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(where: tuple[int, int, int], stage: int) -> None:

@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
+from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import init_mesh
+from ringcomm.parallel.part import part_of
 from ringcomm.tensor.layers import RowParallelLinear
 from ringcomm.tensor.plan import parallelize
 from ringcomm.tensor.styles import Colwise
@@ -257,6 +259,48 @@ def test_twenty_steps(kind: str) -> None:
         return max(difference(p, part(expected[name], p)) for name, p in model.named_parameters())
 
     assert max(on_ranks(rank, 3)) < 1e-8  # AdamW divides small numbers by small numbers
+
+
+def made_anew(model: nn.Module, how: str) -> nn.Module:
+    """The same values in other parameters."""
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    if how == "empty":
+        model = model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(state, assign=how == "assigned")
+    return model
+
+
+@pytest.mark.parametrize("how", ["assigned", "empty"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_parameters_that_are_made_anew_stay_parts(kind: str, how: str) -> None:
+    whole = make(0)
+    whole.head.weight = nn.Parameter(whole.head.weight.detach().clone())  # ties end where parameters are assigned
+    models = [copy.deepcopy(whole) for _ in range(2)]
+
+    def rank(comm: Any) -> list[float]:
+        mesh = init_mesh(tp=2, comm=comm)
+        plan, options = KINDS[kind]
+        model = parallelize(models[comm.rank], plan, mesh["tp"], **options)
+        before = {name: part_of(p) for name, p in model.named_parameters()}
+        model = made_anew(model, how)
+        loss_of(model)[0].backward()
+        with pytest.raises(InvalidArgumentError, match="tensor parallel layers"):
+            ringcomm.clip_grad_norm_(model.parameters(), 0.1)
+        model.zero_grad()
+        assert {name: part_of(p) for name, p in model.named_parameters()} == before
+        model, sharded = ringcomm.shard(model, adamw(model), 1, mesh=mesh)
+        found = train(model, sharded, ringcomm.clip_grad_norm_, 1, 0, 2)
+        mesh.close()
+        return found
+
+    norms, optimizer = [], adamw(whole)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(whole, seed=step)[0].backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)))
+        optimizer.step()
+    for found in on_ranks(rank, 2):
+        assert found == pytest.approx(norms, rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

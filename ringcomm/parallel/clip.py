@@ -14,7 +14,7 @@ from ringcomm.parallel.arguments import NORM, PARAMETERS
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.norm import total_norm
-from ringcomm.parallel.part import refuse_parts
+from ringcomm.parallel.part import refuse_parts, renew_parts
 from ringcomm.parallel.place import place_of
 
 
@@ -45,7 +45,10 @@ def clip_grad_norm_(
     """
     chosen, flat = _chosen(parameters)
     if flat is None or flat.ranks.mesh is None:
-        everything = [*parameters.parameters()] if isinstance(parameters, nn.Module) else []  # also of a frozen stage
+        everything = []
+        if isinstance(parameters, nn.Module):
+            renew_parts(parameters.modules())
+            everything += parameters.parameters()  # also of a frozen stage
         refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 
@@ -80,6 +81,19 @@ def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
         )
 
 
-def note(p: torch.Tensor, **changes: Any) -> None:
-    """Changes what is known of a parameter's place."""
+def note(module: nn.Module, key: str, **changes: Any) -> None:
+    """Changes what is known of the place of a module's parameter. The module knows it too, since
+    load_state_dict(assign=True) and to_empty() make other parameters."""
+    p = module._parameters[key]
+    assert p is not None
     p._ringcomm_part = replace(part_of(p), **changes)
+    module.__dict__.setdefault("_ringcomm_parts", {})[key] = p._ringcomm_part
+
+
+def renew_parts(modules: Iterable[nn.Module]) -> None:
+    """Tells parameters of these modules their places where they are others than those of `note`."""
+    for module in modules:
+        for key, part in module.__dict__.get("_ringcomm_parts", {}).items():
+            p = module._parameters.get(key)
+            if p is not None and part_of(p) is not part:
+                p._ringcomm_part = part

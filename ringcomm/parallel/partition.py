@@ -12,7 +12,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.layout import Atom, FlatLayout, Spec, up
-from ringcomm.parallel.part import part_of
+from ringcomm.parallel.part import part_of, renew_parts
 from ringcomm.parallel.place import place_of
 from ringcomm.parallel.precision import MixedPrecision, Types
 from ringcomm.parallel.ranks import Ranks
@@ -106,6 +106,7 @@ def named_parameters(
                 f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
                 "a plain one: gradients would be averaged twice; pass the module inside of it"
             )
+    renew_parts(module.modules())
     out = {id(p) for p in ignored}
     found = [(name, p) for name, p in module.named_parameters() if id(p) not in out and not _is_opaque(p)]
     for name, p in found:

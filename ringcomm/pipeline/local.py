@@ -128,14 +128,15 @@ class Local:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
             for module, key in owners[:1]:
-                note(module._parameters[key], names=tie.names, copy=not first)
+                note(module, key, names=tie.names, copy=not first)
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:
                 _empty(module)
             elif len(mine) < len(stages):
-                for p in module.parameters():
-                    note(p, staged=True)
+                for inside in module.modules():
+                    for key in [key for key, p in inside._parameters.items() if p is not None]:
+                        note(inside, key, staged=True)
             _guard(module, self._guarded(name, stage))
 
     @property

@@ -83,10 +83,7 @@ class _Held(ABC):
     def __init__(self, number: int, tie: Tie, here: Sequence[int], rank_of: Sequence[int], messages: Messages) -> None:
         self.number, self.tie, self.here, self.rank_of, self.messages = number, tie, here, rank_of, messages
         self.uses = [use for stage in here for use in tie.uses[stage]]
-        module, key = self.uses[0]
-        param = module._parameters[key]
-        assert param is not None
-        self.param = self.standin = param
+        self.param = self.standin = self._present()
         self.home, *self.others = dict.fromkeys(rank_of[stage] for stage in tie.stages)
         self.at_home = messages.comm.rank == self.home
 
@@ -99,8 +96,16 @@ class _Held(ABC):
         else:
             value.copy_(self._received(value, self.home))
 
+    def _present(self) -> torch.nn.Parameter:
+        """The parameter as it is now: load_state_dict(assign=True) makes another one."""
+        module, key = self.uses[0]
+        param = module._parameters[key]
+        assert param is not None
+        return param
+
     def enter(self) -> None:
         """A step begins."""
+        self.param = self._present()
         self._place(self.param.detach().requires_grad_(self.param.requires_grad))
 
     def leave(self) -> None:

@@ -16,7 +16,7 @@ from ringcomm.arguments import FLAG, expects, several, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.arguments import DEVICE, DTYPE
-from ringcomm.parallel.part import Part
+from ringcomm.parallel.part import Part, note, renew_parts
 from ringcomm.tensor import overlapped
 from ringcomm.tensor.regions import Region, f, f_bar, g, g_bar, gather, scatter
 
@@ -60,10 +60,10 @@ def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
     return torch.cat(pieces, part.dim)
 
 
-def _parameter(whole: torch.Tensor, part: Part, length: int) -> nn.Parameter:
-    p = nn.Parameter(take(whole.detach(), part, length), whole.requires_grad)
-    p._ringcomm_part = part
-    return p
+def _own(module: nn.Module, key: str, whole: torch.Tensor, part: Part, length: int) -> None:
+    """Gives a module this rank's part of a whole parameter."""
+    setattr(module, key, nn.Parameter(take(whole.detach(), part, length), whole.requires_grad))
+    note(module, key, **vars(part))
 
 
 LINEAR = {
@@ -77,7 +77,20 @@ LINEAR = {
 }
 
 
-class _ParallelLinear(nn.Module):
+class _Parallel(nn.Module):
+    """A layer with parts of parameters, which stay parts where torch makes other parameters."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Parallel:
+        super()._apply(fn, recurse)
+        renew_parts([self])
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        renew_parts([self])
+
+
+class _ParallelLinear(_Parallel):
     """What the two kinds have in common.
 
     Attributes:
@@ -193,8 +206,10 @@ class ColumnParallelLinear(_ParallelLinear):
         part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(-(-extent // self.region.world_size) for extent in extents)
-        self.weight = _parameter(linear.weight, part if not self.turned else Part(1, *_rest(part)), self.local_features)
-        self.bias = None if linear.bias is None else _parameter(linear.bias, part, self.local_features)
+        _own(self, "weight", linear.weight, part if not self.turned else Part(1, *_rest(part)), self.local_features)
+        self.bias = None
+        if linear.bias is not None:
+            _own(self, "bias", linear.bias, part, self.local_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
@@ -275,7 +290,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
         part = cut([self.in_features], self.region, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
         length = self.in_features // self.region.world_size
-        self.weight = _parameter(linear.weight, Part(0 if self.turned else 1, *_rest(part)), length)
+        _own(self, "weight", linear.weight, Part(0 if self.turned else 1, *_rest(part)), length)
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -294,7 +309,7 @@ class RowParallelLinear(_ParallelLinear):
         return y + bias.to(y.dtype)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(_Parallel):
     """An embedding with its rows cut over the ranks; a vocabulary that does not divide is padded with rows of zeros.
 
     Args:
@@ -353,7 +368,7 @@ class VocabParallelEmbedding(nn.Module):
         part = cut([self.num_embeddings], region, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // region.world_size)
         self.first, self.count = part.pieces[0]
-        self.weight = _parameter(whole.weight, part, self.rows)
+        _own(self, "weight", whole.weight, part, self.rows)
         self.padding_idx = whole.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ringcomm.tensor.layers import (
     take,
 )
 from ringcomm.tensor.regions import Region
-from ringcomm.tensor.sequence import gather_before, sum_gradient, surround
+from ringcomm.tensor.sequence import gather_before, sum_gradients, surround
 from ringcomm.tensor.styles import (
     FOREIGN,
     HEADS,
@@ -138,8 +138,7 @@ class _Site:
         for each in _heads(self, region):
             setattr(self.found, each, getattr(self.found, each) // region.world_size)
         if isinstance(self.style, (OnSequence, Summed)):
-            for p in self.found.parameters():
-                sum_gradient(p, region)
+            sum_gradients(self.found, region)
         elif isinstance(self.style, GatherSequence):
             gather_before(self.found, region, dim)
         elif isinstance(self.style, SequenceRegion):

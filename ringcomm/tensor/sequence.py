@@ -14,9 +14,20 @@ from ringcomm.tensor.regions import Region, g, gather, scatter
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def sum_gradient(p: nn.Parameter, region: Region) -> None:
-    """Lets the gradient of a parameter that all ranks have whole, but use on parts of something, be their sum; once for
-    each parameter, and also if it is frozen now and trained later."""
+def sum_gradients(module: nn.Module, region: Region) -> None:
+    """Lets the gradients of parameters that all ranks have whole, but use on parts of something, be their sums.
+    load_state_dict(assign=True) and to_empty() make other parameters, so each call of the module looks for new ones."""
+
+    def look(module: nn.Module, _: Any) -> None:
+        for p in module.parameters():
+            _sum_gradient(p, region)
+
+    look(module, ())
+    module.register_forward_pre_hook(look)
+
+
+def _sum_gradient(p: nn.Parameter, region: Region) -> None:
+    """Once for each parameter, and also if it is frozen now and trained later."""
     if vars(p).get("_ringcomm_summed") is not None:
         return
     frozen = not p.requires_grad
