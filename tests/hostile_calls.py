@@ -280,7 +280,10 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
             "bucket_cap_mb:positive offload:place"
         ),
     ),
-    "split": (lambda c: {"model": model(), "at": ["1"]}, kinds("model:object at:object")),
+    "split": (
+        lambda c: {"model": model(), "at": ["1"], "carry": ["0"]},
+        kinds("model:object at:object carry:object"),
+    ),
     "stage_of": (_wrapped, kinds("module:object")),
     "step": (lambda c: {"number": 3}, kinds("number:whole")),
     "tensor.ShardedDropout": (lambda c: _here(c, p=0.5, dim=0), kinds("p:share comm:object dim:dim")),
