@@ -50,6 +50,11 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     "isend": lambda comm: comm.isend(torch.ones(1 << 20), comm.world_size - 1, tag=9).wait(),
     "irecv": lambda comm: comm.irecv(torch.ones(4), comm.world_size - 1).wait(),
 }
+CLOSED_IN = {
+    **CALLS,
+    "another queued": CALLS["all_reduce"],
+    "another in flight": lambda comm: (comm.all_reduce(torch.ones(9), async_op=True), CALLS["recv"](comm)),
+}
 HOSTS = pytest.mark.parametrize("hosts", [None, [1, 1], [2, 1]], ids=str)
 
 
@@ -212,6 +217,10 @@ def closes_inside(comm: Communicator, op: str, recorded: bool = True) -> Told:
     """Rank 0's handler closes the communicator in a wait, and raises."""
 
     def handler(*_: Any) -> None:
+        if op == "another queued":
+            comm.all_reduce(torch.ones(9), async_op=True)  # which cannot begin while this handler runs
+        if op == "another in flight":
+            time.sleep(0.2)  # other threads look for signals meanwhile
         comm.close()
         raise KeyboardInterrupt
 
@@ -224,7 +233,7 @@ def closes_inside(comm: Communicator, op: str, recorded: bool = True) -> Told:
                 send_once_it_waits(comm)
             else:
                 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-            CALLS[op](comm)
+            CLOSED_IN[op](comm)
         else:
             while op == "isend" and not comm.aborted:  # a rank that receives takes other messages, too
                 time.sleep(0.01)
@@ -233,7 +242,9 @@ def closes_inside(comm: Communicator, op: str, recorded: bool = True) -> Told:
     return told_by(comm, call)
 
 
-@pytest.mark.parametrize("op", ["wait", "wait later", "isend", "irecv", "all_reduce"])
+@pytest.mark.parametrize(
+    "op", ["wait", "wait later", "isend", "irecv", "all_reduce", "another queued", "another in flight"]
+)
 @HOSTS
 def test_a_handler_that_closes_ends_its_call(hosts: list[int] | None, op: str) -> None:
     told = on_ranks(closes_inside, hosts, op)

@@ -24,9 +24,10 @@ bool interrupted();
 class SignalHandling {
  public:
   bool interrupted() {
-    running_.store(true, std::memory_order_relaxed);
+    if (!interruptible()) return false;  // the other threads of this communicator wait here too
+    const bool outer = running_.exchange(true, std::memory_order_relaxed);
     const bool ends = ringcomm::interrupted();
-    running_.store(false, std::memory_order_relaxed);
+    running_.store(outer, std::memory_order_relaxed);
     return ends;
   }
   // Whether this code is called by a handler that one of these waits lets run.

@@ -94,11 +94,14 @@ void WorkQueue::let_go() {
 // A handler of a signal runs inside the call that waits: that one might never end, or the order of calls would depend
 // on when the signal came.
 void WorkQueue::refuse_from_inside(const Call& call) const {
-  const bool executes = runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
-  if (!executes && !signals_.runs_this()) return;
+  if (!executes_in_this_thread() && !signals_.runs_this()) return;
   fail(ErrorCode::kInvalid, name(call.op),
        ": was called inside another call of this communicator, by a signal's handler, expected after it; set a flag in "
        "the handler, and call when that one has returned");
+}
+
+bool WorkQueue::executes_in_this_thread() const {
+  return runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
 bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
@@ -207,12 +210,23 @@ void WorkQueue::progress() {
   }
 }
 
-// A signal's handler that closes runs inside the wait for a call that another thread may execute: that call ends.
+// A signal's handler that closes runs inside a call. Where another thread executes that call, it ends. Where this
+// thread does, what is queued cannot begin before the handler returns: it fails.
 void WorkQueue::stop() {
+  std::deque<std::shared_ptr<Item>> never;
   if (signals_.runs_this()) stop_("close");
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
+    if (executes_in_this_thread()) {
+      never.swap(items_);
+      waiting_.fetch_sub(static_cast<int>(never.size()));
+      queued_.fetch_sub(never.size());
+    }
+  }
+  for (const auto& item : never) {
+    const char* why = ": the communicator was closed by a signal's handler before this call began; create a new one";
+    item->finish(std::make_exception_ptr(Error(ErrorCode::kAborted, concat(name(item->call().op), why))));
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();

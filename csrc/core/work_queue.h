@@ -78,6 +78,7 @@ class WorkQueue {
   enum class Waited : std::uint8_t { kDone, kLate, kInterrupted };
 
   std::shared_ptr<Item> enqueue(Call call);
+  bool executes_in_this_thread() const;
   // Whether this thread may execute.
   bool may_execute() const;
   // With `helps` this thread may execute what is queued meanwhile, however long that takes.
