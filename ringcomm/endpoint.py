@@ -49,7 +49,9 @@ class Endpoint:
         self.network = network
         self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
         self._span_beside = self._main
-        self._made: list[weakref.ref[Endpoint]] = []  # by `part`: an abort reaches them too
+        # An abort reaches them too: those that `part` has made, those that these have made, and so on.
+        self._descendants: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+        self._lineage = [self._descendants]  # the sets that those belong to which this one makes
         if device.kind != "cpu":
             apart = None if network is None else network.beside()
             self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
@@ -97,7 +99,9 @@ class Endpoint:
         hosts = self.hosts.among(members)
         made = Endpoint(self.kind, members.index(self.rank), len(members), self.timeout_ms, device, hosts, network)
         if not shrunk:  # which is to outlive this one
-            self._made = [*(each for each in self._made if each() is not None), weakref.ref(made)]
+            made._lineage += self._lineage
+            for descendants in self._lineage:
+                descendants.add(made)
         return made
 
     def shrink(self, limit_ms: int) -> Endpoint:
@@ -187,11 +191,9 @@ class Endpoint:
         """Ends every wait on every rank, here and in the endpoints that this rank has made from this one. ``cause``:
         what brought this rank here; that another communicator has ended of it ends this one in the same way."""
         kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
-        self._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
-        self.engine.abort(reason, kind)
-        for made in [each() for each in self._made]:
-            if made is not None:
-                made.abort(reason, cause)
+        for end in (self, *self._descendants):
+            end._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
+            end.engine.abort(reason, kind)
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""

@@ -85,6 +85,22 @@ def test_an_abort_ends_waits_in_communicators_made_from_it(ranks: str) -> None:
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_so_it_does_where_the_one_between_is_gone(closes: bool) -> None:
+    def body(comm: Communicator) -> None:
+        between = comm.dup()
+        last = between.dup()
+        if closes:
+            between.close()
+        del between
+        if comm.rank == 1:
+            comm.abort("enough")
+        with pytest.raises(errors.AbortedError, match="enough"):
+            last.barrier()
+
+    ringcomm.run_ranks(body, 2, timeout=20)
+
+
 def test_an_abort_of_a_part_leaves_what_it_was_made_from() -> None:
     def body(comm: Communicator) -> float:
         part = comm.dup()
