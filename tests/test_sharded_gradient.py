@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -569,6 +570,85 @@ def test_gradients_that_nobody_keeps_stay_in_their_memory(stage: int) -> None:
             optimizer.zero_grad()
         assert len(seen) == 1
         assert gradient.reduced.data_ptr() in seen or stage
+
+    ringcomm.run_ranks(run, 2, timeout=20)
+
+
+SLICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "flat": lambda grad: grad.view(-1),
+    "data": lambda grad: grad.data[1:],
+}
+
+
+@pytest.mark.parametrize("synced", [True, False], ids=["reduced", "no_sync"])
+@pytest.mark.parametrize("kept", SLICES)
+@pytest.mark.parametrize("stage", range(4))
+def test_slices_of_gradients_keep_their_values(stage: int, kept: str, synced: bool) -> None:
+    """As torch leaves them what `zero_grad` has forgotten."""
+
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ringcomm.shard(model, optimizer, stage, comm)
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(4):
+            with contextlib.nullcontext() if synced else ringcomm.no_sync(model):
+                model(torch.full((2, 6), step + 1.0)).sum().backward()
+            if comm.rank == 0 or (synced and stage):  # a sharded gradient is read by all ranks
+                for p in (model[0].weight, model[1].bias):
+                    part = SLICES[kept](p.grad)
+                    before.append((part, part.clone()))
+            assert not step or not before or not torch.equal(before[0][1], before[-2][1])
+            optimizer.step() if synced else None
+            optimizer.zero_grad()
+            with ringcomm.no_sync(model):
+                model(torch.full((2, 6), -1.0)).sum().backward()
+            optimizer.zero_grad()
+            for part, values in before:
+                assert torch.equal(part, values)
+
+    ringcomm.run_ranks(run, 2, timeout=20)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_autograd_has_saved_keep_their_values(stage: int) -> None:
+    def run(comm: ringcomm.Communicator) -> torch.Tensor:
+        model = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ringcomm.shard(model, optimizer, stage, comm)
+        scale = torch.ones((), requires_grad=True)
+        with ringcomm.no_sync(model):
+            model(torch.ones(2, 6)).sum().backward()
+            later = (model.bias.grad * scale).sum()
+            optimizer.zero_grad()
+            model(torch.full((2, 6), 100.0)).square().sum().backward()
+        later.backward()
+        assert scale.grad == 12
+        return scale.grad
+
+    ringcomm.run_ranks(run, 2, timeout=20)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_nobody_keeps_stays_in_its_memory_inside_of_no_sync(stage: int) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ringcomm.shard(model, optimizer, stage, comm)
+        gradient = model[0].weight._ringcomm.group.gradient
+        seen, summed = set(), set()
+        for _ in range(4):
+            with ringcomm.no_sync(model):
+                for _ in range(2):
+                    model(torch.ones(2, 6)).sum().backward()
+                    summed.add(model[0].weight.grad.data_ptr())
+            model(torch.ones(2, 6)).sum().backward()
+            seen.add(gradient.buffer.data_ptr())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(seen) == len(summed) == 1
 
     ringcomm.run_ranks(run, 2, timeout=20)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.parallel.ranks import uses
 from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
@@ -63,10 +64,8 @@ class Gradient:
         self.ranks, self.layout = group.ranks, group.layout
         self.dtype = group.types.master
         self.start, self.end = group.owned(stage)
-        whole = stage < 2
-        numel = self.layout.numel if whole else self.layout.shard_numel
-        self.buffer = self.ranks.empty(numel, self.dtype, group.device).zero_()
-        self.reduced = self.buffer[self.start : self.end] if whole else self.buffer
+        numel = self.layout.numel if stage < 2 else self.layout.shard_numel
+        self._lie_in(self.ranks.empty(numel, self.dtype, group.device))
         self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
         # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
         alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
@@ -76,8 +75,6 @@ class Gradient:
         self.standing = stage > 0 or not self.plain or self.ranks.cuts_model
         named = zip(group.params, group.names, strict=True)
         self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
-        self._means: list[torch.Tensor] = []  # what `p.grad` is else
-        self._addresses: list[int] = []  # of these
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
         self.counts = [0] * len(group.params)
         self.base = 0
@@ -88,6 +85,21 @@ class Gradient:
         self.shown: list[torch.Tensor | None] = [None] * len(group.params)  # what `show` has put into p.grad
         self.in_place = False  # whether autograd adds to the local sums
         self.work: Any = None
+
+    def _lie_in(self, buffer: torch.Tensor) -> None:
+        """Takes memory for what is reduced."""
+        self.buffer = buffer.zero_()
+        self.reduced = self.buffer[self.start : self.end] if self.stage < 2 else self.buffer
+        self.buffer._ringcomm_uses = uses(self.buffer)
+        self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
+        self._addresses: list[int] = []  # of these
+
+    def _leave_buffer(self) -> None:
+        """Leaves the memory to users who still see it in slices of gradients, or in what autograd has saved."""
+        here = [*map(torch.Tensor.data_ptr, self._means)]
+        means = len(here) if here == self._addresses else sum(map(operator.eq, here, self._addresses))
+        if uses(self.buffer) > self.buffer._ringcomm_uses + means:
+            self._lie_in(self.ranks.another(self.buffer))
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +229,7 @@ class Gradient:
         self.has_reduced = self.opened = False
         self.contributed.clear()
         self.has.clear()
+        self._leave_buffer()
         self.changed()
 
     def _leave(self, forgotten: Collection[int]) -> None:
@@ -233,6 +246,7 @@ class Gradient:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
                 kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
+                kept.views, kept._means, kept.shown = None, [], []
             self.standins[i]._owner = partial(_same, kept if i in self.has else None)
             self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
 
@@ -396,7 +410,12 @@ class Gradient:
         if local is None:
             local = self._new_whole()
             local.zero_()
-        self.levels, self.views = [local], None
+        self.levels = [local]
+        if self.views is not None:  # nobody but users sees the local sums in these from now on
+            self.views, self.shown = None, [None] * len(self.shown)
+            with torch._C.DisableTorchFunctionSubclass():
+                for p in self.group.params:
+                    p.grad = None
         if self.group.hook is not None:
             self.work = (self.group.hook(local), local, local, None)
             return

@@ -26,7 +26,7 @@ from ringcomm.parallel.layout import FlatLayout
 from ringcomm.parallel.meta import give_memory, unmade
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
-from ringcomm.parallel.ranks import DONE, Ranks
+from ringcomm.parallel.ranks import DONE, Ranks, uses
 from ringcomm.parallel.sharded_parameter import ShardedParameter, Window, replace_data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -306,7 +306,7 @@ class FlatGroup:
     @property
     def memory_uses(self) -> int:
         """How many tensors and arrays share the whole buffer's memory, but for windows."""
-        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata)) - len(self._windows)
+        return uses(self.whole) - len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
         """A view of the whole buffer. It is kept for the next backward pass, as long as there are not too many."""
@@ -471,9 +471,12 @@ class FlatGroup:
         """Every parameter's part of a buffer, and the padding; made once for each buffer, which is used again."""
         known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
         if self not in known:
+            before = uses(whole)
             apart = whole.new_empty(0).set_(whole)  # the parts must not hold the buffer, which holds them
             cuts, at = _unflatten(apart, self._pieces), {*self._at}
             known[self] = [cuts[k] for k in self._at], [cut for k, cut in enumerate(cuts) if k not in at]
+            del apart
+            whole._ringcomm_uses += uses(whole) - before
         return known[self]
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------

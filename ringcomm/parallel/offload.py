@@ -9,6 +9,12 @@ import torch
 from ringcomm.parallel.group import FlatGroup
 
 
+def _version(group: FlatGroup) -> tuple[int, int]:
+    """Of the reduced gradient, which may move to other memory."""
+    reduced = group.gradient.reduced
+    return reduced.data_ptr(), reduced._version
+
+
 class HostGradients:
     """This rank's part of the gradients of groups whose master weights lie in the host's memory, for the optimizer.
 
@@ -17,7 +23,7 @@ class HostGradients:
 
     def __init__(self) -> None:
         self._copies: dict[FlatGroup, torch.Tensor] = {}
-        self._versions: dict[FlatGroup, int] = {}  # of the gradients that the copies were made from
+        self._versions: dict[FlatGroup, tuple[int, int]] = {}  # of the gradients that the copies were made from
         self._streams: dict[torch.device, Any] = {}
 
     def place(self, groups: list[FlatGroup]) -> None:
@@ -47,14 +53,14 @@ class HostGradients:
 
     def note(self, group: FlatGroup) -> None:
         """The copy has what the gradient has."""
-        self._versions[group] = group.gradient.reduced._version
+        self._versions[group] = _version(group)
 
     def refresh(self) -> None:
         """Fetches what has changed since, and at stage 0 everything: there `p.grad` is an ordinary tensor, and nobody
         notices what is written into `p.grad.data`."""
         for group in self._copies:
             gradient = group.gradient
-            changed = self._versions.get(group) != gradient.reduced._version
+            changed = self._versions.get(group) != _version(group)
             if gradient.has_reduced and (changed or not gradient.standing):
                 self._fetch(group)
 

@@ -221,7 +221,6 @@ class Entry:
 
     Attributes:
         values, address: the part of the master weights that ``param`` is, and where it lies.
-        gradient: the part of the reduced gradient.
     """
 
     group: FlatGroup
@@ -230,7 +229,6 @@ class Entry:
     segments: tuple[int, ...]
     param: nn.Parameter
     values: torch.Tensor
-    gradient: torch.Tensor
     address: int
 
     @property
@@ -387,16 +385,14 @@ class Attached:
 
     def _entry(self, group: FlatGroup, start: int, end: int, segments: tuple[int, ...]) -> Entry:
         values = group.master[start - group.start : end - group.start]
-        host = self.host.of(group)
-        gradient = (group.gradient.reduced if host is None else host)[start - group.start : end - group.start]
         if self.elementwise:
             param = nn.Parameter(values)
         else:
             shape, first = group.layout.segments[segments[0]].shape, group.params[segments[0]]
-            values, gradient = values.view(shape), gradient.view(shape)
+            values = values.view(shape)
             own = group.stage == 0 and not group.gradient.standing
             param = first if own else _like(first, values)
-        return Entry(group, start, end, segments, param, values, gradient, values.data_ptr())
+        return Entry(group, start, end, segments, param, values, values.data_ptr())
 
     def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:
         """Cuts entries where neighbouring segments are of different kinds, such as with and without a gradient: each
@@ -674,7 +670,13 @@ class Attached:
             gradient = entry.group.gradient
             if not entry.is_own:
                 has = gradient.has_reduced and not gradient.has.isdisjoint(entry.segments)
-                entry.param.grad = entry.gradient if has else None
+                entry.param.grad = self._gradient_of(entry) if has else None
+
+    def _gradient_of(self, entry: Entry) -> torch.Tensor:
+        """Its part of the reduced gradient."""
+        group, host = entry.group, self.host.of(entry.group)
+        reduced = group.gradient.reduced if host is None else host
+        return reduced[entry.start - group.start : entry.end - group.start].view(entry.values.shape)
 
     def _leave(self) -> None:
         """The model's parameters come back, with whatever step() has set them to."""

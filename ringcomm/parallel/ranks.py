@@ -29,6 +29,11 @@ BACKEND = "ringcomm"
 SAME = "ask for the same, with the same model, on every rank"
 
 
+def uses(x: torch.Tensor) -> int:
+    """How many tensors share a tensor's memory, among them what autograd has saved; more by a constant."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
 class _Done:
     """The handle of a collective that has run."""
 
@@ -135,11 +140,21 @@ class Ranks:
         if (numel, dtype) not in known:
             known[numel, dtype] = raw[:nbytes].view(dtype)
             known[numel, dtype]._ringcomm_pool = raw
-        return known[numel, dtype]
+        lent = known[numel, dtype]
+        lent._ringcomm_uses = uses(raw)  # all by tensors of ours
+        return lent
 
     def give(self, lent: torch.Tensor) -> None:
-        """Ends a `take`."""
-        self._free.append(lent._ringcomm_pool)
+        """Ends a `take`. Memory that users still see is left to them, and new memory takes its place."""
+        raw = lent._ringcomm_pool
+        if uses(raw) > lent._ringcomm_uses:
+            del self._lent[id(raw)]
+            raw = self.another(raw)
+        self._free.append(raw)
+
+    def another(self, x: torch.Tensor) -> torch.Tensor:
+        """New memory of the same size, on this rank alone: on devices it is none that the peers read in place."""
+        return self.empty(x.numel(), x.dtype, x.device) if self.comm.kind == "cpu" else torch.empty_like(x)
 
     def note_order(self, number: int) -> None:
         """A group's parameters are collected now."""

@@ -124,7 +124,8 @@ class ShardedGradient(torch.Tensor):
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
-        what = (self._name, self._owner, self._index, (*self._views, *steps))
+        owner = partial(_owner_of, self)  # who keeps a view of a gradient keeps the gradient
+        what = (self._name, owner, self._index, (*self._views, *steps))
         return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
@@ -205,6 +206,10 @@ def _read_only(array: Any) -> Any:
 
 def _one_of(func: Any, args: Any, kwargs: Any, k: int, whole: torch.Tensor) -> torch.Tensor:
     return func(whole, *args, **kwargs)[k]
+
+
+def _owner_of(grad: ShardedGradient) -> Gradient | None:
+    return grad._owner()
 
 
 def _read(values: Any) -> Any:
