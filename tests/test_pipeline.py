@@ -294,6 +294,70 @@ def test_a_tied_weight_has_the_values_of_its_first_stage(ties: str) -> None:
     assert torch.equal(done[2][0]["head.weight"], first.token.weight)
 
 
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+@pytest.mark.parametrize("on_meta", [(0, 1), (0,), (1,)], ids=str)
+def test_a_tied_weight_on_meta_gets_its_values_before_the_first_step(on_meta: tuple[int, ...], ties: str) -> None:
+    def rank_main(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+        model = models[comm.rank]
+        values = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+        if comm.rank in on_meta:
+            model = empty[comm.rank]
+        pipe = Pipeline(ringcomm.split(model, cuts(2, 4)), comm, microbatches=2, loss=cross_entropy, ties=ties)
+        if comm.rank in on_meta:
+            pipe.to_empty(device="cpu")
+            with torch.no_grad():
+                for name, p in pipe.named_parameters():
+                    p.copy_(values[name])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            pipe.step(tokens(4), target=tokens(4, seed=2))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({name: p.detach().clone() for name, p in pipe.named_parameters()})
+        return found
+
+    models = [make(Net, 4, seed=rank) for rank in range(2)]
+    with torch.device("meta"):
+        empty = [Net(4) for _ in models]
+    whole = copy.deepcopy(models[0])
+    for mine, other in zip(whole.blocks[2:], models[1].blocks[2:], strict=True):
+        mine.load_state_dict(other.state_dict())
+    whole.norm.load_state_dict(models[1].norm.state_dict())
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    done = ringcomm.run_ranks(rank_main, 2, timeout=30)
+    for step in range(3):
+        for x, y in zip(tokens(4).chunk(2), tokens(4, seed=2).chunk(2), strict=True):
+            (cross_entropy(whole(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = dict(whole.named_parameters(remove_duplicate=False))
+        for found in done:
+            for name, p in found[step].items():
+                torch.testing.assert_close(p, expected[name])
+        assert torch.equal(done[0][step]["token.weight"], done[1][step]["head.weight"])
+
+
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_an_empty_tied_parameter(ties: str) -> None:
+    class WithNothing(Net):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.blocks[0].nothing = self.blocks[3].nothing = nn.Parameter(torch.empty(0, 3))
+
+    model = make(WithNothing)
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in tokens(4).chunk(2)], 2)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        assert torch.equal(pipe.step(tokens(4), target=tokens(4)), loss)
+        return gradients(pipe)
+
+    options = {"microbatches": 2, "loss": cross_entropy, "ties": ties}
+    done = on_ranks(model, cuts(2, 4), 2, step, **options)
+    if ties == "exact":
+        assert differing(done, expected) == []
+
+
 def test_a_tie_of_two_stages_on_one_rank_is_exact() -> None:
     class Twice(Net):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ringcomm.arguments import TEXT, Wanted, a, expects, several
 from ringcomm.errors import InvalidArgumentError, shown
@@ -180,7 +181,9 @@ def _ties(model: nn.Module, stage_of: Mapping[str, int]) -> tuple[Tie, ...]:
     for name, stage in stage_of.items():
         for module in model.get_submodule(name).modules():
             for key, p in module._parameters.items():
-                if p is not None and (module, key) not in uses.setdefault(id(p), {}).setdefault(stage, []):
+                if p is None or not (is_lazy(p) or p.numel()):  # an empty one has no values to agree on
+                    continue
+                if (module, key) not in uses.setdefault(id(p), {}).setdefault(stage, []):
                     uses[id(p)][stage].append((module, key))
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

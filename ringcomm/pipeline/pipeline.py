@@ -227,6 +227,7 @@ class Pipeline(nn.Module):
                 self._check_target(target)
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
+            self._ties.send_values()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.cuts import Tie
 from ringcomm.pipeline.messages import Messages
 
@@ -35,13 +36,22 @@ class Ties:
             and (exact or len({rank_of[stage] for stage in tie.stages}) > 1)
         ]
         self.messages = messages
+        self.unsent = {*range(len(ties))}  # the same on every rank
 
     def send_values(self) -> None:
         """Every rank gets the first stage's values, so that a parameter is one and the same wherever it was
-        initialised; a collective of the ranks that share them."""
+        initialised; a collective. Parameters on meta get theirs before the first step in which they are nowhere on
+        meta."""
+        if not self.unsent:
+            return
+        on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
+        told = exchange(self.messages.comm, " ".join(map(str, on_meta)).encode())
+        later = {int(number) for each in told for number in each.split()}
         for held in self.held:
-            held.send_value()
+            if held.number in self.unsent - later:
+                held.send_value()
         self.messages.finish()
+        self.unsent = later
 
     @property
     def standins(self) -> set[int]:
@@ -87,9 +97,14 @@ class _Held(ABC):
         self.home, *self.others = dict.fromkeys(rank_of[stage] for stage in tie.stages)
         self.at_home = messages.comm.rank == self.home
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no values yet."""
+        return self._present().is_meta
+
     def send_value(self) -> None:
         """The first stage's value goes to the other ranks."""
-        value = self.param.detach()
+        value = self._present().detach()
         if self.at_home:
             for rank in self.others:
                 self._send(value, rank)
