@@ -641,18 +641,23 @@ class Attached:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Inside, the optimizer has what it has in step(), with gradients if the user has not set them to None."""
+        self._take_in()
         self._begin_work()
         try:
             yield
         finally:
             self._leave()
 
-    def _begin_work(self) -> None:
+    def _take_in(self) -> None:
+        """What users have changed since the last step counts."""
         self.settle()
+        for group in self._mine:
+            group.gradient.take_in("step")
+
+    def _begin_work(self) -> None:
         self.close()
         for group in self._mine:
             group.adopt_writes("step")
-            group.gradient.take_in("step")
         if any(0 < len(group.gradient.has) < len(group.params) for group in self._mine):
             self.separate(lambda group, i: i in group.gradient.has)
         self.host.refresh()
@@ -718,9 +723,7 @@ class Attached:
         return args[:1], {**kwargs, "closure": with_the_model}
 
     def _begin_step(self) -> None:
-        self.settle()
-        for group in self._mine:
-            group.gradient.take_in("step")
+        self._take_in()
         self._refuse_unreduced()
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
