@@ -612,6 +612,26 @@ def test_slices_of_gradients_keep_their_values(stage: int, kept: str, synced: bo
     ringcomm.run_ranks(run, 2, timeout=20)
 
 
+@pytest.mark.parametrize("kept", SLICES)
+@pytest.mark.parametrize("stage", range(4))
+def test_slices_keep_their_values_where_other_gradients_stay(stage: int, kept: str) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        ringcomm.shard(model, None, stage, comm)
+        for step in range(3):
+            model(torch.full((2, 6), step + 1.0)).sum().backward()
+            part, stays = SLICES[kept](model[0].weight.grad), model[1].weight.grad
+            values, before = part.clone(), stays.clone()
+            model[0].zero_grad()
+            model(torch.full((2, 6), -1.0)).sum().backward()
+            assert torch.equal(part, values)
+            assert model[1].weight.grad is stays
+            assert not torch.equal(stays, before)
+            model.zero_grad()
+
+    ringcomm.run_ranks(run, 2, timeout=20)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_autograd_has_saved_keep_their_values(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> torch.Tensor:

@@ -153,6 +153,11 @@ def gradients_kept_after_zero_grad(right: Function) -> Function:
     return lambda gradient, call: None
 
 
+@fault(Gradient, "_leave_buffer", "grad_keep")
+def memory_of_kept_gradients_used_again(right: Function) -> Function:
+    return lambda gradient: None
+
+
 # ---- parameters --------------------------------------------------------------------------------------------------
 
 

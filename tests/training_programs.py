@@ -104,6 +104,7 @@ CHANCES = {
     "ema": 0.1,
     "write": 0.12,  # into parameters and their views, between steps
     "grad_write": 0.12,  # the same for gradients
+    "grad_keep": 0.12,  # slices of gradients outlive the step
     "swap": 0.08,  # other weights in the place of `p.data` for a while
     "scheduler": 0.15,
     "zeros": 0.15,
@@ -147,6 +148,8 @@ APART = (
     ("closure", "two_backwards"),
     ("two_optimizers", "optimizer.subset"),
     ("two_optimizers", "restage"),
+    ("restage", "grad_keep"),  # it forgets sharded gradients
+    ("zeros", "grad_keep"),  # which then change
     ("restage", "rank_skip"),  # which stage 3 has not
 )
 # A block kind that does not keep the type of its input cannot be computed in another precision.

@@ -315,6 +315,15 @@ _WRITES: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
+_SLICES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x,
+    lambda x: x.detach(),
+    lambda x: x.data,
+    lambda x: x.view(-1),
+    lambda x: x[-1:],
+]
+
+
 class Loop:
     """One rank's run of a program."""
 
@@ -324,6 +333,7 @@ class Loop:
         self.seen: Seen = []
         self.passes = 0
         self.average: dict[str, torch.Tensor] = {}
+        self.kept: list[tuple[str, torch.Tensor]] = []  # slices of gradients
 
     def see(self, label: str, value: torch.Tensor) -> None:
         self.seen.append((label, value.detach().clone()))
@@ -484,12 +494,24 @@ class Loop:
                 loss = self.one_pass(step, number)
         if "grad_write" in program:
             self.write([p.grad for p in self.placed.net.parameters() if p.grad is not None], step)
+        for name, grad in self.kept:
+            self.see(f"step {step} kept {name}", grad)
+        if "grad_keep" in program:
+            self.keep(step)
         if "clip" in program:
             self.see(f"step {step} norm", self.placed.clip(0.3, program.norm_type))
         if "clip.torch" in program:
             norm = nn.utils.clip_grad_norm_(self.placed.model.parameters(), 0.3)
             self.see(f"step {step} norm", norm)
         return float(loss.detach())
+
+    def keep(self, step: int) -> None:
+        """Slices of some gradients that `zero` forgets."""
+        dice = random.Random(f"{self.program.seed} {step}")
+        mine = {id(p) for o in self.placed.optimizers for group in o.param_groups for p in group["params"]}
+        for name, p in self.placed.net.named_parameters():
+            if p.grad is not None and id(p) in mine and p.dim() and p.numel() and dice.random() < 0.3:
+                self.kept.append((f"{step} {name}", dice.choice(_SLICES)(p.grad)))
 
     def one_pass(self, step: int, number: int) -> torch.Tensor:
         loss = loss_of(self.forward(step, number))

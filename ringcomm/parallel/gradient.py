@@ -65,7 +65,9 @@ class Gradient:
         self.dtype = group.types.master
         self.start, self.end = group.owned(stage)
         numel = self.layout.numel if stage < 2 else self.layout.shard_numel
-        self._lie_in(self.ranks.empty(numel, self.dtype, group.device))
+        self._lie_in(self.ranks.empty(numel, self.dtype, group.device).zero_())
+        self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
+        self._addresses: list[int] = []  # of these
         self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
         # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
         alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
@@ -88,18 +90,19 @@ class Gradient:
 
     def _lie_in(self, buffer: torch.Tensor) -> None:
         """Takes memory for what is reduced."""
-        self.buffer = buffer.zero_()
+        self.buffer = buffer
         self.reduced = self.buffer[self.start : self.end] if self.stage < 2 else self.buffer
         self.buffer._ringcomm_uses = uses(self.buffer)
-        self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
-        self._addresses: list[int] = []  # of these
 
     def _leave_buffer(self) -> None:
         """Leaves the memory to users who still see it in slices of gradients, or in what autograd has saved."""
-        here = [*map(torch.Tensor.data_ptr, self._means)]
-        means = len(here) if here == self._addresses else sum(map(operator.eq, here, self._addresses))
-        if uses(self.buffer) > self.buffer._ringcomm_uses + means:
-            self._lie_in(self.ranks.another(self.buffer))
+        own = [*map(operator.eq, map(torch.Tensor.data_ptr, self._means), self._addresses)]
+        if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
+            self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
+            for i, is_own in enumerate(own):
+                if is_own:
+                    self._means[i].data = self._part(self.buffer, i)
+                    self._addresses[i] = self._means[i].data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -262,6 +265,8 @@ class Gradient:
         for i in gone:
             self.shown[i] = None
         self._leave({*gone})
+        if not self.has_local:
+            self._leave_buffer()
         for i in gone:
             self.has.discard(i)
             self.contributed.discard(i)
