@@ -94,7 +94,9 @@ def waited(comm: ringcomm.Communicator, seconds: float, counts: Sequence[int], r
         chunks = CHUNKS.get(name, 1)
         for m in counts:
             stages = [Wait(seconds / chunks) for _ in range(chunks * comm.world_size)]
-            pipe = ringcomm.Pipeline(stages, comm, microbatches=m, schedule=name, loss=torch.mean, static_shapes=True)
+            pipe = ringcomm.Pipeline(
+                stages, comm, microbatches=m, schedule=name, loss=lambda output: output.mean(), static_shapes=True
+            )
             x = torch.ones(m, 8, requires_grad=True)
             rows = []
             for number in range(repetitions + 1):
