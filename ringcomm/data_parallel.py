@@ -203,13 +203,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._join_hook is not None and self._join_config.enable:
             self._join_hook.enter()
         made = self._made is not None and not self._made.unwrapped
+        if torch.is_grad_enabled() and (made or self.training):
+            self._flat.decided = self._flat.sync
         if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
             return self.module(*args, **kwargs)
         return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on this rank; the next one outside averages the sums."""
+        """Backward passes of forward passes inside only accumulate on this rank; that of the next forward pass outside
+        averages the sums."""
         with self._flat.no_sync():
             yield
 
@@ -268,7 +271,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward passes average the gradients; False inside of ``no_sync``."""
+        """Whether the next forward pass's backward pass averages the gradients; False inside of ``no_sync``."""
         return self._flat.sync
 
     @require_backward_grad_sync.setter
@@ -277,10 +280,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def reducer(self) -> Any:
-        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. They do nothing
-        here, because every backward pass finds out by itself which parameters it uses and averages them itself."""
+        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. Every backward pass
+        finds out by itself which parameters it uses, so that only whether it averages them is to be told."""
+        flat = self._flat
         return SimpleNamespace(
-            prepare_for_backward=lambda outputs: None,
+            prepare_for_backward=lambda outputs: setattr(flat, "decided", True),
             _rebuild_buckets=lambda: False,
             _delay_all_reduce=lambda: None,
         )
@@ -438,7 +442,8 @@ def _flat(
             "one; call the module itself"
         )
     if init_sync:
-        ranks.agree(CALL, [*facts_of(module, ignored), f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
+        facts = facts_of(module, ignored, sends_buffers)
+        ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
     recipe = Recipe(
         ranks=ranks,

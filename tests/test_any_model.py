@@ -227,7 +227,57 @@ class BatchNorm(Net):
         return x
 
 
+class WithBias(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, before: torch.Tensor | None = None, seen: list[Any] | None = None) -> Any:
+        x = super().forward(x)
+        return x if before is None else x + before.sum(0) * x, self.bias[:3]
+
+
+class ViewsOfParameters(Net):
+    """Views of parameters leave the call of their unit: as a result, and kept by the parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithBias() for _ in range(4))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x, view = self.encoder(x), None
+        for block in self.blocks:
+            x, view = block(x, view)
+        self.kept = self.blocks[0].inner.weight.t()
+        return x + self.kept.square().sum()
+
+
+class OwnSavedTensorHooks(Net):
+    """Hooks of the program keep saved tensors as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return super().forward(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(self.encoder(x), x)
+        return x
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 NETS: list[type[Net]] = [
+    *(ViewsOfParameters, OwnSavedTensorHooks, Scripted),
     *(CrossAttention, Skips, Shared, AuxiliaryLosses, Attribute, ReadByParent, Checkpointed, Reentrant),
     *(
         ReentrantShared,
@@ -487,6 +537,47 @@ def losses_on_parameters(model: Any, opt: Any, rank: int) -> Iterator[torch.Tens
         yield loss.detach()
 
 
+def hooks_around_everything(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    for step in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = model(batch(rank, step)).square().mean()
+            loss = loss + sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        yield loss.detach()
+
+
+def initialised_by_class(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    """`type(module) == nn.Linear`, as in the documentation of nn.Module.apply, and a table of classes."""
+    seen = []
+
+    @torch.no_grad()
+    def initialise(module: nn.Module) -> None:
+        if type(module) == nn.Linear:  # noqa: E721
+            module.weight.fill_(0.1)
+        if type(module) in {nn.Linear: 1}:
+            seen.append(module)
+
+    model.apply(initialise)
+    assert len(seen) == sum(isinstance(m, nn.Linear) for m in model.modules()) > 0
+    assert type(model.head) not in (nn.Conv2d, type(model), 3)
+    assert torch.equal(model.encoder.weight, torch.full((WIDTH, WIDTH), 0.1))
+    yield from plain_loop(model, opt, rank)
+
+
+def other_submodules(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+    """Modules without parameters come and go after wrapping; one with parameters goes."""
+    model.criterion = nn.MSELoss()
+    for block in model.blocks:
+        block.unused = nn.Dropout(0.1)
+    yield from plain_loop(model, opt, rank)
+    del model.criterion
+    model.blocks[0].norm = nn.BatchNorm1d(WIDTH, affine=False)
+    yield from plain_loop(model, opt, rank)
+    yield model.criterion.weight if hasattr(model, "criterion") else torch.zeros(1)
+
+
 def freezing(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
     for step in range(4):
         model.blocks[1].requires_grad_(step % 2 == 1)
@@ -502,13 +593,139 @@ def failing(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
             model(batch(rank, 1))
 
 
-LOOPS = [two_passes_before_backward, penalties, losses_on_parameters, freezing, failing]
+LOOPS = [
+    *(two_passes_before_backward, penalties, losses_on_parameters, freezing, failing),
+    *(hooks_around_everything, initialised_by_class, other_submodules),
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", [CrossAttention, Shared, ReadByParent])
 def test_every_loop_has_the_same_bits_at_every_stage(kind: type[Net], loop: Callable[..., Any]) -> None:
     on_every_stage(kind, loop)
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "no_grad"])
+def test_batch_norms_may_run_twice_before_backward(how: str) -> None:
+    """The second forward pass begins with the first rank's buffers, which the first one's graph has saved."""
+
+    def loop(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
+        for step in range(2):
+            loss = model(batch(rank, step)).square().mean()
+            if how == "train":
+                loss = loss + model(batch(rank, step + 5)).mean()
+            else:
+                model.eval()
+                with torch.no_grad():
+                    model(batch(rank, step + 5))
+                model.train()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            yield loss.detach()
+
+    on_every_stage(BatchNorm, loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adam])
+def test_parameters_of_16_bits_step_as_in_plain_torch(kind: Any, dtype: torch.dtype) -> None:
+    """torch rounds the last elements of a 16-bit tensor otherwise than the others, so no step joins tensors."""
+    shapes = [(5,), (7, 3), (), (1,), (13,), (33,), (2, 3, 5)]
+    how = {"lr": 0.1, "weight_decay": 0.1} | ({} if kind is torch.optim.Adam else {"momentum": 0.9})
+
+    class Params(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(1)
+            values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+            self.each = nn.ParameterList(nn.Parameter(value) for value in values)
+
+        def forward(self, step: int) -> torch.Tensor:
+            return sum((p.float() * torch.sin(p.float() + step)).sum() for p in self.each)
+
+    def trained(model: nn.Module, opt: Any) -> list[torch.Tensor]:
+        for step in range(4):
+            model(step).backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = Params()
+    expected = trained(plain, kind(plain.parameters(), **how))
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        for stage in STAGES:
+            model = Params()
+            opt = kind(model.parameters(), **how)
+            ringcomm.shard(model, opt, stage, comm)
+            for mine, theirs in zip(trained(model, opt), expected, strict=True):
+                assert torch.equal(mine, theirs), (stage, mine, theirs)
+
+    ringcomm.run_ranks(rank, 2, timeout=20)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int) -> None:
+    models = [made(Skips) for _ in range(WORLD)]
+    by_hand = [made(Skips) for _ in range(WORLD)]
+    for rank, model in enumerate(by_hand):
+        model(batch(rank, 0)).square().mean().backward()
+        model(batch(rank, 1)).square().mean().backward()
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = models[comm.rank]
+        model(batch(comm.rank, 0)).square().mean().backward()
+        opt = adamw(model)
+        ringcomm.shard(model, opt, stage, comm)
+        model(batch(comm.rank, 1)).square().mean().backward()
+        for name, p in model.named_parameters():
+            own = [dict(each.named_parameters())[name].grad for each in by_hand]
+            grad = None if p.grad is None else p.grad + 0
+            assert (grad is None) == (own[0] is None)
+            if grad is not None:
+                torch.testing.assert_close(grad, torch.stack(own).mean(0))
+        opt.step()
+
+    ringcomm.run_ranks(rank, WORLD, timeout=20)
+
+
+def test_a_class_that_looks_at_its_subclasses_does_not_see_what_wrapping_makes() -> None:
+    class Registered(nn.Linear):
+        known: list[type] = []  # noqa: RUF012
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            Registered.known.append(cls)
+
+    class Mine(Registered):
+        pass
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(Mine(2, 2))
+        ringcomm.shard(model, None, 2, comm)
+        assert isinstance(model[0], Mine)
+        assert Registered.known == [Mine]
+
+        class Later(type(model[0])):  # type: ignore[misc]
+            pass
+
+        assert Registered.known == [Mine, Later]
+
+    ringcomm.run_ranks(rank, 1, ranks="threads", timeout=10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_that_are_not_sent_may_differ(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_buffer("own", torch.full((comm.rank + 1,), float(comm.rank)))
+        model.register_buffer("graph", torch.eye(3).to_sparse())
+        ringcomm.shard(model, None, stage, comm, broadcast_buffers=False)
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.own, torch.full((comm.rank + 1,), float(comm.rank)))
+
+    ringcomm.run_ranks(rank, 2, timeout=10)
 
 
 def test_evaluation_begins_with_the_buffers_of_the_first_rank() -> None:

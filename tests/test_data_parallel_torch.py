@@ -191,6 +191,29 @@ def test_require_backward_grad_sync_is_no_sync() -> None:
     on_ranks(rank)
 
 
+def test_the_forward_pass_decides_whether_gradients_are_averaged() -> None:
+    """As in torch: what is called inside of `no_sync` is the forward pass."""
+    models = [[make(), make()] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        late, usual = (DistributedDataParallel(module, comm) for module in models[comm.rank])
+        with late.no_sync():
+            loss = loss_of(late, comm.rank, 0)
+        loss.backward()
+        with usual.no_sync():
+            loss_of(usual, comm.rank, 0).backward()
+        assert torch.equal(late.module[0].weight.grad, usual.module[0].weight.grad)
+        loss = loss_of(late, comm.rank, 1)
+        with late.no_sync():
+            loss.backward()
+        loss_of(usual, comm.rank, 1).backward()
+        assert torch.equal(late.module[0].weight.grad, usual.module[0].weight.grad)
+        comm.all_reduce(mean := usual.module[0].weight.grad.clone(), "avg")
+        assert torch.equal(mean, usual.module[0].weight.grad)
+
+    on_ranks(rank)
+
+
 def test_what_trainers_do_to_torch_s_wrapper_before_a_backward_pass() -> None:
     """Accelerate's trigger_sync_in_backward and Lightning's manual optimization."""
     models = [[make(), make()] for _ in range(WORLD)]

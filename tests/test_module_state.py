@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -23,6 +27,26 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(5)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_saved_tensor_is_no_larger_than_itself(stage: int, tmp_path: Path) -> None:
+    """What saves tensors looks at their storages: safetensors refuses larger ones, torch.save saves them."""
+
+    def check(model: Any, expected: dict[str, torch.Tensor]) -> None:
+        where = tmp_path / f"{threading.get_ident()}"
+        safetensors.torch.save_model(model, str(where))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        safetensors.torch.load_model(model, str(where))
+        saved = io.BytesIO()
+        torch.save({k: x for k, x in model.state_dict().items() if k == "head.weight"}, saved)
+        assert len(saved.getvalue()) < 2500
+        for name, x in model.state_dict().items():
+            assert torch.equal(x, expected[name])
+
+    on_ranks(check, stage)
 
 
 def on_ranks(check: Callable[..., None], stage: int, **options: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -407,6 +408,35 @@ class Blocks(torch.optim.Optimizer):
                 scale = padded.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
                 state["scale"], state["exp_avg"] = scale, (padded / scale).round().to(torch.int8)
                 p.sub_(padded.reshape(-1)[: p.numel()].view(p.shape), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_is_replaced_goes(stage: int) -> None:
+    """Without waiting for the collector; where it waits, on one rank alone, the others go on all the same."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = net()
+        kept = []
+        alive = weakref.WeakSet()
+        for phase in range(4):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            alive.add(optimizer)
+            ringcomm.shard(model, optimizer, stage, comm)
+            train(model, optimizer, phase, 1)
+            kept += [optimizer] if comm.rank == 1 and phase == 2 else []
+        assert len(alive) == 1 + comm.rank
+        del kept[:]
+        train(model, optimizer, 4, 1)
+        kept.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        ringcomm.shard(model, kept[0], stage, comm)
+        if comm.rank:
+            kept.clear()
+        ringcomm.restage(model, optimizer, (stage + 1) % 4)
+        train(model, optimizer, 5, 1)
+        model.inlet.requires_grad_(False)
+        ringcomm.unshard(model, optimizer)
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
 
 
 def test_quantised_state_comes_back() -> None:

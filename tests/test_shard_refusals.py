@@ -34,6 +34,26 @@ def everywhere(fn: Sharded, stages: tuple[int, ...] = STAGES, world_size: int = 
         alone(rank, world_size)
 
 
+def test_parameters_that_share_memory() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.ModuleDict({"enc": nn.Linear(3, 3), "dec": nn.Linear(3, 3)})
+        model["dec"].weight.data = model["enc"].weight.data
+        with pytest.raises(InvalidArgumentError, match=r"enc.weight and dec.weight, two parameters that share memory"):
+            ringcomm.shard(model, None, 1, comm)
+        model["dec"].weight = model["enc"].weight
+        ringcomm.shard(model, None, 1, comm)
+
+    alone(rank)
+
+
+def test_a_scripted_module() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        with pytest.raises(UnsupportedError, match="a scripted module, which takes no hooks"):
+            ringcomm.shard(torch.jit.script(nn.Linear(3, 3)), None, 1, comm)
+
+    alone(rank)
+
+
 # ---- before anything is wrapped ------------------------------------------------------------------------------------
 
 

@@ -529,6 +529,56 @@ def test_inside_of_whole_every_rank_does_as_it_likes(stage: int, what: str) -> N
     ringcomm.run_ranks(run, 2, timeout=20)
 
 
+def test_what_needs_no_values_needs_no_other_rank() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        ringcomm.shard(model, None, 3, comm)
+        if comm.rank == 0:
+            p = model[0].weight
+            assert p.new_zeros(2, 3).tolist() == [[0] * 3] * 2
+            assert torch.ones_like(p).shape == torch.empty_like(p).shape == p.shape
+            assert torch.result_type(p, model[0].bias) == p.new_tensor([1]).dtype == p.dtype
+            assert (p.is_signed(), p.is_inference(), p.dim_order()) == (True, False, (0, 1))
+            assert type(torch.full_like(p, 3)) is torch.Tensor
+            assert torch.full_like(p, 3).is_contiguous()
+        comm.barrier()
+
+    ringcomm.run_ranks(run, 2, timeout=10)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_on_the_nodes_that_accumulate_gradients(stage: int) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model, seen, together = _model(), [], []
+        ringcomm.shard(model, None, stage, comm)
+        nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+        for node in nodes:
+            node.register_hook(lambda *_: seen.append(1))
+        torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), lambda grads: together.append(grads))
+        view = model[0].weight[1:]
+        assert torch.equal(view + 0, _model()[0].weight[1:])
+        (model(torch.ones(2, 6)).sum() + view.sum()).backward()
+        assert (len(seen), len(together)) == (4, 1)
+        assert all(isinstance(grad, torch.Tensor) for grad in together[0])
+
+    ringcomm.run_ranks(run, 2, timeout=10)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_who_looks_at_the_graph_sees_saved_parameters(stage: int) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        ringcomm.shard(model, None, stage, comm)
+        loss = model(torch.ones(2, 6))
+        node = loss.grad_fn
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_mat")]
+        assert any(torch.equal(x, _model()[2].weight.t()) for x in saved if torch.is_tensor(x))
+        loss.sum().backward()
+        model(torch.ones(2, 6)).sum().backward()
+
+    ringcomm.run_ranks(run, 2, timeout=10)
+
+
 class _Unusual(nn.Module):
     """Complex views, conjugates, and a momentum copy whose data is assigned in forward."""
 

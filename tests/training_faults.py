@@ -130,7 +130,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_after", "block.undefined")
+@fault(FlatModel, "_arrives", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     return lambda flat, group, i, defined: right(flat, group, i, True)
 

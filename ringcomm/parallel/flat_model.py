@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -84,6 +85,8 @@ class BackwardPass:
         makes_graph: whether it does, by create_graph.
         reached: the units that it has come to and not passed.
         passed: at stage 2, the groups of the units that it has passed.
+        arriving: by thread, the gradient that autograd adds now: its group, which parameter's, and whether it is
+            defined. It has arrived when something else comes in the same thread: that costs less than a second hook.
         arrived: by group, the parameters whose gradients are complete on this rank.
         launched: the groups whose reduction has begun.
         next: where in the order of groups the first one is that is not launched.
@@ -97,6 +100,7 @@ class BackwardPass:
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
     passed: set[FlatGroup] = field(default_factory=set)
+    arriving: dict[int, tuple[FlatGroup, int, bool]] = field(default_factory=dict)
     arrived: dict[FlatGroup, set[int]] = field(default_factory=dict)
     launched: set[FlatGroup] = field(default_factory=set)
     next: int = 0
@@ -136,23 +140,22 @@ class FlatModel:
         self._set_order()
         self.device = self.groups[0].device
         self.broadcast_buffers = broadcast_buffers
-        self._buffer_places = [(m, key) for m in module.modules() for key in m._buffers]
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
-        self.optimizers: list[Attached] = []
-        self.stepped: set[Options] = set()  # of optimizers that are not attached, since the last message
-        self.on_reduced: list[Callable[[FlatGroup], None]] = []
-        self.options_differ = False  # whether the ranks' optimizers had different options in the last backward pass
+        self._optimizers: list[weakref.ref[Attached]] = []  # they came in this order on every rank
+        self.stepped: set[Options] = set()  # of optimizers that came or stepped since the last message
+        self.options_differ = False  # whether a backward pass found that ranks have others, until a step has looked
         self._heard: torch.Tensor | None = None  # on a device, the last message's header
         self.sync = True
+        self.decided: bool | None = None  # what `sync` was in the last forward pass, where that decides as in torch
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
         self._leaves = 0  # how many there were
         self.backward = BackwardPass()
         self._calls = 0  # of units, so far
         self._depth = 0  # calls of units that are running
-        self._packing: Any = None  # inside of calls: what keeps saved parameters of stage 3
+        self._packing: list[Any] = []  # by call that runs: what keeps saved parameters of stage 3, where it was put in
         self._trains = False  # whether the last outermost call had a graph
         self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
         self._reenters: bool | None = None  # whether backward passes have others inside of them; None: unknown
@@ -165,9 +168,8 @@ class FlatModel:
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # of the one before
         self._handles: list[Any] = []
-        inside = list(module.modules())  # whose dicts stay the same objects
-        self._dicts: list[list[dict[str, Any]]] = [[m._parameters for m in inside], [m._modules for m in inside]]
-        self._members = self._present_members()
+        self._ignored_buffers: frozenset[str] = frozenset()
+        self._look_inside()
         for unit in self.units:
             unit.flat = self
             for group in unit.groups:
@@ -189,21 +191,64 @@ class FlatModel:
 
     def _watch(self, group: FlatGroup) -> None:
         """Notices the arrival of gradients."""
+        here, home = weakref.ref(self), weakref.ref(group)
         for i, node in enumerate(group.accumulators):
-            self._handles.append(node.register_prehook(partial(_before_of, weakref.ref(self), weakref.ref(group))))
-            self._handles.append(node.register_hook(partial(_after_of, weakref.ref(self), weakref.ref(group), i)))
+            self._handles.append(node.register_prehook(partial(_arrives, here, home, i)))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The module's buffers, that all ranks get from the first one."""
-        found = [owner._buffers.get(key) for owner, key in self._buffer_places]
+        found = [getattr(owner, key, None) for owner, key in self._buffer_places]
         return [buffer for buffer in found if buffer is not None]
 
     def ignore_buffers(self, names: Collection[str]) -> None:
         """Leaves buffers of these names as they are on each rank."""
-        ignored = {id(buffer) for name, buffer in self.module.named_buffers() if name in names}
-        places = self._buffer_places
-        self._buffer_places = [(owner, key) for owner, key in places if id(owner._buffers[key]) not in ignored]
+        self._ignored_buffers = frozenset(names)
+        self._look_inside()
+
+    @property
+    def optimizers(self) -> list[Attached]:
+        """Those that are attached, and not dropped on this rank."""
+        return [attached for attached in (ref() for ref in self._optimizers) if attached is not None]
+
+    def add_optimizer(self, attached: Attached) -> None:
+        """Another one is attached."""
+        self._optimizers.append(weakref.ref(attached))
+        self.stepped.add(attached.options)
+
+    def remove_optimizer(self, attached: Attached) -> None:
+        """One is attached no more."""
+        del self._optimizers[self.number_of(attached)]
+
+    def number_of(self, attached: Attached) -> int:
+        """The number by which all ranks know an optimizer."""
+        return next(i for i, ref in enumerate(self._optimizers) if ref() is attached)
+
+    def optimizer_of(self, number: int) -> Attached | None:
+        """The optimizer of a number; None: it is not attached on this rank, or was dropped."""
+        return self._optimizers[number]() if number < len(self._optimizers) else None
+
+    def shared_optimizers(self) -> list[Attached]:
+        """Those that no rank has dropped, which Python's collector may do at another time on each; the others are
+        attached no more. A collective."""
+        if self._optimizers:
+            found = [ref() for ref in self._optimizers]
+            kept = torch.tensor([each is not None for each in found], dtype=torch.uint8, device=self.device)
+            everywhere = self.ranks.reduce_over_all(kept, "min").tolist()
+            self._optimizers = [ref for ref, stays in zip(self._optimizers, everywhere, strict=True) if stays]
+        return self.optimizers
+
+    def _look_inside(self) -> None:
+        """Notes what the module is made of."""
+        inside = [(name, m) for name, m in self.module.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._dicts: list[list[dict[str, Any]]] = [[m._parameters for _, m in inside], [m._modules for _, m in inside]]
+        self._members = self._present_members()
+        self._buffer_places = [
+            (owner, key)
+            for name, owner in self.module.named_modules()
+            for key, _ in owner.named_buffers(recurse=False)
+            if (f"{name}.{key}" if name else key) not in self._ignored_buffers
+        ]
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """``call(*args)``, its time counted as communication."""
@@ -247,8 +292,7 @@ class FlatModel:
                 self._gather_ahead(unit)
             else:
                 self.timed(unit.gather)
-        if self._depth == 0:  # nothing raises from here on: `leave_call` undoes it
-            self._start_packing()
+        self._start_packing()  # nothing raises from here on: `leave_call` undoes it
         self._depth += 1
 
     def _check_transformed(self, module: nn.Module) -> None:
@@ -323,8 +367,7 @@ class FlatModel:
     def leave_call(self, done: bool) -> None:
         """A call has returned, or raised."""
         self._depth -= 1
-        if self._depth == 0:
-            self._stop_packing()
+        self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
             for group in self.groups if not done else [g for g in self.groups if g.borrowed and self._depth == 0]:
                 self._release(group)
@@ -359,20 +402,28 @@ class FlatModel:
         """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
         if self.stage < LAST_STAGE:
             return
-        _calling.flats = [*_calling.flats, self]
+        if self._depth == 0:
+            _calling.flats = [*_calling.flats, self]
         autograd = torch._C._autograd
-        free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
-        if free:  # the hooks are another model's of ours; or those of checkpoint, which see to saved tensors otherwise
-            self._packing = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-            self._packing.__enter__()
+        hooks = None
+        if autograd._saved_tensors_hooks_is_enabled():
+            users = autograd._top_saved_tensors_default_hooks(
+                True
+            )  # those of checkpoint see to saved tensors otherwise
+            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
+                pack, unpack = users or (_keep, _kept)
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
+                hooks.__enter__()
+        self._packing.append(hooks)
 
     def _stop_packing(self) -> None:
         if self.stage < LAST_STAGE:
             return
-        _calling.flats = [flat for flat in _calling.flats if flat is not self]
-        if self._packing is not None:
-            self._packing.__exit__(None, None, None)
-            self._packing = None
+        if self._depth == 0:
+            _calling.flats = [flat for flat in _calling.flats if flat is not self]
+        hooks = self._packing.pop()
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
 
     @contextmanager
     def borrowing(self, groups: Sequence[FlatGroup], name: str, call: str) -> Iterator[bool]:
@@ -391,15 +442,13 @@ class FlatModel:
             if group.unit.first_call is None and torch.is_grad_enabled():
                 self._calls += 1
                 group.unit.first_call = self._calls
-        if self._depth == 0:
-            self._start_packing()
+        self._start_packing()
         self._depth += 1
         try:
             yield stays
         finally:
             self._depth -= 1
-            if self._depth == 0:
-                self._stop_packing()
+            self._stop_packing()
             for group in missing if not stays else ():
                 group.release()
 
@@ -421,7 +470,7 @@ class FlatModel:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.ranks.broadcast(flat)
             for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(values.view(buffer.shape))
+                buffer.data.copy_(values.view(buffer.shape))  # as torch's DDP: graphs that saved it stay usable
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
@@ -445,7 +494,7 @@ class FlatModel:
         """The pass is one of backward, not of torch.autograd.grad."""
         if not self.backward.accumulates:
             self.backward.accumulates = True
-            if self.sync or self.stage == LAST_STAGE:
+            if self.syncs or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
@@ -455,6 +504,7 @@ class FlatModel:
         """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
         number are done."""
         self.begin_backward()
+        self._add_arrived(get_ident())
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
             self.keeps_gathered = self.stage == LAST_STAGE
@@ -499,38 +549,41 @@ class FlatModel:
         unit = group.unit
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
-    def _opens(self, group: FlatGroup) -> None:
-        """A gradient of the group is about to be added to `p.grad`."""
-        if self.backward.is_dead:
-            self._abandon()
-        gradient = group.gradient
-        if not gradient.opened and group not in self.backward.launched:
-            gradient.open()
-
-    def _after(self, group: FlatGroup, i: int, defined: bool) -> None:
-        """A parameter's gradient is complete on this rank."""
+    def _arrives(self, group: FlatGroup, i: int, defined: bool) -> None:
+        """A parameter's gradient is about to be added to `p.grad`."""
         backward = self.backward
-        if not (backward.scheduled and backward.accumulates):
+        if not (backward.scheduled and backward.accumulates) or backward.is_dead:
             self.begin_backward()
             self._accumulate()
             backward = self.backward
+        self._add_arrived(get_ident())
         if group in backward.launched:
             self._reenters = group.unit.came_twice = True  # from the next pass on it waits
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
+        if not group.gradient.opened:
+            group.gradient.open()
+        if torch._C._current_graph_task_id() != backward.task:
+            self._reenters = True  # by a reentrant checkpoint
+        backward.arriving[get_ident()] = group, i, defined
+
+    def _add_arrived(self, thread: int) -> None:
+        """The gradient that autograd was adding in a thread is complete on this rank."""
+        backward = self.backward
+        if thread not in backward.arriving:
+            return
+        group, i, defined = backward.arriving.pop(thread)
         if defined:
             group.gradient.contributed.add(i)
         arrived = backward.arrived.get(group)
         if arrived is None:
             arrived = backward.arrived[group] = set()
         arrived.add(i)
-        if torch._C._current_graph_task_id() != backward.task:
-            self._reenters = True  # by a reentrant checkpoint
         if len(arrived) < len(group.params) or self._waits(group):
             return
-        if not self.sync:
+        if not self.syncs:
             self._collect(group)
         elif self.stage < LAST_STAGE:
             self._launch_ready()
@@ -569,8 +622,8 @@ class FlatModel:
     def _settle(self) -> None:
         group = self.backward.in_flight.popleft()
         self.timed(group.gradient.settle)
-        for notify in self.on_reduced:
-            notify(group)
+        for attached in self.optimizers:
+            attached.host.reduced(group)
 
     def flush(self, unit: Unit) -> None:
         """Backward has passed a unit, whose gradients are as complete as they will be."""
@@ -579,7 +632,7 @@ class FlatModel:
         for group in reversed(unit.groups):
             if not group.trainable or group in self.backward.launched or self._waits(group):
                 continue
-            if not self.sync:
+            if not self.syncs:
                 if group.gradient.opened:
                     self._collect(group)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
@@ -595,7 +648,9 @@ class FlatModel:
             self._reset()
             return
         try:
-            if self.sync:
+            for thread in [*self.backward.arriving]:
+                self._add_arrived(thread)
+            if self.syncs:
                 for group in self.order:
                     if group not in self.backward.launched:
                         self.launch(group)
@@ -607,7 +662,7 @@ class FlatModel:
 
     def conclude(self) -> None:
         """All groups are on their way: waits for them, and shows their gradients."""
-        if self.sync:
+        if self.syncs:
             used = self._start_used_params()  # behind all groups: some ranks have launched them before
             while self.backward.in_flight:
                 self._settle()
@@ -646,7 +701,6 @@ class FlatModel:
             self.ranks.replicas.all_reduce(flags, "max")
         on_cpu = self.device.type == "cpu"
         if on_cpu and heard == said:  # the common case; checksums have complements, so all ranks' are equal
-            self.options_differ = False
             return
         missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
         if on_cpu:
@@ -676,14 +730,13 @@ class FlatModel:
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
             return bytes(2 * CHECKSUM_NBYTES)
         stepped, self.stepped = self.stepped, set()
-        compared = [attached.options for attached in self.optimizers] or stepped
-        return _with_complement(sum(options.checksum() for options in compared) % (1 << 8 * CHECKSUM_NBYTES))
+        return _with_complement(sum(options.checksum() for options in stepped) % (1 << 8 * CHECKSUM_NBYTES))
 
     def _read_header(self, values: list[int]) -> None:
         """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
         rank has reentrant checkpoints."""
         *options, reenters = values[:HEADER_NBYTES]
-        self.options_differ = _differ(options)
+        self.options_differ |= _differ(options)
         if reenters:
             self._reenters = True
 
@@ -752,6 +805,11 @@ class FlatModel:
         self.leaf = microbatch
         self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
 
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward pass now reduces."""
+        return self.sync if self.decided is None else self.decided
+
     def forget_gradients(self) -> None:
         """As zero_grad() does."""
         for group in self.order:
@@ -768,13 +826,14 @@ class FlatModel:
             )
         for unit in self.units:
             unit.release()
-        states = [attached.take_state() for attached in self.optimizers]
+        optimizers = self.shared_optimizers()
+        states = [attached.take_state() for attached in optimizers]
         self.forget_gradients()
         self.stage = stage
         for group in self.groups:
             group.restage(stage)
         self.find_homes()
-        for attached, state in zip(self.optimizers, states, strict=True):
+        for attached, state in zip(optimizers, states, strict=True):
             attached.rebuild(state)
 
     def unwrap(self) -> None:
@@ -789,7 +848,7 @@ class FlatModel:
             self._check_unmade(self.unmade, "unshard")
         for unit in self.units:
             unit.release()
-        for attached in list(self.optimizers):
+        for attached in self.shared_optimizers():
             attached.detach()
         self.options_differ = False
         for unit in self.units:
@@ -812,11 +871,11 @@ class FlatModel:
 
     def _check(self) -> None:
         """Takes in what was changed of the module since it was wrapped, or refuses it."""
-        wrong = self._what_changed()
-        if wrong:
+        new = self._new_parameter()
+        if new:
             raise InvalidArgumentError(
-                f"forward: rank {self.ranks.rank} got {wrong} after the module was wrapped, expected the module as it "
-                "was; change it first and wrap it then"
+                f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
+                "the parameters as they were; ringcomm.unshard the module, change it and wrap it again"
             )
         for group in self.groups:
             if group.stage < LAST_STAGE:
@@ -836,16 +895,16 @@ class FlatModel:
         unmade.check(self.ranks, self.module, call)
         self.unmade = None
 
-    def _what_changed(self) -> str | None:
-        members = self._present_members()
-        if members == self._members:
+    def _new_parameter(self) -> str | None:
+        """The name of a parameter that the module did not have. Other modules without parameters may come and go."""
+        if self._present_members() == self._members:
             return None
         known = {id(p) for group in self.groups for p in group.params}
         named = self.module.named_parameters()
-        new = [name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)]
-        if new:
-            return f"the new parameter {new[0]}"
-        return "other submodules" if members[1] != self._members[1] else None
+        new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
+        if new is None:
+            self._look_inside()
+        return new
 
     def _present_members(self) -> list[list[int]]:
         """The identities of the parameters of the modules inside, and of their children."""
@@ -861,7 +920,7 @@ class FlatModel:
             group.thaw()
             self._watch(group)
         self._set_order()
-        for attached in self.optimizers:
+        for attached in self.shared_optimizers():
             attached.rebuild()
 
 
@@ -890,51 +949,73 @@ def _first_call(unit: Unit) -> int:
     return unit.first_call or 0
 
 
-def _pack(x: torch.Tensor) -> Any:
-    """What autograd keeps of a tensor: of a parameter of stage 3 a reference to its group, in place of its memory. It
-    must not hold the model, which may hold the graph, nor a node's own output, which would hold the node."""
-    memory = x.untyped_storage()._cdata
-    for flat in _calling.flats:
-        group = flat._homes.get(memory)
-        if group is not None:
-            return weakref.ref(group), flat._calls, Window.of(x)
+@dataclass(frozen=True)
+class SavedParameter:
+    """What autograd keeps of a parameter of stage 3, in place of its memory. It must not hold the model, which may hold
+    the graph."""
+
+    home: weakref.ref[FlatGroup]
+    number: int  # of the last call when it was saved
+    window: Window
+
+    def values(self) -> torch.Tensor:
+        """Those of the parameter; a collective where its group is not gathered."""
+        group = self.home()
+        if group is None or group.unit is None:
+            raise RuntimeError(
+                "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
+            )
+        if group.is_whole:
+            return group.window(self.window)
+        if torch._C._current_graph_task_id() >= 0:
+            group.unit.flat.reach(group.unit, self.number)
+            return group.window(self.window)
+        with group.unit.flat.borrowing([group], group.unit.name, "a saved tensor"):  # somebody looks at the graph
+            return group.window(self.window).clone()
+
+
+def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """What packs saved tensors, and all but parameters of stage 3 with ``pack``."""
+
+    def packed(x: torch.Tensor) -> Any:
+        memory = x.untyped_storage()._cdata
+        for flat in _calling.flats:
+            group = flat._homes.get(memory)
+            if group is not None:
+                return SavedParameter(weakref.ref(group), flat._calls, Window.of(x))
+        return pack(x)
+
+    return packed
+
+
+def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """The reverse of `_packing`."""
+    return lambda saved: saved.values() if isinstance(saved, SavedParameter) else unpack(saved)
+
+
+def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """As autograd keeps a tensor. It must not be a node's own output, which would hold the node."""
     return x.detach(), x._version
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    """The tensor that `_pack` was given."""
-    if len(saved) == 2:
-        x, version = saved
-        if x._version != version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
-            )
-        return x
-    home, number, window = saved
-    group = home()
-    if group is None or group.unit is None:
-        raise RuntimeError("backward: got a graph of a model that was dropped or unsharded, expected one that is kept")
-    if not group.is_whole:
-        group.unit.flat.reach(group.unit, number)
-    return group.window(window)
+def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = saved
+    if x._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
+        )
+    return x
 
 
 # Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.
 
 
 @eager
-def _before_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], _: Any) -> None:
-    here, home = flat(), group()
-    if here is not None and home is not None and not (home.gradient.opened and here.backward.end()):
-        here._opens(home)
-
-
-@eager
-def _after_of(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int, _: Any, grads: Any) -> None:
+def _arrives(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int, grads: Any) -> None:
     here, home = flat(), group()
     if here is not None and home is not None:
-        here._after(home, i, grads[0] is not None)
+        here._arrives(home, i, grads[0] is not None)
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:

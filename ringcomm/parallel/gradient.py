@@ -118,7 +118,7 @@ class Gradient:
 
     def open(self) -> None:
         """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
-        self.take_in("backward")
+        self.take_in("backward", own=True)
         self.opened = True
         self.in_place = self.plain and not self.tree and self.has_local
         if self.has_reduced or self.has_local:
@@ -272,8 +272,12 @@ class Gradient:
             self.contributed.discard(i)
             self._zero(i)
 
-    def take_in(self, call: str) -> None:
-        """What the user has put in the place of a gradient counts; what was set to None is forgotten."""
+    def take_in(self, call: str, own: bool = False) -> None:
+        """What the user has put in the place of a gradient counts; what was set to None is forgotten.
+
+        Args:
+            own: whether it is this rank's own sum where there is neither a mean nor a sum: backward adds to it.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             grads = [*map(_grad_of, self.group.params)]
             if self._unchanged(grads):
@@ -288,6 +292,11 @@ class Gradient:
                 others = [
                     (i, g if g is self.standins[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
+            if own and others and not (self.has_reduced or self.has_local):
+                fresh = self._fresh(grads)
+                self.contributed = {i for i, _ in fresh}
+                self._push(self._packed(fresh))
+                return
             for i, grad in others:
                 self._adopt(i, grad, call)
 

@@ -77,6 +77,13 @@ def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tenso
     return found + ([nothing.expand(layout.numel - end)] if layout.numel > end else []), at
 
 
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage that begins and ends with it: what saves tensors looks at their storages."""
+    nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
+    nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
+    return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
+
+
 class FlatGroup:
     """One flat layout with its buffers, placed for a stage.
 
@@ -188,13 +195,14 @@ class FlatGroup:
             reuse = values.dtype == compute and values.untyped_storage().resizable()
             self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
             self._views = self.parts(self.whole)
+            self._own_uses = uses(self.whole) + len(self.params)  # while parameters are bound to it
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
             reuse = values.dtype == compute
             self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
             self.weight = self.whole[self.start : self.end]
-            self._views = self.parts(self.whole)
+            self._views = [*map(with_own_storage, self.parts(self.whole))]
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         if not self.separate:
@@ -304,9 +312,10 @@ class FlatGroup:
             self._bind()
 
     @property
-    def memory_uses(self) -> int:
-        """How many tensors and arrays share the whole buffer's memory, but for windows."""
-        return uses(self.whole) - len(self._windows)
+    def _is_seen(self) -> bool:
+        """Stage 3: whether others share the whole buffer's memory: views of parameters that a program has kept, and
+        what autograd has saved past our hooks."""
+        return uses(self.whole) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
         """A view of the whole buffer. It is kept for the next backward pass, as long as there are not too many."""
@@ -317,21 +326,21 @@ class FlatGroup:
         return self._windows[at]
 
     @_untransformed
-    def release(self, keep: bool = True, leaves: bool = False) -> None:
-        """Stage 3: lets go of the other ranks' parameters.
+    def release(self, keep: bool = True) -> None:
+        """Stage 3: lets go of the other ranks' parameters. Memory that others still see is left to them.
 
         Args:
             keep: whether what was written into the parameters meanwhile counts. All ranks write the same.
-            leaves: whether the memory is left to tensors that users have kept, and the group gets new memory.
         """
         if self.stage == LAST_STAGE:
             self.finish_gather()
             if self._allocated:
                 if keep:
                     self._keep_writes("forward")
-                if leaves:
+                if self._is_seen:
                     self.whole = torch.empty_like(self.whole)
                     self._views, self._windows = self.parts(self.whole), {}
+                    self.unit.flat.find_homes()
                 self._free()
                 self.borrowed = False
                 self.ranks.note_gathered(-self.whole.nbytes)
@@ -343,11 +352,10 @@ class FlatGroup:
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
         held = self.stage == LAST_STAGE and self.is_whole and self.unit.flat.holders > 0
-        self.release(keep=False, leaves=held)  # stage 3: what is whole now is the old values
+        self.release(keep=False)  # stage 3: what is whole now is the old values
         if held:
             self.start_gather()
             self.finish_gather()
-            self.unit.flat.find_homes()
         return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:

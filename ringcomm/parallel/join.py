@@ -217,12 +217,13 @@ class Join:
 
     def _step(self, which: int, flag: bool, options: Any) -> None:
         del flag
-        if which >= len(self.flat.optimizers):
+        attached = self.flat.optimizer_of(which)
+        if attached is None:
             raise InvalidArgumentError(
                 f"join: rank {self.flat.ranks.rank} has joined before the first step of an optimizer that rank "
                 f"{self.with_input[0]} steps, expected it to be attached; call ringcomm.shard(model, optimizer) before"
             )
-        optimizer = self.flat.optimizers[which].optimizer
+        optimizer = attached.optimizer
         for group, theirs in zip(optimizer.param_groups, options, strict=True):
             group.update(theirs)
         optimizer.step()
@@ -233,7 +234,9 @@ class Join:
         clip_grad_norm_([self.flat.groups[number].params[i] for number, i in picked], *arguments)
 
     def _zero_grad(self, which: int, *_: Any) -> None:
-        self.flat.optimizers[which].optimizer.zero_grad(set_to_none=False)
+        attached = self.flat.optimizer_of(which)
+        assert attached is not None  # it has stepped
+        attached.optimizer.zero_grad(set_to_none=False)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.group import LAST_STAGE
+from ringcomm.parallel.group import LAST_STAGE, with_own_storage
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
@@ -79,7 +79,7 @@ def _after_state_dict(
                 master = group.written_master("state_dict")
                 whole = group.gather_owned(master)
                 wholes[group] = whole.clone() if whole is group.master else whole
-            state[name] = group.part(wholes[group], i)
+            state[name] = with_own_storage(group.part(wholes[group], i))
         _done[state[name]] = True
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from types import MethodType
 from typing import Any
 
 import torch
@@ -251,7 +251,7 @@ class Attached:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.elementwise = optimizer, is_elementwise(optimizer)
+        self._optimizer, self.elementwise = weakref.ref(optimizer), is_elementwise(optimizer)
         self.flats: list[FlatModel] = []
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
@@ -275,6 +275,13 @@ class Attached:
         self._hooks = _Hooks(self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """It holds this, so that both go when users drop it."""
+        found = self._optimizer()
+        assert found is not None
+        return found
 
     @property
     def flat(self) -> FlatModel:
@@ -311,12 +318,10 @@ class Attached:
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
-                flat.optimizers.remove(self)
-                flat.on_reduced.remove(self.host.reduced)
+                flat.remove_optimizer(self)
         for flat in flats:
             if flat not in self.flats:
-                flat.optimizers.append(self)
-                flat.on_reduced.append(self.host.reduced)
+                flat.add_optimizer(self)
         self.flats = flats
 
     def _ids_now(self) -> list[list[int]]:
@@ -357,8 +362,14 @@ class Attached:
 
     def _pieces(self, group: FlatGroup) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         owners = [self.group_of.get(id(p), -1) for p in group.params]
-        if self.elementwise:
+        if self.elementwise and group.types.master.itemsize > 2:
             yield from group.layout.runs(group.start, group.end, owners)
+            return
+        if self.elementwise:  # in 16 bits torch rounds the last elements of a tensor otherwise than the others
+            for fragment in group.layout.fragments(group.start, group.end, empty=True):
+                owner, first = owners[fragment.segment], group.start + fragment.offset
+                if owner >= 0:
+                    yield owner, first, first + fragment.numel, (fragment.segment,)
             return
         for i, start, end in self._tensors(group, group.stage):
             if owners[i] >= 0:
@@ -471,8 +482,7 @@ class Attached:
         """Makes the optimizer a plain one, with the whole state; a collective. Before its models are unwrapped."""
         states = self.take_state()
         for flat in self.flats:
-            flat.optimizers.remove(self)
-            flat.on_reduced.remove(self.host.reduced)
+            flat.remove_optimizer(self)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -728,9 +738,11 @@ class Attached:
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
                 flat.ranks.agree("step", self.options.lines(), SAME_OPTIONS)
+                flat.options_differ = False
         for flat in self.flats:
+            flat.stepped.add(self.options)
             if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
-                flat.ranks.announce("step", flat.optimizers.index(self), more=self._options())
+                flat.ranks.announce("step", flat.number_of(self), more=self._options())
         self._begin_work()
         for group, mine in self._mine.items():
             if group.gradient.has_reduced:
@@ -772,7 +784,7 @@ class Attached:
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
-                    flat.ranks.announce("zero_grad", flat.optimizers.index(self))
+                    flat.ranks.announce("zero_grad", flat.number_of(self))
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # which asks for nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
@@ -797,8 +809,9 @@ class _Hooks:
             optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
             optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
         ]
-        optimizer.register_step_pre_hook = MethodType(self._register_before, optimizer)
-        optimizer.zero_grad = MethodType(_zero_grad, optimizer)
+        here = weakref.ref(optimizer)  # an optimizer that held itself would stay until the collector comes
+        optimizer.register_step_pre_hook = partial(self._register_before, here)
+        optimizer.zero_grad = partial(_zero_grad, here)
 
     def remove(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is a plain one again."""
@@ -807,15 +820,19 @@ class _Hooks:
         for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
             delattr(optimizer, name)
 
-    def _register_before(self, optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
+    def _register_before(self, here: weakref.ref[torch.optim.Optimizer], hook: Callable[..., Any]) -> Any:
         """Other hooks before a step come before ours: they see the model's parameters."""
+        optimizer = here()
+        assert optimizer is not None
         handle = type(optimizer).register_step_pre_hook(optimizer, hook)
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
         return handle
 
 
-def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
     """Forgets the gradients."""
+    optimizer = here()
+    assert optimizer is not None
     optimizer._ringcomm.zero_grad(set_to_none)
 
 

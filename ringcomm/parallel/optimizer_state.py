@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass, field
@@ -226,7 +227,13 @@ class WholeStates(defaultdict[Any, Any]):
 
     def __init__(self, attached: Attached) -> None:
         super().__init__(dict)
-        self._attached = attached
+        self._weak = weakref.ref(attached)  # which holds this, and which the optimizer holds
+
+    @property
+    def _attached(self) -> Attached:
+        found = self._weak()
+        assert found is not None
+        return found
 
     def __getitem__(self, key: Any) -> Any:
         place = self._attached.place_of(key)

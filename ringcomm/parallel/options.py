@@ -69,6 +69,8 @@ class SteppedOptions(Options):
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
         if not self._told and any(flat.options_differ for flat in flats):
             self._told = True
+            for flat in flats:
+                flat.options_differ = False
             warnings.warn(
                 f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
                 f"learning rate, expected the same; {SAME_OPTIONS}",

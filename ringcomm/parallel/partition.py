@@ -109,6 +109,7 @@ def named_parameters(
     renew_parts(module.modules())
     out = {id(p) for p in ignored}
     found = [(name, p) for name, p in module.named_parameters() if id(p) not in out and not _is_opaque(p)]
+    _refuse_shared_memory(found, call, rank)
     for name, p in found:
         if place_of(p) is not None:
             raise InvalidArgumentError(
@@ -128,6 +129,19 @@ def named_parameters(
     return found
 
 
+def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str, rank: int) -> None:
+    """Raises for two parameters in the same memory: each would get memory of its own."""
+    plain = [(name, p) for name, p in params if place_of(p) is None and not p.is_meta and p.numel() and p.data_ptr()]
+    first: dict[tuple[torch.device, int], str] = {}
+    for name, p in plain:
+        other = first.setdefault((p.device, p.data_ptr()), name)
+        if other != name:
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one: each "
+                f"would be given memory of its own; tie them as one parameter, module.{name} = module.{other}"
+            )
+
+
 def _is_opaque(p: torch.Tensor) -> bool:
     """Whether a parameter's values may not be what its memory says."""
     plain = type(p) in (nn.Parameter, torch.Tensor) and type(p.data) is torch.Tensor
@@ -140,14 +154,15 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
 
 
-def facts_of(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
-    """What ranks must agree on, a line for each parameter and buffer; those whose names are ``ignored`` may differ."""
+def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:
+    """What ranks must agree on, a line for each parameter, and for each buffer where rank 0's are sent; those whose
+    names are ``ignored`` may differ."""
     params = [
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
         for name, p in module.named_parameters()
         if name not in ignored
     ]
-    buffers = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+    buffers = [(name, b) for name, b in module.named_buffers() if sends_buffers and name not in ignored]
     return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
 
 
@@ -174,6 +189,8 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         only = sum(isinstance(child, lists) for child in each.children()) == 1
         for key, child in each.named_children():
             path = f"{name}.{key}" if name else key
+            if isinstance(child, torch.jit.ScriptModule):  # which takes no hooks, and does not change its class
+                continue
             if listed and any(True for _ in child.parameters()):
                 found.append((path, child))
             elif (

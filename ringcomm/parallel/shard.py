@@ -12,7 +12,7 @@ from torch import nn
 
 from ringcomm.arguments import FLAG, POSITIVE, expects, one_of
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
@@ -94,7 +94,8 @@ def shard(
             joined while they are small. What is in no unit belongs to the module itself.
         bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
         reshard_after_forward: whether stage 3 lets go of a unit between forward and backward.
-        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
+            training.
         accumulation: how the backward passes between two reductions are added: "sequential", or "tree", with which the
             bits do not depend on how a power of two of passes is dealt out to a power of two of ranks.
         atom: what a shard's end must not cut: "element", "row", "tensor" or a number of elements; None: what the
@@ -169,7 +170,7 @@ def _wrap(
     init_fn: InitFn | Literal[False] | None,
 ) -> FlatModel:
     blocks = _blocks(module, wish.units)
-    params = _checked(module, optimizer, ranks, wish.stage, wish.facts(blocks))
+    params = _checked(module, [block for _, block in blocks], optimizer, ranks, wish, wish.facts(blocks))
     device = device_of_ranks(ranks, module)
     waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
@@ -195,7 +196,8 @@ def _wrap(
         for each in unit.modules:
             mix_in(each, unit)
     flat.wish = wish
-    flat.send_buffers()
+    if wish.broadcast_buffers:
+        flat.send_buffers()
     flat.unmade = waiting.left_in(flat)
     keep_ordinary_state(flat)
     watch_optimizers()
@@ -203,11 +205,22 @@ def _wrap(
 
 
 def _checked(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, stage: int, asks: list[str]
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    wish: _Wish,
+    asks: list[str],
 ) -> list[tuple[str, nn.Parameter]]:
     """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
     if optimizer is not None:
-        refuse_unusable(optimizer, "shard", ranks.rank, stage)
+        refuse_unusable(optimizer, "shard", ranks.rank, wish.stage)
+    for each in [module, *units]:
+        if isinstance(each, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"shard: rank {ranks.rank} got the unit {type(each).__name__}, a scripted module, which takes no "
+                "hooks, expected a module that holds it; shard that, or script nothing"
+            )
     params = named_parameters(module, "shard", ranks.rank, meta=True)
     if not params:
         raise InvalidArgumentError(
@@ -216,7 +229,7 @@ def _checked(
     if optimizer is not None:
         refuse_foreign(optimizer, module, "shard", ranks.rank)
     lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
-    ranks.agree("shard", facts_of(module), CUT if lonely else "")
+    ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if lonely else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
 
@@ -387,15 +400,12 @@ def whole(module: nn.Module) -> Iterator[None]:
     sharded = [unit for unit in flat.units if not unit.is_whole]
     for unit in units:
         unit.gather()
-    groups = [group for unit in units for group in unit.groups]
-    uses = {group: group.memory_uses for group in groups}
     try:
         with torch.no_grad(), flat.holding():
             yield
     finally:
-        for group in groups:
+        for group in [group for unit in units for group in unit.groups]:
             if group.is_whole:
                 group.adopt_writes("whole")
-        for group in [group for unit in sharded for group in unit.groups if not flat.keeps_gathered]:
-            group.release(leaves=group in uses and group.memory_uses > uses[group])
-        flat.find_homes()
+        for unit in sharded if not flat.keeps_gathered else ():
+            unit.release()

@@ -31,7 +31,12 @@ _FACTS = {
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
     *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
 }
-_STRIDES = {"stride", "is_contiguous"}  # of the values: what stands for them has none
+_LIKE = {  # new tensors of the same type and place, and what asks for no more than these
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("is_shared", "is_pinned", "is_inference", "is_signed", "retain_grad", "result_type"),
+}
+_STRIDES = {"stride", "is_contiguous", "dim_order"}  # of the values: what stands for them has none
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _MEMORY = {
@@ -130,6 +135,9 @@ class ShardedView(torch.Tensor):
         if name in _FACTS and attribute not in _VALUES and not (name == "__format__" and args[1]):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _LIKE and (name == "result_type" or not any(map(_has_place, tree_leaves((args[1:], kwargs))))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
             return _with_own_values(name, func, args, kwargs)
         if name == "type" and len(args) + len(kwargs) == 1:
@@ -171,7 +179,10 @@ def _alias(x: Any) -> ShardedView:
 
 
 def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
-    view = x.as_subclass(ShardedView)
+    return _note(x.as_subclass(ShardedView), place, window, replaced)
+
+
+def _note(view: Any, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
     place.data = place.data or _Data(place)
     view._ringcomm, view._window, view._data = place, window, replaced or place.data
     return view
@@ -254,7 +265,14 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         def shown(x: Any) -> Any:
             if id(x) in originals:
                 return originals[id(x)]
-            return _view(x.clone(), homes[x.untyped_storage()._cdata], Window.of(x)) if _shares(x, homes) else x
+            if not _shares(x, homes):
+                return x
+            place, window = homes[x.untyped_storage()._cdata], Window.of(x)
+            if not (torch.is_grad_enabled() and x.requires_grad):
+                return _view(x.clone(), place, window)
+            x.data = x.detach().clone()  # its node stays the view's: programs look for the parameter's behind it
+            x.__class__ = ShardedView
+            return _note(x, place, window)
 
         return tree_map(shown, result)
 

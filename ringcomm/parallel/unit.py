@@ -75,6 +75,11 @@ class UnitModule:
         call = super()._call_impl  # type: ignore[misc]
         return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class that looks at its subclasses hears of those that users make alone."""
+        if issubclass(cls.__bases__[0], nn.Module):
+            super().__init_subclass__(**kwargs)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: the module's own call, without the unit's."""
         self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
@@ -101,6 +106,17 @@ class UnitModule:
         return _new, (plain_class(type(self)),), state
 
 
+class EqualsPlain(type):
+    """Of the classes that wrapping makes: each equals the plain class, because many programs ask for
+    ``type(module) == nn.Linear`` or look ``type(module)`` up."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and plain_class(cls) is plain_class(other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(plain_class(cls))
+
+
 def _new(kind: type[nn.Module]) -> nn.Module:
     made: nn.Module = object.__new__(kind)
     return made
@@ -108,7 +124,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 def plain_class(kind: type) -> Any:
     """The class that a module had before it was wrapped."""
-    return kind.__bases__[1] if kind in _classes.values() else kind
+    return vars(kind).get("_ringcomm_plain", kind)
 
 
 def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
@@ -116,8 +132,10 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
     kind = plain_class(type(module))
     with _lock:
         if (added, kind) not in _classes:
-            members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            _classes[added, kind] = type(kind.__name__, (added, kind), members)
+            members = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+            bases = (EqualsPlain,) if type(kind) is type else (EqualsPlain, type(kind))
+            meta = type("EqualsPlain", bases, {})
+            _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
     module.__dict__["_ringcomm_unit"] = unit
     module.__class__ = _classes[added, kind]
 
