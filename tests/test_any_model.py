@@ -548,24 +548,6 @@ def hooks_around_everything(model: Any, opt: Any, rank: int) -> Iterator[torch.T
         yield loss.detach()
 
 
-def initialised_by_class(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
-    """`type(module) == nn.Linear`, as in the documentation of nn.Module.apply, and a table of classes."""
-    seen = []
-
-    @torch.no_grad()
-    def initialise(module: nn.Module) -> None:
-        if type(module) == nn.Linear:  # noqa: E721
-            module.weight.fill_(0.1)
-        if type(module) in {nn.Linear: 1}:
-            seen.append(module)
-
-    model.apply(initialise)
-    assert len(seen) == sum(isinstance(m, nn.Linear) for m in model.modules()) > 0
-    assert type(model.head) not in (nn.Conv2d, type(model), 3)
-    assert torch.equal(model.encoder.weight, torch.full((WIDTH, WIDTH), 0.1))
-    yield from plain_loop(model, opt, rank)
-
-
 def other_submodules(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
     """Modules without parameters come and go after wrapping; one with parameters goes."""
     model.criterion = nn.MSELoss()
@@ -595,7 +577,7 @@ def failing(model: Any, opt: Any, rank: int) -> Iterator[torch.Tensor]:
 
 LOOPS = [
     *(two_passes_before_backward, penalties, losses_on_parameters, freezing, failing),
-    *(hooks_around_everything, initialised_by_class, other_submodules),
+    *(hooks_around_everything, other_submodules),
 ]
 
 
@@ -690,6 +672,24 @@ def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int) -> None
     ringcomm.run_ranks(rank, WORLD, timeout=20)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_s_class_equals_what_it_was(stage: int) -> None:
+    """`type(module) == nn.Linear`, as in the documentation of nn.Module.apply, and tables of classes."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 1, 1))
+        ringcomm.shard(model, None, stage, comm, bucket_cap_mb=0.00001)
+        linear = type(model[0])
+        assert linear == nn.Linear
+        assert nn.Linear == linear
+        assert {nn.Linear: 1}[linear] == 1
+        assert linear in (nn.Conv2d, nn.Linear)
+        assert linear not in (nn.Conv2d, type(model[1]), nn.Sequential, 3)
+        assert issubclass(linear, nn.Linear)
+
+    ringcomm.run_ranks(rank, 1, ranks="threads", timeout=10)
+
+
 def test_a_class_that_looks_at_its_subclasses_does_not_see_what_wrapping_makes() -> None:
     class Registered(nn.Linear):
         known: list[type] = []  # noqa: RUF012
@@ -702,7 +702,7 @@ def test_a_class_that_looks_at_its_subclasses_does_not_see_what_wrapping_makes()
         pass
 
     def rank(comm: ringcomm.Communicator) -> None:
-        model = nn.Sequential(Mine(2, 2))
+        model = nn.Sequential(Mine(2, 2), Mine(2, 2))
         ringcomm.shard(model, None, 2, comm)
         assert isinstance(model[0], Mine)
         assert Registered.known == [Mine]

@@ -713,6 +713,28 @@ def test_different_options_of_the_ranks_are_named_before_the_step(stage: int) ->
     sharded(check, stages=(stage,))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_one_rank_leaves_out_is_named_before_the_next(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage, comm)
+        train(model, optimizer, 0, 2)
+        for step in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            if (comm.rank, step) == (1, 1):
+                with pytest.raises(MismatchError, match=r"step: rank 1 got 2 steps where rank 0 has 3 steps"):
+                    optimizer.step()
+            elif step:
+                with pytest.raises(MismatchError, match="step optimizers on every rank or on none"):
+                    optimizer.step()
+            elif comm.rank == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
 @pytest.mark.parametrize("wraps", ["DistributedDataParallel", "shard"])
 def test_different_options_of_optimizers_that_were_not_passed(wraps: str) -> None:
     """A warning, once: ranks may mean it. Not at the first step, before which nobody knows of the optimizer."""

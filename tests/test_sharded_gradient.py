@@ -18,7 +18,7 @@ from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.parallel.flat_model import flat_model_of
 from ringcomm.parallel.sharded_gradient import ShardedGradient
 
@@ -715,3 +715,23 @@ def test_collectives_of_torch_distributed() -> None:
     for stage in (1, 2, 3):
         for there, here in zip(expected, torch_ranks.run(_exchanging, stage, world_size=2), strict=True):
             assert all(map(torch.equal, there, here))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_reads_a_gradient_alone_gets_no_other_values(stage: int) -> None:
+    """Its gather must not take what the others' next gather of as many elements brings."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(4, 4))
+        opt = sgd(model)
+        ringcomm.shard(model, opt, stage, comm)
+        model(torch.ones(2, 4)).sum().backward()
+        if comm.rank == 0:
+            with pytest.raises(MismatchError, match="barrier"):
+                model[0].weight.grad.norm()
+        else:
+            with pytest.raises(MismatchError, match="barrier"):
+                opt.step()
+                model(torch.ones(2, 4))
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=10)

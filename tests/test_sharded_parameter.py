@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
+from ringcomm.errors import MismatchError
+from ringcomm.parallel.sharded_parameter import ShardedView
 
 
 def _model() -> nn.Sequential:
@@ -529,6 +531,24 @@ def test_inside_of_whole_every_rank_does_as_it_likes(stage: int, what: str) -> N
     ringcomm.run_ranks(run, 2, timeout=20)
 
 
+def test_a_gather_that_fails_leaves_the_parameters_in_shards() -> None:
+    """What is raised is the reason, and the next pass of all ranks is right."""
+
+    def run(comm: ringcomm.Communicator) -> torch.Tensor:
+        model = _model()
+        ringcomm.shard(model, None, 3, comm)
+        if comm.rank:
+            comm.barrier()
+        else:
+            with pytest.raises(MismatchError, match="barrier"):
+                model(torch.ones(2, 6))
+            assert isinstance(model[0].weight, ShardedView)
+        return model
+
+    with pytest.raises(MismatchError, match="barrier"):
+        ringcomm.run_ranks(run, 2, ranks="threads", timeout=10)
+
+
 def test_what_needs_no_values_needs_no_other_rank() -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = _model()
@@ -549,33 +569,35 @@ def test_what_needs_no_values_needs_no_other_rank() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hooks_on_the_nodes_that_accumulate_gradients(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
-        model, seen, together = _model(), [], []
+        model, seen, together = copy.deepcopy(plain), [], []
         ringcomm.shard(model, None, stage, comm)
         nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
         for node in nodes:
             node.register_hook(lambda *_: seen.append(1))
         torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), lambda grads: together.append(grads))
         view = model[0].weight[1:]
-        assert torch.equal(view + 0, _model()[0].weight[1:])
+        assert torch.equal(view + 0, plain[0].weight[1:])
         (model(torch.ones(2, 6)).sum() + view.sum()).backward()
         assert (len(seen), len(together)) == (4, 1)
         assert all(isinstance(grad, torch.Tensor) for grad in together[0])
 
+    plain = _model()
     ringcomm.run_ranks(run, 2, timeout=10)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_who_looks_at_the_graph_sees_saved_parameters(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
-        model = _model()
+        model = copy.deepcopy(plain)
         ringcomm.shard(model, None, stage, comm)
         loss = model(torch.ones(2, 6))
         node = loss.grad_fn
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_mat")]
-        assert any(torch.equal(x, _model()[2].weight.t()) for x in saved if torch.is_tensor(x))
+        assert any(torch.equal(x, plain[2].weight.t()) for x in saved if torch.is_tensor(x))
         loss.sum().backward()
         model(torch.ones(2, 6)).sum().backward()
 
+    plain = _model()
     ringcomm.run_ranks(run, 2, timeout=10)
 
 

@@ -17,6 +17,7 @@ from ringcomm.parallel import clip, sharded_parameter
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.group import FlatGroup
+from ringcomm.parallel.optimizer import Attached
 from ringcomm.parallel.optimizer_state import GroupState
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
@@ -156,6 +157,25 @@ def gradients_kept_after_zero_grad(right: Function) -> Function:
 @fault(Gradient, "_leave_buffer", "grad_keep")
 def memory_of_kept_gradients_used_again(right: Function) -> Function:
     return lambda gradient: None
+
+
+@fault(FlatModel, "send_buffers", "evaluate_between")
+def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
+    def wrong(flat: FlatModel) -> None:
+        right(flat)
+        for buffer in flat.buffers:
+            torch.autograd.graph.increment_version(buffer)
+
+    return wrong
+
+
+@fault(Attached, "_pieces", "half")
+def parameters_of_16_bits_joined_in_a_step(right: Function) -> Function:
+    def wrong(attached: Attached, group: FlatGroup) -> Any:
+        owners = [attached.group_of.get(id(p), -1) for p in group.params]
+        return group.layout.runs(group.start, group.end, owners) if attached.elementwise else right(attached, group)
+
+    return wrong
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------

@@ -315,6 +315,21 @@ class Undefined(Body):
         return _Ignores.apply(self.linear(h), self.ignored)
 
 
+class View(Body):
+    """A view of a parameter leaves the block, for blocks behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.table = nn.Parameter(torch.ones(width, width))
+
+    def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
+        h = self.linear(h)
+        for view in bag["views"]:
+            h = h + view.sum(0) * h.sigmoid()
+        bag["views"].append(self.table[:2] if len(bag["views"]) % 2 else self.linear.weight.t())
+        return h * self.table.mean()
+
+
 class Partly(Body):
     """Has parameters that no rank, or only some ranks, use."""
 
@@ -357,6 +372,7 @@ BODIES: dict[str, Any] = {
     "function": Function,
     "undefined": Undefined,
     "partly": Partly,
+    "view": View,
 }
 
 
@@ -407,7 +423,7 @@ class Wrapper(nn.Module):
         if isinstance(h, dict):
             h, (memory, unused, bag) = h["h"], h["others"]
         del unused
-        bag = {"losses": [], "cache": {}} if bag is None else bag
+        bag = {"losses": [], "cache": {}, "views": []} if bag is None else bag
         if inplace:
             h.add_(0.25)
         value = self.body(h, memory, bag)
@@ -445,7 +461,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, step: int = 0) -> Any:
         program, losses = self.program, []
         memory = torch.tanh(self.stem(x)) if "memory" in program else None
-        bag: Bag = {"losses": losses, "cache": {}}
+        bag: Bag = {"losses": losses, "cache": {}, "views": []}
         factors = {block: self.factor(block) for block in self.read_first}
         h, saved = self.stem(x), []
         for call in program.calls:
@@ -533,13 +549,14 @@ def build(program: Program, rank: int) -> Net:
         for name, buffer in net.named_buffers():
             if "mean" in name:
                 buffer.uniform_(-0.1, 0.1, generator=generator)
-    return net
+    return net.bfloat16() if "half" in program else net
 
 
 def batch(program: Program, rank: int, step: int, number: int) -> torch.Tensor:
     """A rank's input for one forward pass of a step."""
     key = ((program.seed * 64 + step) * 64 + number) * 8 + rank
-    return torch.randn(BATCH, LENGTH, program.width, generator=torch.Generator().manual_seed(key))
+    x = torch.randn(BATCH, LENGTH, program.width, generator=torch.Generator().manual_seed(key))
+    return x.bfloat16() if "half" in program else x
 
 
 def loss_of(output: Any) -> torch.Tensor:

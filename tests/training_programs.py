@@ -46,6 +46,7 @@ KINDS = {
     "function": "block.function",
     "undefined": "block.undefined",
     "partly": "block.partly_used",
+    "view": "block.view",
 }
 OPTIMIZERS = {
     "sgd": "",
@@ -94,6 +95,9 @@ CHANCES = {
     "dropped_forward": 0.1,
     "evaluate": 0.2,
     "exception": 0.1,
+    "evaluate_between": 0.08,  # forward and backward
+    "saved_hooks": 0.08,  # the program's own, around forward
+    "half": 0.06,  # parameters of bfloat16
     "clip": 0.35,
     "clip.torch": 0.04,
     "autocast": 0.12,
@@ -133,6 +137,8 @@ FEATURES = tuple(dict.fromkeys([*CHANCES, *(name for some in (KINDS, OPTIMIZERS)
 APART = (
     ("mixed_precision", "autocast"),
     ("mixed_precision", "offload"),
+    ("half", "mixed_precision"),
+    ("half", "autocast"),
     ("accumulate.no_sync", "accumulate.each"),
     ("accumulate.no_sync", "accumulate.tree"),
     ("accumulate.each", "accumulate.tree"),
@@ -249,7 +255,8 @@ class _Draw:
 
     def kind(self, name: str, kinds: dict[str, str], features: set[str]) -> str:
         """One of the kinds; a feature of CHANCES must have been drawn, any other be allowed."""
-        usable = [kind for kind in kinds if "mixed_precision" not in features or kind not in NOT_MIXED]
+        narrow = not features.isdisjoint({"mixed_precision", "half"})
+        usable = [kind for kind in kinds if not narrow or kind not in NOT_MIXED]
         chosen = self.dice(name).choice(usable)
         needed = kinds[chosen]
         ok = not needed or (needed in features if needed in CHANCES else needed in self.allowed)
@@ -331,7 +338,7 @@ def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
     style = dice.choice(("positional", "keywords", "nested"))
     flags |= {style} if style != "positional" else set()
     how = "nonreentrant" if "checkpoint" in features else "reentrant" if "checkpoint.reentrant" in features else ""
-    if dice.random() > 0.5 or block.kind == "cache":  # which a second forward pass finds written
+    if dice.random() > 0.5 or block.kind in ("cache", "view"):  # which a second forward pass finds written
         how = ""
     if how == "reentrant" and (block.output not in ("tensor", "tuple") or "nested" in flags or flags >= NO_GRAPH):
         how = ""
@@ -368,8 +375,6 @@ def _finished(program: Program) -> Program:
     blocks = tuple(replace(b, tied_to=b.tied_to if b.tied_to in there else None) for b in program.blocks)
     program = replace(program, blocks=blocks)
     kinds = {block.kind for block in blocks}
-    if "batch_norm" in kinds and "two_forwards" in program:  # the second forward would write what the first has saved
-        program = replace(program, features=program.features | {"no_broadcast"})
     if "scalar" in kinds and program.optimizer == "adafactor":  # divides by the number of elements
         program = replace(program, optimizer="adamw")
     trained = [name for name in ("accumulate.no_sync", "accumulate.each", "accumulate.tree") if name in program]

@@ -434,6 +434,8 @@ class FlatModel:
         if stays and not backward:
             self._advise(name, call)
         missing = [group for group in groups if not group.is_whole]
+        if missing and not stays:
+            self.ranks.meet()
         for group in missing:
             group.start_gather()
         for group in groups:

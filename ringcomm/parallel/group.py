@@ -13,7 +13,8 @@ import functools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -301,15 +302,27 @@ class FlatGroup:
         self.ranks.note_gathered(self.whole.nbytes)
         self.ranks.announce("gather", self.number)
         self.ranks.note_order(self.number)
-        self.gathering = self.ranks.all_gather(self.weight, self.whole)
+        with self._undone_by_errors():
+            self.gathering = self.ranks.all_gather(self.weight, self.whole)
 
     @_untransformed
     def finish_gather(self) -> None:
         """Waits until the parameters can be read."""
         if self.gathering is not None:
             work, self.gathering = self.gathering, None
-            work.wait()
+            with self._undone_by_errors():
+                work.wait()
             self._bind()
+
+    @contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """Around a gather: where it raises, the parameters are in shards as before."""
+        try:
+            yield
+        except BaseException:
+            self.whole.untyped_storage().resize_(0)
+            self.ranks.note_gathered(-self.whole.nbytes)
+            raise
 
     @property
     def _is_seen(self) -> bool:
@@ -363,6 +376,7 @@ class FlatGroup:
         if self.stage == 0:
             return owned
         whole = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.device)
+        self.ranks.meet()
         self.ranks.comm.all_gather(owned.to(self.device), out=whole)
         return whole
 

@@ -744,6 +744,7 @@ class Attached:
             if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
                 flat.ranks.announce("step", flat.number_of(self), more=self._options())
         self._begin_work()
+        self.options.steps += 1
         for group, mine in self._mine.items():
             if group.gradient.has_reduced:
                 self._stepped[group] |= group.gradient.has & mine

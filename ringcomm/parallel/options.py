@@ -19,7 +19,10 @@ import torch
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
 
-SAME_OPTIONS = "step schedulers with a value that all ranks have, such as the mean of their losses"
+SAME_OPTIONS = (
+    "step optimizers on every rank or on none, and schedulers with a value that all ranks have, such as the mean of "
+    "their losses"
+)
 
 
 class Options:
@@ -27,6 +30,7 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
+        self.steps = 0  # that were made while this compared them
         self._values: list[Any] = []  # of the groups, when the checksum was computed; empty where they may change
         self._checksum = 0
 
@@ -47,7 +51,7 @@ class Options:
 
     def lines(self) -> list[str]:
         """What the ranks must have alike, a line for each option."""
-        return [
+        return [f"{self.steps} steps"] + [
             f"{key}={value!r} in the optimizer's group {number}"
             for number, group in enumerate(self._groups())
             for key, value in _comparable(group)

@@ -208,6 +208,11 @@ class Ranks:
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
 
+    def meet(self) -> None:
+        """Before a gather that is no part of a step: a rank that does so alone gets an error, and not what another
+        rank's next gather brings."""
+        self.comm.barrier()
+
     def average_replicas(self, x: torch.Tensor) -> None:
         """The mean over the ranks that hold the same shard, in place."""
         if self.replicas is not None:
