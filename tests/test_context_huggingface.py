@@ -41,6 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "Bert": {"num_key_value_heads": 4, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
     "ModernBert": {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "Bart": {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 20},
     "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 2},
     "Llama4Text": {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 20},
 }
@@ -292,6 +293,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[RingcommError
     "chunks": ("Llama4Text", {}, {}, UnsupportedError, "mask by and_masks"),
     "flex": ("Llama", {"attn_implementation": "flex_attention"}, {}, UnsupportedError, "flex_attention"),
     "the whole mask": ("Llama", {}, {"keep": torch.ones(2, LENGTH)}, ShapeError, "pass this rank's part"),
+    "positions of its own": ("Bart", {}, {}, InvalidArgumentError, r"embedding of positions 2 .*embed_positions"),
+    "none for BERT": ("Bert", {}, {"at": None}, InvalidArgumentError, r"embedding of positions 0 .*position_emb"),
     "no positions": ("Llama", {}, {"at": None}, InvalidArgumentError, "position_ids=ringcomm.context.positions"),
 }
 
@@ -307,7 +310,7 @@ def test_models_that_are_refused(what: str, layout: str) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         part, where = (shard_sequence(x, comm, 1, layout) for x in (tokens, at))
         arguments = {"position_ids": given.get("at", where), "attention_mask": given.get("keep")}
-        if name in ("Mamba", "Bloom"):
+        if name in ("Bart", "Mamba", "Bloom"):
             arguments = {}
         with context_parallel(comm, layout=layout):
             model(input_ids=part, **arguments)

@@ -18,8 +18,8 @@ from ringcomm.communicator import Communicator
 from ringcomm.context import huggingface
 from ringcomm.context.attention import CALLS, cached_attention, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
-from ringcomm.context.sequence import check_layout
-from ringcomm.errors import ShapeError, UnsupportedError
+from ringcomm.context.sequence import check_layout, places
+from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 
 CALL = "context_parallel"
@@ -141,6 +141,8 @@ class _Mode(TorchFunctionMode):
         if func in _LAYERS and self._layer is None:
             self._layer = _module()
         self._refuse_mixing(func, args, options)
+        if func is F.embedding:
+            self._refuse_places(args[0] if args else options["input"])
         result = func(*args, **options)
         weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
         if weights and isinstance(result, torch.Tensor) and result.dim() > 2:
@@ -177,6 +179,24 @@ class _Mode(TorchFunctionMode):
                 f"{CALL}: rank {self.comm.rank} got {what} in {_module()}, expected scaled_dot_product_attention: it "
                 f"stays within a rank's part of the sequence; {advice}, call ring_attention, or pass local=True where "
                 "that is meant"
+            )
+
+    def _refuse_places(self, numbers: torch.Tensor) -> None:
+        """Raises where an embedding gets 0, 1, 2 ... (or from another number on): positions, but not of this part."""
+        length = numbers.shape[-1] if numbers.dim() else 0
+        if length < 2 or self.part not in (None, length):  # behind a cache: any
+            return
+        first = numbers.reshape(-1, length)[0]
+        if not torch.equal(numbers, (first[0] + torch.arange(length, device=numbers.device)).expand_as(numbers)):
+            return
+        expected = [begin for _, begin in places(self.comm.rank, self.comm.world_size, length, self.layout)]
+        apart = len(expected) > 1 and expected[1] != expected[0] + length // 2
+        if apart or int(first[0]) < expected[0]:
+            raise InvalidArgumentError(
+                f"{CALL}: rank {self.comm.rank} got an embedding of positions {int(first[0])} to {int(first[-1])} in "
+                f"{_module()}, expected those of its part of the sequence ({self.layout}, pieces that begin at "
+                f"{expected}); pass position_ids=ringcomm.context.positions(length, comm) if the model takes it, or "
+                "cut it in other ways"
             )
 
     def attend(

@@ -58,8 +58,8 @@ def blocks_of(
         block = block_of(rank, source, length, causal, layout)
         return [block] if block is not None else []
     found = []
-    for rows, query in _places(rank, world_size, length, layout):
-        for keys, key in _places(source, world_size, length, layout):
+    for rows, query in places(rank, world_size, length, layout):
+        for keys, key in places(source, world_size, length, layout):
             distance, most = query - key, rows.stop - rows.start - 1  # of a token from its chunk's first
             if abs(distance) - most < window and (distance >= 0 or not causal):
                 cut = distance + most >= window or (not causal and most - distance >= window)
@@ -106,7 +106,7 @@ def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[i
     return [(rank * chunk, chunk), ((2 * world_size - 1 - rank) * chunk, chunk)]
 
 
-def _places(rank: int, world_size: int, length: int, layout: str) -> list[tuple[slice, int]]:
+def places(rank: int, world_size: int, length: int, layout: str) -> list[tuple[slice, int]]:
     """Where each piece of a rank's part of ``length`` is in the part, and where it begins in the whole sequence."""
     spans = _spans(rank, world_size, length * world_size, layout)
     return [(slice(i * count, (i + 1) * count), begin) for i, (begin, count) in enumerate(spans)]
