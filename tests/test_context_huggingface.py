@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -233,6 +234,7 @@ SIMPLE: dict[str, tuple[Any, str]] = {
     "linear attention": (Linear, r"no attention to intercept.*in into \(Linear\).*sdpa.*local=True"),
     "recurrent": (recurrent, r"a recurrent layer in 1 \(LSTM\)"),
     "convolution": (lambda: nn.Conv1d(4, 4, 3, padding=1), r"a convolution over the sequence in the model \(Conv1d\)"),
+    "shift": (lambda: nn.ZeroPad2d((0, 0, 1, -1)), r"tokens shifted along the sequence .* \(ZeroPad2d\)"),
     "Fourier": (Fourier, r"a Fourier transform in the model \(Fourier\)"),
 }
 
@@ -385,3 +387,35 @@ def test_other_threads_and_what_comes_after_use_transformers_own() -> None:
         return same
 
     assert on_ranks(rank, 2) == [True, True]
+
+
+def test_a_mistral_with_windows_and_padding_trains_as_on_one_rank() -> None:
+    tokens, labels, at, keep = text("left")
+    count = int((labels != -100).sum())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, cp: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            ranks = 1 if cp is None else cp.world_size
+            parts = [x if cp is None else shard_sequence(x, cp) for x in (tokens, at, keep, labels)]
+            with nullcontext() if cp is None else context_parallel(cp):
+                loss = ranks * loss_of(run(model, *parts[:3], use_cache=False), parts[3], count)
+                loss.backward()
+            losses.append(float(loss if cp is None else cp.all_reduce(loss.detach(), "avg")))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def rank(comm: ringcomm.Communicator) -> list[float]:
+        mesh = ringcomm.init_mesh(dp=2, cp=2, comm=comm)
+        optimizer = torch.optim.AdamW(models[comm.rank].parameters(), lr=0.01)
+        model, optimizer = ringcomm.shard(models[comm.rank], optimizer, stage=2, mesh=mesh)
+        return train(model, optimizer, mesh["cp"])
+
+    models = [model_of("Mistral", sliding_window=5) for _ in range(5)]
+    for model in models:
+        model.gradient_checkpointing_enable()
+    expected = train(models[4], torch.optim.AdamW(models[4].parameters(), lr=0.01), None)
+    for losses in on_ranks(rank, 4):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+    assert expected[2] < expected[0]

@@ -51,9 +51,9 @@ def context_parallel(
     positions in the whole sequence.
 
     What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
-    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, layers other
-    than attention in a configuration of transformers; and a backward pass, or the end of the context, where linear
-    layers have been computed inside and no attention at all.
+    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, tokens
+    shifted by a pad, layers other than attention in a configuration of transformers; and a backward pass, or the end of
+    the context, where linear layers have been computed inside and no attention at all.
 
     Args:
         layout, overlap: as in `ring_attention`.
@@ -170,6 +170,8 @@ class _Mode(TorchFunctionMode):
             what = "a recurrent layer"
         elif name.startswith("fft_"):
             what = "a Fourier transform"
+        elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
+            what = "tokens shifted along the sequence (pad)"
         elif self._weights and name in _PRODUCTS:
             operands = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
             if any(self._is_weights(x) and x.shape[-1] == x.shape[-2] for x in operands):
