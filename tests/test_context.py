@@ -391,9 +391,11 @@ def on_an_emulated_device() -> None:
 
     def rank(comm: ringcomm.Communicator) -> Tensors:
         q, k, v, grad = (shard_sequence(x, comm, 2).requires_grad_() for x in whole)
+        keys = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1) != comm.rank
         out = ring_attention(q, k, v, comm, causal=True)
-        out.backward(grad.detach())
-        return [out.detach(), q.grad, k.grad, v.grad]
+        masked = ring_attention(q, k, v, comm, causal=True, window=7, key_mask=keys, softcap=2.0)
+        (out + masked).backward(grad.detach())
+        return [out.detach(), masked.detach(), q.grad, k.grad, v.grad]
 
     there, here = (ringcomm.run_ranks(rank, 3, device=device, timeout=60) for device in ("cuda:0", "cpu"))
     for mine, theirs in zip(there, here, strict=True):
