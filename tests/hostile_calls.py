@@ -63,6 +63,7 @@ WRONG: dict[str, dict[str, Make]] = {
     },
 }
 WRONG["list?"] = _but(WRONG["list"], "None")
+WRONG["tensor?"] = _but(WRONG["tensor"], "None")
 WRONG["extent"] = _but(WRONG["whole"], "negative", other=lambda: 7, zero=lambda: 0)
 WRONG["count"] = {**WRONG["whole"], "zero": lambda: 0}
 
@@ -184,7 +185,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "context.gather_sequence": (lambda c: _here(c, x=_x(), dim=1), kinds("x:tensor comm:object dim:dim layout:choice")),
     "context.positions": (lambda c: _here(c, length=8), kinds("length:whole comm:object layout:choice device:place")),
     "context.shard_sequence": (lambda c: _here(c, x=_x(), dim=1), kinds("x:tensor comm:object dim:dim layout:choice")),
-    "context_parallel": (_here, kinds("comm:object layout:choice overlap:flag")),
+    "context_parallel": (_here, kinds("comm:object layout:choice overlap:flag local:flag")),
     "fully_shard": (
         lambda c: _here(c, module=model()),
         kinds(
@@ -258,7 +259,10 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     ),
     "ring_attention": (
         lambda c: _here(c, q=_q(), k=_q(), v=_q()),
-        kinds("q:tensor k:tensor v:tensor comm:object causal:flag scale:finite layout:choice overlap:flag"),
+        kinds(
+            "q:tensor k:tensor v:tensor comm:object causal:flag scale:finite window:count key_mask:tensor? "
+            "softcap:positive layout:choice overlap:flag"
+        ),
     ),
     "schedule.draw": (lambda c: {"world_size": 2}, kinds("world_size:count")),
     "schedule.num_steps": (lambda c: {"world_size": 2}, kinds("world_size:count")),

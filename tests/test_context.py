@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringcomm
 from ringcomm.context import attention as attention_module
 from ringcomm.context import gather_sequence, positions, ring_attention, shard_sequence
-from ringcomm.context.blocks import FLASH_CPU, FLASH_CUDA, PLAIN, Kernel, kernel_for, merge, wide_type
+from ringcomm.context.blocks import FLASH_CPU, FLASH_CUDA, PLAIN, Kernel, Scores, kernel_for, merge, wide_type
 from ringcomm.context.ring import FACTS, FACTS_NBYTES, GRADS, KEYS
-from ringcomm.context.sequence import LAYOUTS, block_of
+from ringcomm.context.sequence import LAYOUTS, Block, block_of
 from ringcomm.errors import AbortedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +98,7 @@ def test_blocks_are_the_causal_mask_and_zigzag_makes_them_equal(world_size: int,
                 square = torch.ones_like(sees[block.rows, block.keys])
                 sees[block.rows, block.keys] = square.tril() if block.causal else square
             assert torch.equal(sees, where[source][None, :] <= where[rank][:, None])
-            assert block_of(rank, source, part, False, layout) == (slice(0, part), slice(0, part), False)
+            assert block_of(rank, source, part, False, layout) == Block(slice(0, part), slice(0, part), False)
             count += int(sees.sum())
         counts.append(count)
     assert (len(set(counts)) == 1) == (layout == "zigzag" or world_size == 1)
@@ -109,8 +109,8 @@ def test_a_rank_computes_the_blocks_and_no_more(layout: str, monkeypatch: pytest
     world_size, part = 4, 8
     pairs: Counter[tuple[str, int]] = Counter()
 
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
-        found = kernel_for(q, k, v)
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Kernel:
+        found = kernel_for(q, k, v, *rest, **options)
 
         def forward(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
             pairs["forward", threading.get_ident()] += q.shape[2] * k.shape[2]
@@ -206,10 +206,11 @@ def test_fused_and_plain_kernels_agree(dtype: torch.dtype, causal: bool) -> None
         k, v = k[:, :, :5], v[:, :, :5]  # other lengths, and slices of a larger tensor
     eps = torch.finfo(dtype).eps
     found = []
+    how = Scores(causal, 0.4)
     for kernel in (FLASH_CPU, PLAIN):
-        out, lse = kernel.forward(q, k, v, causal, 0.4)
+        out, lse = kernel.forward(q, k, v, how)
         assert lse.dtype == wide_type(dtype)
-        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(dtype), lse, causal, 0.4)])
+        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(dtype), lse, how)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=16 * eps, atol=16 * eps)
 
@@ -225,10 +226,11 @@ def test_which_kernel_serves_what() -> None:
 
 def test_merging_blocks_is_attention_to_all_their_keys() -> None:
     q, k, v, _ = inputs((2, 3, 3, 9, 4, 4), 1)
-    out, lse = PLAIN.forward(q, k[:, :, :2], v[:, :, :2], False, 1.0)
+    how = Scores(False, 1.0)
+    out, lse = PLAIN.forward(q, k[:, :, :2], v[:, :, :2], how)
     for part in (slice(2, 3), slice(3, 9)):
-        merge(out, lse, *PLAIN.forward(q, k[:, :, part], v[:, :, part], False, 1.0))
-    expected = PLAIN.forward(q, k, v, False, 1.0)
+        merge(out, lse, *PLAIN.forward(q, k[:, :, part], v[:, :, part], how))
+    expected = PLAIN.forward(q, k, v, how)
     torch.testing.assert_close((out, lse), expected, rtol=1e-13, atol=1e-13)
 
 
@@ -238,9 +240,10 @@ def test_the_fused_kernel_of_cuda_agrees_with_the_plain_one(causal: bool) -> Non
     q, k, v, grad = (x.cuda() for x in inputs((2, 6, 2, 64, 32, 32), 1, torch.bfloat16))
     assert kernel_for(q, k, v) is FLASH_CUDA
     found = []
+    how = Scores(causal, 0.2)
     for kernel in (FLASH_CUDA, PLAIN):
-        out, lse = kernel.forward(q, k, v, causal, 0.2)
-        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(q.dtype), lse, causal, 0.2)])
+        out, lse = kernel.forward(q, k, v, how)
+        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(q.dtype), lse, how)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=2**-5, atol=2**-5)
 
@@ -388,9 +391,11 @@ def on_an_emulated_device() -> None:
 
     def rank(comm: ringcomm.Communicator) -> Tensors:
         q, k, v, grad = (shard_sequence(x, comm, 2).requires_grad_() for x in whole)
+        keys = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1) != comm.rank
         out = ring_attention(q, k, v, comm, causal=True)
-        out.backward(grad.detach())
-        return [out.detach(), q.grad, k.grad, v.grad]
+        masked = ring_attention(q, k, v, comm, causal=True, window=7, key_mask=keys, softcap=2.0)
+        (out + masked).backward(grad.detach())
+        return [out.detach(), masked.detach(), q.grad, k.grad, v.grad]
 
     there, here = (ringcomm.run_ranks(rank, 3, device=device, timeout=60) for device in ("cuda:0", "cpu"))
     for mine, theirs in zip(there, here, strict=True):
@@ -421,6 +426,12 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "odd part": (lambda c: ring_attention(*[GOOD[:, :, :3]] * 3, c), ShapeError, "multiple of 6.*contiguous"),
     "layout": (lambda c: ring_attention(*[GOOD] * 3, c, layout="zag"), InvalidArgumentError, "layout='zag'"),
     "types": (lambda c: ring_attention(GOOD, GOOD, GOOD.double(), c), DtypeError, "convert them"),
+    "key_mask": (
+        lambda c: ring_attention(*[GOOD] * 3, c, key_mask=torch.ones(1, 12, dtype=torch.bool)),
+        ShapeError,
+        "key_mask of shape \\(1, 12\\).*expected \\(1, 4\\).*this rank's keys",
+    ),
+    "additive key_mask": (lambda c: ring_attention(*[GOOD] * 3, c, key_mask=filled(1, 4)), ShapeError, "torch.bool"),
     "integers": (lambda c: ring_attention(*[GOOD.int()] * 3, c), DtypeError, "torch.int32"),
     "indivisible": (lambda c: shard_sequence(filled(1, 9), c), ShapeError, "multiple of 6 \\(zigzag on 3 ranks\\)"),
     "no such dim": (lambda c: shard_sequence(filled(6), c), ShapeError, "dim=1"),
@@ -452,6 +463,9 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "causal": lambda rank: {"causal": rank == 0},
     "layout": lambda rank: {"layout": LAYOUTS[rank == 2]},
     "scale": lambda rank: {"scale": 1.0 + rank},
+    "window": lambda rank: {"window": 3 + rank},
+    "a key_mask": lambda rank: {"key_mask": torch.ones(1, 4, dtype=torch.bool) if rank else None},
+    "softcap": lambda rank: {"softcap": 1.0 + rank},
 }
 
 

@@ -11,26 +11,47 @@ Backward goes round once more, and with the keys go the sums of their gradients,
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ringcomm.arguments import COMMUNICATOR, FLAG, expects, number
+from ringcomm.arguments import COMMUNICATOR, FLAG, POSITIVE, expects, number, whole
 from ringcomm.communicator import Communicator
-from ringcomm.context.blocks import FLOATS, Kernel, kernel_for, merge, wide_type, with_dense_rows
-from ringcomm.context.ring import Link, Sums
-from ringcomm.context.sequence import Block, block_of, check_layout
-from ringcomm.errors import DeviceError, DtypeError, ShapeError
+from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, wide_type, with_dense_rows
+from ringcomm.context.ring import Link, Pair, Sums
+from ringcomm.context.sequence import Block, blocks_of, check_layout
+from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.parallel.arguments import TENSOR
 
 CALL = "ring_attention"
-_Met = tuple[int, torch.Tensor, torch.Tensor, Block | None]
+
+
+class _Calls(threading.local):
+    count = 0
+
+
+CALLS = _Calls()
+"""How many attentions over ranks this thread has begun."""
+_Met = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
 """A rank, its keys and values, and what of them this rank's queries meet."""
 
 
-@expects(CALL, q=TENSOR, k=TENSOR, v=TENSOR, comm=COMMUNICATOR, causal=FLAG, scale=number(), overlap=FLAG)
+@expects(
+    CALL,
+    q=TENSOR,
+    k=TENSOR,
+    v=TENSOR,
+    comm=COMMUNICATOR,
+    causal=FLAG,
+    scale=number(),
+    window=whole(1),
+    key_mask=TENSOR,
+    softcap=POSITIVE,
+    overlap=FLAG,
+)
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,6 +60,9 @@ def ring_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: int | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float | None = None,
     layout: str = "zigzag",
     overlap: bool = True,
 ) -> torch.Tensor:
@@ -52,11 +76,17 @@ def ring_attention(
         causal: each query sees the keys at its position in the whole sequence and before it. Blocks that it hides
             wholly are not computed.
         scale: of the scores; None: 1/sqrt(D).
+        window: each query sees the keys that are fewer than this many positions away from it, as a model with a sliding
+            window does. Blocks that are farther away are not computed.
+        key_mask: (B, S/W), boolean: which of this rank's keys are seen, such as no padding. A query that sees no key
+            gets 0.
+        softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
         layout: "zigzag": every rank computes as much of a causal mask; "contiguous": rank r sees r+1 parts of it.
         overlap: whether keys travel while a block is computed. The bits are the same.
     Shapes:  q (B, H, S/W, D), k (B, Hkv, S/W, D), v (B, Hkv, S/W, Dv): Hkv divides H, query head h meets key head
              h // (H/Hkv). S/W is even in zigzag on more than one rank.
     Dtypes:  float32, float64, bfloat16, float16, one for all; under autocast they are cast as torch's are.
+             key_mask (B, S/W) on every rank or on none.
     Returns: (B, H, S/W, Dv) in q's type.
     Order:   blocks are put together in the order of ranks r, r-1, ..., r+1, in float32 (float64 for float64), and so
              are the gradients of q. The gradients of rank r's keys add up ranks r+1, r+2, ..., r-1, and at last r, in
@@ -65,7 +95,8 @@ def ring_attention(
     Cost:    W steps. Each rank sends (W-1) (|K| + |V|) bytes in forward and (W-1) (|K| + |V|) and (W-1) times their
              gradients in float32 in backward; on the CPU, 256 bytes more each time, to compare the calls. Memory for
              two of |K| + |V|, and in backward for two of their gradients. A rank computes S^2/W pairs of a query and
-             a key for a head; causal in zigzag half as many, and S/(2W) more.
+             a key for a head; causal in zigzag half as many, and S/(2W) more. A key_mask is collected from all ranks
+             in forward, B S bytes; a block with hidden keys or the edge of a window takes memory for its mask.
     Raises:  ShapeError, DtypeError, DeviceError, InvalidArgumentError, before anything is sent. MismatchError: the
              ranks differ in shapes or arguments (on a device: in the size of the messages alone).
     Source:  Liu, Zaharia & Abbeel 2023, Ring Attention with Blockwise Transformers for Near-Infinite Context.
@@ -73,9 +104,64 @@ def ring_attention(
     check_layout(layout, CALL, comm.rank)
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, comm, layout)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(Link(comm, overlap), kernel_for(q, k, v), causal, scale, layout)
+    _check_key_mask(key_mask, k, comm)
+    how = Scores(causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap)
+    if window is not None and window >= k.shape[2] * comm.world_size:
+        window = None  # it hides nothing
+    kernel = kernel_for(q, k, v, softcap, masked=window is not None or key_mask is not None)
+    call = _Call(Link(comm, overlap), kernel, how, layout, window, key_mask)
+    CALLS.count += 1
     return _RingAttention.apply(q, k, v, call)
+
+
+def cached_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    comm: Communicator,
+    part: int,
+    scale: float | None,
+    softcap: float | None,
+    key_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of new tokens, which every rank has, to the parts of all ranks and to one another; a collective.
+
+    Args:
+        q: (B, H, N, D), the same on every rank.
+        k, v: (B, Hkv, part + T, D): this rank's part of the sequence, and T >= N tokens that every rank has, the new
+            ones last. Rank 0 alone attends to these.
+        key_mask: (B, part + T), boolean: which of these keys are seen; None: all.
+    Order:   ranks 0 to W-1. The same bits on every rank.
+    Cost:    one all_gather of B H N (Dv + 1) in float32 (float64).
+    Raises:  UnsupportedError: gradients are wanted.
+    """
+    q, k, v = _autocast(q, k, v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedError(
+            f"{CALL}: rank {comm.rank} got queries behind a cache with gradients, expected none: other ranks' keys are "
+            "not kept for backward; decode inside of torch.no_grad()"
+        )
+    count = k.shape[2] if comm.rank == 0 else part
+    k, v = k[:, :, :count], v[:, :, :count]
+    ahead = (
+        torch.arange(count, device=k.device)
+        - torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=k.device)[:, None]
+    )
+    visible = (ahead <= 0 if comm.rank == 0 else torch.ones_like(ahead, dtype=torch.bool))[None, None]
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None, :count]
+    how = Scores(False, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap, visible)
+    q, k, v = with_dense_rows(q, k, v)
+    CALLS.count += 1
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = kernel_for(q, k, v, softcap, masked=True).forward(q, k, v, how)
+        mine = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+        every = mine.new_empty((comm.world_size, *mine.shape))
+        comm.all_gather(mine, out=every)
+        total, weight = every[0, ..., :-1].clone(), every[0, ..., -1].clone()
+        for other in every[1:]:
+            merge(total, weight, other[..., :-1], other[..., -1])
+    return total.to(q.dtype)
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -117,36 +203,84 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, comm: Communicator
         )
 
 
-class _Call:
-    """One ring attention: where, how, and of what."""
+def _check_key_mask(mask: torch.Tensor | None, k: torch.Tensor, comm: Communicator) -> None:
+    expected = (k.shape[0], k.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != expected or mask.device != k.device):
+        raise ShapeError(
+            f"{CALL}: rank {comm.rank} got a key_mask of shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}, "
+            f"expected {expected}, torch.bool, on {k.device}: True where one of this rank's keys is seen; convert it"
+        )
 
-    def __init__(self, link: Link, kernel: Kernel, causal: bool, scale: float, layout: str) -> None:
-        self.link, self.kernel = link, kernel
-        self.causal, self.scale, self.layout = causal, scale, layout
+
+class _Call:
+    """One ring attention: where, how, and of what.
+
+    Args:
+        seen: of this rank's keys (B, S/W), until `forward` has collected those of all ranks; None: all.
+    """
+
+    def __init__(
+        self, link: Link, kernel: Kernel, how: Scores, layout: str, window: int | None, seen: torch.Tensor | None
+    ) -> None:
+        self.link, self.kernel, self.how = link, kernel, how
+        self.layout, self.window = layout, window
+        self.seen = seen
+        self.masks: list[torch.Tensor | None] = [None] * link.world_size  # by rank; None: all of its keys are seen
 
     def facts(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         """In what the ranks must agree."""
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}"
-        return f"{which} of {shapes}, causal={self.causal}, scale={self.scale!r}, {self.layout}"
+        more = f"window={self.window}, softcap={self.how.softcap}, {'no ' if self.seen is None else ''}key_mask"
+        return f"{which} of {shapes}, causal={self.how.causal}, scale={self.how.scale!r}, {self.layout}, {more}"
 
     def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Met]:
         """Every rank's keys, this rank's own first; the next ones come while the caller computes."""
         link = self.link
         for source, keys, values in link.travel(self.facts(which, q, k, v), k, v):
-            yield source, keys, values, block_of(link.rank, source, q.shape[2], self.causal, self.layout)
+            args = (q.shape[2], self.how.causal, self.layout, link.world_size, self.window)
+            yield source, keys, values, blocks_of(link.rank, source, *args)
+
+    def collect_masks(self) -> None:
+        """Every rank's key_mask: a collective."""
+        if self.seen is None:
+            return
+        every = self.seen.new_empty((self.link.world_size, *self.seen.shape))
+        self.link.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
+        whole = every.flatten(1).all(1).tolist()
+        self.masks = [None if done else mask for done, mask in zip(whole, every, strict=True)]
+
+    def scores(self, source: int, block: Block, device: torch.device) -> Scores:
+        """How the block's scores are made."""
+        mask = self.masks[source]
+        if mask is None and block.distance is None:
+            return self.how._replace(causal=block.causal)
+        visible = block.visible(self.window, device)
+        if mask is not None:
+            keys = mask[:, None, None, block.keys]
+            visible = keys if visible is None else visible & keys
+        return self.how._replace(causal=False, visible=visible)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the log-sum-exp over all keys, both in the wide type."""
-        out, lse = q, q  # the first block is a whole one, the rank's own
-        for source, keys, values, block in self.blocks("forward", q, k, v):
-            if block is None:
-                continue
-            keys, values = keys[:, :, block.keys], values[:, :, block.keys]
-            part_out, part_lse = self.kernel.forward(q[:, :, block.rows], keys, values, block.causal, self.scale)
+        wide = wide_type(q.dtype)
+        out = lse = None
+        for source, keys, values, blocks in self.blocks("forward", q, k, v):
             if source == self.link.rank:
-                out, lse = part_out.to(wide_type(q.dtype)), part_lse
-            else:
+                self.collect_masks()
+            for block in blocks:
+                parts = (q[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys])
+                part_out, part_lse = self.kernel.forward(*parts, self.scores(source, block, q.device))
+                if out is None and part_out.shape[2] == q.shape[2]:
+                    out, lse = part_out.to(wide), part_lse
+                    continue
+                if out is None or lse is None:
+                    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
+                    lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
                 merge(out[:, :, block.rows], lse[:, :, block.rows], part_out, part_lse)
+        assert out is not None  # each query's chunk meets itself
+        assert lse is not None
+        if self.seen is not None:
+            lse = lse.masked_fill(lse == -math.inf, math.inf)  # no key seen: no weight in backward
         return out, lse
 
     def backward(
@@ -160,34 +294,27 @@ class _Call:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, in the wide type."""
         wide = wide_type(q.dtype)
-        own: list[torch.Tensor] = []
+        of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        own = Pair.empty_like(k, v, wide)
+        own.flat.zero_()
         sums = Sums(self.link, k, v, wide)
-
-        def block_grads(keys: torch.Tensor, values: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
-            upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
-            keys, values = keys[:, :, block.keys], values[:, :, block.keys]
-            return self.kernel.backward(upper, queries, keys, values, output, total, block.causal, self.scale)
-
-        def add(keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
-            parts = block_grads(keys, values, block)  # while the sums are on their way
-            own[0][:, :, block.rows] += parts[0]
-            travelling = sums.take()
-            travelling.keys[:, :, block.keys] += parts[1]
-            travelling.values[:, :, block.keys] += parts[2]
-
-        for source, keys, values, block in self.blocks("backward", q, k, v):
+        for source, keys, values, blocks in self.blocks("backward", q, k, v):
+            found = []
+            for block in blocks:  # while the sums are on their way
+                upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
+                parts = (upper, queries, keys[:, :, block.keys], values[:, :, block.keys], output, total)
+                found.append(self.kernel.backward(*parts, self.scores(source, block, q.device)))
+            into = own if source == self.link.rank else sums.take()
+            for block, (of_rows, of_keys, of_values) in zip(blocks, found, strict=True):
+                of_q[:, :, block.rows] += of_rows
+                into.keys[:, :, block.keys] += of_keys
+                into.values[:, :, block.keys] += of_values
             if source != self.link.rank:
-                if block is not None:
-                    add(keys, values, block)
-                else:
-                    sums.take()
                 sums.pass_on()
-            elif block is not None:  # always: its own
-                own = [x.to(wide) for x in block_grads(keys, values, block)]
         if self.link.world_size > 1:
             home = sums.take()
-            own[1:] = [home.keys.add_(own[1]), home.values.add_(own[2])]
-        return own[0], own[1], own[2]
+            return of_q, home.keys.add_(own.keys), home.values.add_(own.values)
+        return of_q, own.keys, own.values
 
 
 class _RingAttention(torch.autograd.Function):

@@ -18,16 +18,37 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GREATEST_HEAD_DIM = 192  # of the fused kernel on CUDA: above it, some devices have no backward
 
 
+class Scores(NamedTuple):
+    """What is made of the product of a query and a key.
+
+    Args:
+        causal: only for a square block.
+        softcap: scores become softcap tanh(score / softcap).
+        visible: (B or 1, 1, S, T), True where a query sees a key; causal is False then. None: everywhere.
+    """
+
+    causal: bool
+    scale: float
+    softcap: float | None = None
+    visible: torch.Tensor | None = None
+
+
 class Forward(Protocol):
-    """Queries (B, H, S, D), keys and values (B, Hkv, T, D): the output (B, H, S, D) and log-sum-exp (B, H, S)."""
+    """Queries (B, H, S, D), keys and values (B, Hkv, T, D): the output (B, H, S, D) and log-sum-exp (B, H, S).
+
+    A query that sees no key has the output 0 and the log-sum-exp -inf.
+    """
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Backward(Protocol):
-    """The block's part of the gradients, of q, k and v, from the whole output and the log-sum-exp over all blocks."""
+    """The block's part of the gradients, of q, k and v, from the whole output and the log-sum-exp over all blocks.
+
+    The log-sum-exp of a query that sees no key in any block must be given as +inf: its weights are 0 then.
+    """
 
     def __call__(
         self,
@@ -37,13 +58,12 @@ class Backward(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        causal: bool,
-        scale: float,
+        how: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class Kernel(NamedTuple):
-    """One way of computing a block. A causal block is square."""
+    """One way of computing a block."""
 
     name: str
     forward: Forward
@@ -55,7 +75,9 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+def kernel_for(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None = None, masked: bool = False
+) -> Kernel:
     """The kernel for inputs of these types and shapes.
 
     | device | fused: torch's flash attention                                             | else          |
@@ -63,14 +85,15 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
     | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain         |
     | CUDA   | bfloat16, float16; what can_use_flash_attention says, head_dim up to 192    | plain         |
 
-    torch's own switches count: inside of ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` it is the plain one. The
-    fused ones need no memory for scores; they round a block's output and gradients to the inputs' type.
+    No fused kernel has a softcap, and that of CUDA takes no mask (``masked``). torch's own switches count: inside of
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` it is the plain one. The fused ones need no memory for scores;
+    they round a block's output and gradients to the inputs' type.
     """
-    if not torch.backends.cuda.flash_sdp_enabled() or v.shape[-1] != q.shape[-1]:
+    if not torch.backends.cuda.flash_sdp_enabled() or v.shape[-1] != q.shape[-1] or softcap is not None:
         return PLAIN
     if q.device.type == "cpu":
         return FLASH_CPU
-    if q.device.type == "cuda" and q.shape[-1] <= _GREATEST_HEAD_DIM and q.shape[-1] % 8 == 0:
+    if not masked and q.device.type == "cuda" and q.shape[-1] <= _GREATEST_HEAD_DIM and q.shape[-1] % 8 == 0:
         grouped = q.shape[1] != k.shape[1]
         asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
         return FLASH_CUDA if torch.backends.cuda.can_use_flash_attention(asked) else PLAIN
@@ -79,19 +102,27 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
 
 def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
     """Adds a block to what is there of its queries, in place, in the wide type."""
-    weight = torch.sigmoid(block_lse - lse).unsqueeze(-1)
-    out.lerp_(block_out.to(out.dtype), weight)
+    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -math.inf, 0.0)  # also where both are -inf
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 # ---- fused -------------------------------------------------------------------------------------------------------
 
 
-def _flash_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _additive(how: Scores, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask as torch's kernel adds it."""
+    if how.visible is None:
+        return None
+    return torch.zeros(how.visible.shape, dtype=dtype, device=how.visible.device).masked_fill_(~how.visible, -math.inf)
+
+
+def _flash_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, 0.0, causal, scale=scale)
+    out, lse = flash(q, k, v, 0.0, how.causal, attn_mask=_additive(how, q.dtype), scale=how.scale)
+    if how.visible is not None:
+        lse = lse.masked_fill(~how.visible.any(-1), -math.inf)  # where the kernel says 0
+    return out, lse
 
 
 def _flash_cpu_backward(
@@ -101,17 +132,16 @@ def _flash_cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    scale: float,
+    how: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    mask = _additive(how, q.dtype)
+    return flash(grad, q, k, v, out, lse, 0.0, how.causal, attn_mask=mask, scale=how.scale)
 
 
-def _flash_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+def _flash_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = flash(q, k, v, 0.0, how.causal, False, scale=how.scale)
     return out, lse
 
 
@@ -122,29 +152,39 @@ def _flash_cuda_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    scale: float,
+    how: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random numbers of dropout, which is 0
     rows, keys = q.shape[2], k.shape[2]
     lse = lse.contiguous()  # the kernel knows no strides of it
     return flash(
-        grad, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, unused, unused, scale=scale
+        grad, q, k, v, out, lse, None, None, rows, keys, 0.0, how.causal, unused, unused, scale=how.scale
     )  # None: all sequences have one length
 
 
 # ---- plain -------------------------------------------------------------------------------------------------------
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """(B, Hkv, G S, T) in the wide type, of G queries' heads for each of the keys', -inf where masked."""
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if causal:
+def _scores(q: torch.Tensor, k: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, Hkv, G S, T) in the wide type, of G queries' heads for each of the keys', -inf where masked.
+
+    And the slope of the softcap, where there is one.
+    """
+    scores = (q @ k.transpose(-1, -2)) * how.scale
+    slope = None
+    if how.softcap is not None:
+        scores = scores.div_(how.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores = scores.mul_(how.softcap)
+    hidden = None if how.visible is None else ~how.visible
+    if how.causal:
         length = k.shape[-2]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        scores.unflatten(2, (-1, length)).masked_fill_(hidden, -math.inf)
-    return scores
+    if hidden is not None:
+        rows = hidden.shape[-2]
+        scores.unflatten(2, (-1, rows)).masked_fill_(hidden.unsqueeze(-3), -math.inf)
+    return scores, slope
 
 
 def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -152,13 +192,12 @@ def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.to(wide_type(x.dtype)).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide_type(q.dtype)
-    scores = _scores(_grouped(q, k.shape[1]), k.to(wide), causal, scale)
+    scores, _ = _scores(_grouped(q, k.shape[1]), k.to(wide), how)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = scores.sub_(lse).exp_() @ v.to(wide)
+    shift = lse if how.visible is None else lse.masked_fill(lse == -math.inf, 0.0)
+    out = scores.sub_(shift).exp_() @ v.to(wide)
     shape = q.shape[:3]
     return out.view(*shape, v.shape[-1]), lse.view(shape)
 
@@ -170,15 +209,17 @@ def _plain_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    scale: float,
+    how: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads, wide = k.shape[1], wide_type(q.dtype)
     rows, upper, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
     keys, values = k.to(wide), v.to(wide)
-    weights = _scores(rows, keys, causal, scale).sub_(_grouped(lse, heads).unsqueeze(-1)).exp_()
+    scores, slope = _scores(rows, keys, how)
+    weights = scores.sub_(_grouped(lse, heads).unsqueeze(-1)).exp_()
     inner = (upper @ values.transpose(-1, -2)).sub_((upper * out).sum(-1, keepdim=True))
-    of_scores = inner.mul_(weights).mul_(scale)
+    of_scores = inner.mul_(weights).mul_(how.scale)
+    if slope is not None:
+        of_scores = of_scores.mul_(slope)
     grad_k, grad_v = of_scores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ upper
     return (of_scores @ keys).view(q.shape), grad_k, grad_v
 

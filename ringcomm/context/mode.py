@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,44 +11,71 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.arguments import FLAG, expects
 from ringcomm.communicator import Communicator
-from ringcomm.context.attention import ring_attention
-from ringcomm.context.sequence import check_layout
-from ringcomm.errors import ShapeError, UnsupportedError
+from ringcomm.context import huggingface
+from ringcomm.context.attention import CALLS, cached_attention, ring_attention
+from ringcomm.context.huggingface import CURRENT, Rule, rule_of
+from ringcomm.context.sequence import check_layout, places
+from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
 """What runs backward, and what it calls the gradient of its outputs."""
+_LAYERS = {F.linear, torch.addmm}
+_SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
+_PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
-@expects(CALL, overlap=FLAG)
+@expects(CALL, overlap=FLAG, local=FLAG)
 @contextmanager
-def context_parallel(comm: Communicator, *, layout: str = "zigzag", overlap: bool = True) -> Iterator[None]:
+def context_parallel(
+    comm: Communicator, *, layout: str = "zigzag", overlap: bool = True, local: bool = False
+) -> Iterator[None]:
     """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of this thread is `ring_attention` over ``comm``.
 
     A model that attends through it works on parts of a sequence as it is, given the parts' `positions` where it uses
-    any. ``is_causal``, ``scale`` and ``enable_gqa`` mean what they mean there. With activation checkpointing,
-    ``loss.backward()`` belongs inside, too, since it computes the attention again: outside, as with ``inputs=`` or
-    torch.autograd.grad, checkpoints raise CheckpointError. Those with ``use_reentrant=True`` do not: outside they would
-    go on with the attention within a rank's part.
+    any. ``is_causal``, ``scale`` and ``enable_gqa`` mean what they mean there; ``attn_mask`` may hide keys of this
+    rank's part from all queries (B, 1, 1, S/W). With activation checkpointing, ``loss.backward()`` belongs inside, too,
+    since it computes the attention again: outside, as with ``inputs=`` or torch.autograd.grad, checkpoints raise
+    CheckpointError. Those with ``use_reentrant=True`` do not: outside they would go on with the attention within a
+    rank's part. Over one rank it changes nothing.
 
-    Attention that goes other ways (matmul and softmax, flex_attention, a library's kernel) is not seen, and would stay
-    within a rank's part. Models of Hugging Face transformers: ``attn_implementation="sdpa"``, no ``attention_mask``;
-    without a cache they take the positions of a zigzag for several sequences and build a mask: leave ``use_cache`` on,
-    or use the layout "contiguous".
+    Models of Hugging Face transformers: attn_implementation "sdpa", and the "eager" one of most models (it returns no
+    weights here), with softcaps, sliding windows, and this rank's part of ``attention_mask``. A DynamicCache that was
+    filled inside (without windows) may be decoded with inside: every rank passes the same new tokens, and their
+    positions in the whole sequence.
+
+    What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
+    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, tokens
+    shifted by a pad, layers other than attention in a configuration of transformers; and a backward pass, or the end of
+    the context, where linear layers have been computed inside and no attention at all.
 
     Args:
         layout, overlap: as in `ring_attention`.
-    Raises:  in a call inside: as `ring_attention`; UnsupportedError: attn_mask, dropout_p other than 0,
-             nn.MultiheadAttention.
+        local: True: what mixes tokens in other ways is right within a rank's part, or nothing inside mixes any.
+    Raises:  in a call inside: as `ring_attention`; UnsupportedError: another attn_mask, dropout_p other than 0,
+             nn.MultiheadAttention, what is named above; InvalidArgumentError: positions that are not the part's.
     """
     refuse_mesh(comm, CALL, "cp")
     check_layout(layout, CALL, comm.rank)
-    with _Mode(comm, layout, overlap):
+    if comm.world_size == 1:
         yield
+        return
+    if huggingface.is_imported():
+        huggingface.install()
+    mode, before = _Mode(comm, layout, overlap, local), huggingface.current()
+    CURRENT.context = mode
+    try:
+        with mode:
+            yield
+            mode.check_attended()
+    finally:
+        CURRENT.context = before
 
 
 def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
@@ -57,10 +85,34 @@ def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
     torch.autograd.backward(edges, grads, **options)
 
 
+def _module() -> str:
+    """Whose forward is running: the innermost module, by its name in the outermost one."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, torch.nn.Module):
+            found.append(own)
+        frame = frame.f_back  # type: ignore[assignment]
+    if not found:
+        return "a function"
+    names = (name for name, each in found[-1].named_modules() if each is found[0])
+    return f"{next(names, '') or 'the model'} ({type(found[0]).__name__})"
+
+
 class _Mode(TorchFunctionMode):
-    def __init__(self, comm: Communicator, layout: str, overlap: bool) -> None:
+    """One context.
+
+    Args:
+        part: the length of this rank's part, where a cache was filled inside.
+    """
+
+    def __init__(self, comm: Communicator, layout: str, overlap: bool, local: bool) -> None:
         super().__init__()
-        self.comm, self.layout, self.overlap = comm, layout, overlap
+        self.comm, self.layout, self.overlap, self.local = comm, layout, overlap, local
+        self.part: int | None = None
+        self._calls = CALLS.count
+        self._layer: str | None = None  # the module of the first layer that was computed
+        self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it
 
     def __torch_function__(
         self,
@@ -73,6 +125,8 @@ class _Mode(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **options)
+        if func in _BACKWARD or func is torch.autograd.grad:
+            self.check_attended()
         if func in _BACKWARD and options.get("inputs") is None:
             given = options.pop(_BACKWARD[func], None)
             with self:  # checkpoints compute the attention again
@@ -82,7 +136,70 @@ class _Mode(TorchFunctionMode):
                 f"{CALL}: rank {self.comm.rank} got nn.MultiheadAttention, expected scaled_dot_product_attention: it "
                 "attends within a rank's part; project the inputs yourself and call ring_attention"
             )
-        return func(*args, **options)
+        if self.local:
+            return func(*args, **options)
+        if func in _LAYERS and self._layer is None:
+            self._layer = _module()
+        self._refuse_mixing(func, args, options)
+        if func is F.embedding:
+            self._refuse_places(args[0] if args else options["input"])
+        result = func(*args, **options)
+        weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
+        if weights and isinstance(result, torch.Tensor) and result.dim() > 2:
+            self._weights[result] = True
+        return result
+
+    def check_attended(self) -> None:
+        """Raises where layers were computed since the context began, and no attention."""
+        if self._layer is not None and self._calls == CALLS.count:
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got no attention to intercept since the context began, from the first "
+                f"layer on, in {self._layer}, expected scaled_dot_product_attention: other ways of mixing tokens stay "
+                "within a rank's part; set attn_implementation='sdpa' (transformers), call ring_attention, or pass "
+                "local=True if nothing inside mixes tokens"
+            )
+
+    def _is_weights(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x in self._weights
+
+    def _refuse_mixing(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        name, what, advice = getattr(func, "__name__", ""), "", "cut this model in other ways"
+        if func is torch.conv1d and (args[1] if len(args) > 1 else options["weight"]).shape[-1] > 1:
+            what = "a convolution over the sequence"
+        elif func in _RECURRENT:
+            what = "a recurrent layer"
+        elif name.startswith("fft_"):
+            what = "a Fourier transform"
+        elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
+            what = "tokens shifted along the sequence (pad)"
+        elif self._weights and name in _PRODUCTS:
+            operands = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
+            if any(self._is_weights(x) and x.shape[-1] == x.shape[-2] for x in operands):
+                what, advice = "attention by softmax and matmul", "set attn_implementation='sdpa' (transformers)"
+        if what:
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got {what} in {_module()}, expected scaled_dot_product_attention: it "
+                f"stays within a rank's part of the sequence; {advice}, call ring_attention, or pass local=True where "
+                "that is meant"
+            )
+
+    def _refuse_places(self, numbers: torch.Tensor) -> None:
+        """Raises where an embedding gets 0, 1, 2 ... (or from another number on): positions, but not of this part."""
+        length = numbers.shape[-1] if numbers.dim() else 0
+        if length < 2 or self.part not in (None, length):  # behind a cache: any
+            return
+        first = numbers.reshape(-1, length)[0]
+        if not torch.equal(numbers, (first[0] + torch.arange(length, device=numbers.device)).expand_as(numbers)):
+            return
+        expected = [begin for _, begin in places(self.comm.rank, self.comm.world_size, length, self.layout)]
+        apart = len(expected) > 1 and expected[1] != expected[0] + length // 2
+        if apart or int(first[0]) < expected[0]:
+            raise InvalidArgumentError(
+                f"{CALL}: rank {self.comm.rank} got an embedding of positions {int(first[0])} to {int(first[-1])} in "
+                f"{_module()}, expected those of its part of the sequence ({self.layout}, pieces that begin at "
+                f"{expected}); pass position_ids=ringcomm.context.positions(length, comm) if the model takes it, or "
+                "cut it in other ways"
+            )
 
     def attend(
         self,
@@ -94,9 +211,11 @@ class _Mode(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """torch's signature."""
-        self._refuse(attn_mask, dropout_p)
+        """torch's signature, and a softcap."""
+        self._refuse(dropout_p)
+        rule = self._rule(attn_mask, is_causal, key)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (3, 4):
             raise ShapeError(
                 f"{CALL}: rank {self.comm.rank} got q, k and v of {query.dim()}, {key.dim()} and {value.dim()} "
@@ -104,24 +223,57 @@ class _Mode(TorchFunctionMode):
             )
         if query.dim() == 3:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            return self.attend(query, key, value, None, 0.0, is_causal, scale, enable_gqa).squeeze(0)
-        if not enable_gqa and query.shape[1] != key.shape[1]:
+            return self.attend(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, softcap).squeeze(0)
+        if not enable_gqa and key.shape[1] not in (1, query.shape[1]):  # one head is repeated, as torch does
             raise ShapeError(
                 f"{CALL}: rank {self.comm.rank} got {query.shape[1]} query heads and {key.shape[1]} key heads, "
                 "expected as many of both; pass enable_gqa=True"
             )
-        options: dict[str, Any] = {"layout": self.layout, "overlap": self.overlap}
-        return ring_attention(query, key, value, self.comm, causal=is_causal, scale=scale, **options)
+        if rule.part is not None:
+            how = (scale, softcap, rule.key_mask)
+            return cached_attention(query, key, value, self.comm, rule.part, *how)
+        options: dict[str, Any] = {"layout": self.layout, "overlap": self.overlap, "softcap": softcap}
+        options |= {"causal": rule.causal, "window": rule.window, "key_mask": rule.key_mask}
+        return ring_attention(query, key, value, self.comm, scale=scale, **options)
 
-    def _refuse(self, attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-        if attn_mask is not None:
+    def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> Rule:
+        """What the queries see."""
+        if huggingface.is_imported() and not huggingface.is_installed():
             raise UnsupportedError(
-                f"{CALL}: rank {self.comm.rank} got an attn_mask of shape {tuple(attn_mask.shape)}, expected none: a "
-                "rank has the mask of its own part alone; use is_causal=True without a padding mask (transformers: "
-                "attention_mask=None, and use_cache=True or layout='contiguous'), or call it outside"
+                f"{CALL}: rank {self.comm.rank} got attention where transformers was imported inside of the context, "
+                "expected it imported before: a model's window would not be seen; import it before the context"
             )
+        if mask is None:
+            return Rule(is_causal)
+        rule = rule_of(mask)
+        if rule is not None:
+            return rule
+        seen = _key_mask(mask, key)
+        if seen is None or is_causal:
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got an attn_mask of shape {tuple(mask.shape)}"
+                f"{' and is_causal=True' if is_causal else ''}, expected one that hides keys of this rank's part from "
+                f"all queries, (batch, 1, 1, {key.shape[-2]}), or none: a rank's mask says nothing about the keys of "
+                "others; use is_causal=True, call ring_attention with causal, window and key_mask, or call it outside"
+            )
+        return Rule(False, None, seen)
+
+    def _refuse(self, dropout_p: float) -> None:
         if dropout_p != 0.0:
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got dropout_p={dropout_p}, expected 0.0: blocks of one row would drop "
                 "with different random numbers on every rank; set the attention's dropout to 0, or call eval()"
             )
+
+
+def _key_mask(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """(B, keys) of a mask that is the same for all heads and queries, and only hides; else None."""
+    if mask.dim() != 4 or key.dim() != 4 or mask.shape[-1] != key.shape[-2] or mask.requires_grad:
+        return None
+    if any(mask.shape[dim] != 1 and mask.stride(dim) != 0 for dim in (1, 2)):
+        return None
+    row = mask[:, 0, 0].expand(key.shape[0], -1)
+    if row.dtype == torch.bool:
+        return row
+    hidden = row <= torch.finfo(row.dtype).min / 2
+    return ~hidden if bool((hidden | (row == 0)).all()) else None

@@ -24,11 +24,47 @@ DIM = whole(-(1 << 31), 1 << 31, "a dimension")
 
 
 class Block(NamedTuple):
-    """Queries of this rank and keys of another's part that meet: all of them, or (causal) each with those up to it."""
+    """Queries of this rank and keys of another's part that meet: all of them, or (causal) each with those up to it.
+
+    Args:
+        distance: from the first key to the first query, in tokens of the whole sequence, where a window must be cut
+            out of the block; None: the window contains the block.
+    """
 
     rows: slice
     keys: slice
     causal: bool
+    distance: int | None = None
+
+    def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """(1, 1, rows, keys): whether a query sees a key, by their positions alone; None: each sees all."""
+        if self.distance is None and not self.causal:
+            return None
+        rows, keys = (torch.arange(each.stop - each.start, device=device) for each in (self.rows, self.keys))
+        ahead = (rows[:, None] - keys + (self.distance or 0))[None, None]
+        if self.distance is None or window is None:
+            return ahead >= 0
+        return (ahead < window) & (ahead >= 0 if self.causal else ahead > -window)
+
+
+def blocks_of(
+    rank: int, source: int, length: int, causal: bool, layout: str, world_size: int, window: int | None
+) -> list[Block]:
+    """What the queries of ``rank`` attend to among the ``length`` keys of ``source``, as few blocks as there can be.
+
+    With a window these are pairs of a chunk of queries and one of keys, without those that are too far from each other.
+    """
+    if window is None:
+        block = block_of(rank, source, length, causal, layout)
+        return [block] if block is not None else []
+    found = []
+    for rows, query in places(rank, world_size, length, layout):
+        for keys, key in places(source, world_size, length, layout):
+            distance, most = query - key, rows.stop - rows.start - 1  # of a token from its chunk's first
+            if abs(distance) - most < window and (distance >= 0 or not causal):
+                cut = distance + most >= window or (not causal and most - distance >= window)
+                found.append(Block(rows, keys, causal and distance == 0, distance if cut else None))
+    return found
 
 
 def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> Block | None:
@@ -68,6 +104,12 @@ def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[i
         return [(rank * part, part)]
     chunk = length // (2 * world_size)
     return [(rank * chunk, chunk), ((2 * world_size - 1 - rank) * chunk, chunk)]
+
+
+def places(rank: int, world_size: int, length: int, layout: str) -> list[tuple[slice, int]]:
+    """Where each piece of a rank's part of ``length`` is in the part, and where it begins in the whole sequence."""
+    spans = _spans(rank, world_size, length * world_size, layout)
+    return [(slice(i * count, (i + 1) * count), begin) for i, (begin, count) in enumerate(spans)]
 
 
 @expects("shard_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)

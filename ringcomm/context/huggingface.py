@@ -1,0 +1,312 @@
+"""What models of Hugging Face transformers attend to, read where they make masks and choose their attention.
+
+A rank's model makes its masks from the length of the rank's part, so that the mask itself says nothing of the whole
+sequence: a window that is longer than the part leaves no trace in it. Inside of a context the functions that
+transformers registers for masks and for attention are these; outside of one, and in other threads, its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ringcomm.communicator import Communicator
+from ringcomm.context.sequence import positions
+from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError, shown
+
+CALL = "context_parallel"
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_TOKENWISE = {"moe", "dense", "sparse", "mlp"}
+"""Names in a configuration's layer_types of layers that are right within a rank's part."""
+
+
+class Rule(NamedTuple):
+    """What a query sees, in place of a mask.
+
+    Args:
+        window: see `ring_attention`.
+        key_mask: (B, keys), boolean; None: all.
+        part: with a cache, how many of the keys are of this rank's part; the others every rank has. None: no cache.
+    """
+
+    causal: bool
+    window: int | None = None
+    key_mask: torch.Tensor | None = None
+    part: int | None = None
+
+
+class Context(Protocol):
+    """The context that this thread is inside of."""
+
+    comm: Communicator
+    layout: str
+    local: bool
+    part: int | None
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        """Attention as torch calls it."""
+
+
+CURRENT = threading.local()
+
+
+def current() -> Context | None:
+    """The innermost context of this thread."""
+    return getattr(CURRENT, "context", None)
+
+
+def with_rule(rule: Rule, *shape: int, device: Any) -> torch.Tensor:
+    """A mask of this shape that takes no memory. Its views have the rule, too, and what is computed from it has not."""
+    mask = torch.ones((), dtype=torch.bool, device=device)
+    mask.untyped_storage().ringcomm_rule = rule
+    return mask.expand(shape)
+
+
+def rule_of(mask: torch.Tensor) -> Rule | None:
+    """What `with_rule` gave the mask."""
+    return getattr(mask.untyped_storage(), "ringcomm_rule", None)
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+_INSTALLING = threading.Lock()
+
+
+def is_imported() -> bool:
+    """Whether there can be models of transformers."""
+    return "transformers.modeling_utils" in sys.modules
+
+
+def is_installed() -> bool:
+    """Whether transformers asks here."""
+    return is_imported() and isinstance(_masking()._preprocess_mask_arguments, partial)
+
+
+def install() -> None:
+    """Lets transformers ask here, once."""
+    from transformers import modeling_utils
+
+    with _INSTALLING:
+        if is_installed():
+            return
+        masking = _masking()
+        masks, attention = masking.AttentionMaskInterface, modeling_utils.AttentionInterface
+        for name in ("sdpa", "eager"):
+            masks.register(name, partial(_mask, name, masks._global_mapping[name]))
+        attention.get_interface = _choosing(attention.get_interface)  # type: ignore[method-assign]
+        masking._preprocess_mask_arguments = partial(_preprocess, masking._preprocess_mask_arguments)
+
+
+def _masking() -> Any:
+    from transformers import masking_utils
+
+    return masking_utils
+
+
+def _preprocess(
+    original: Callable[..., Any], config: Any, inputs_embeds: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """Looks at a model's layers and positions before it makes a mask."""
+    context = current()
+    if context is None:
+        return original(config, inputs_embeds, *args, **options)
+    _check_layers(config, context)
+    call = inspect.signature(original).bind(config, inputs_embeds, *args, **options)
+    cache, where = call.arguments["past_key_values"], call.arguments.get("position_ids")
+    if where is not None and where.dim() == 2:
+        past = 0 if cache is None else int(cache.get_query_offset(call.arguments["layer_idx"]))
+        padded = call.arguments["attention_mask"] is not None
+        _check_positions(where, past, padded, context)
+    call.arguments["position_ids"] = None  # these are a part's: they say nothing about sequences in one row
+    return original(*call.args, **call.kwargs)
+
+
+def _check_layers(config: Any, context: Context) -> None:
+    mixing = set(getattr(config, "layer_types", None) or ()) - _ATTENTION - _TOKENWISE
+    if mixing and not context.local:
+        raise UnsupportedError(
+            f"{CALL}: rank {context.comm.rank} got a {type(config).__name__} with layers {', '.join(sorted(mixing))}, "
+            "expected layers of attention alone: the others stay within a rank's part of the sequence; cut this model "
+            "in other ways, or pass local=True where that is meant"
+        )
+
+
+def _check_positions(where: torch.Tensor, past: int, padded: bool, context: Context) -> None:
+    """Raises where the positions are not those of this rank's part, as far as can be seen."""
+    comm, length = context.comm, where.shape[1]
+    if past:
+        begin = past - (context.part or 0) + (context.part or 0) * comm.world_size
+        expected = torch.arange(begin, begin + length, device=where.device)
+        wrong = bool((where[:, 0] == past).all()) if padded else not torch.equal(where - where[:, :1] + begin, where)
+        wrong = wrong or bool((where[:, 0] == past).all())
+        advice = f"position_ids from {begin} on, behind the whole sequence"
+    else:
+        expected = positions(length * comm.world_size, comm, context.layout, where.device)
+        local = torch.arange(length, device=where.device)
+        steps = (where - where[:, :1]) == (expected - expected[0])
+        wrong = not padded and not bool(steps.all())
+        wrong = wrong or (expected[0] > 0 and bool((where == local).all()))
+        advice = "position_ids=ringcomm.context.positions(length, comm)"
+    if wrong:
+        raise InvalidArgumentError(
+            f"{CALL}: rank {comm.rank} got positions {shown(where[0].tolist())}, expected those of its part of one "
+            f"sequence ({context.layout}): {shown(expected.tolist())}; pass {advice}"
+        )
+
+
+def _mask(
+    name: str,
+    original: Callable[..., Any],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """A mask, or what stands for it inside of a context."""
+    masking, context = _masking(), current()
+    function = mask_function or masking.causal_mask_function
+    if context is None:
+        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
+        return original(*sizes, **options)
+    causal, window = _read(function, masking, context)
+    past = int(q_offset)
+    if attention_mask is not None and attention_mask.shape != (batch_size, kv_length):
+        raise ShapeError(
+            f"{CALL}: rank {context.comm.rank} got an attention_mask of shape {tuple(attention_mask.shape)}, expected "
+            f"{(batch_size, kv_length)}; pass this rank's part of it, shard_sequence(attention_mask, comm)"
+        )
+    if past or kv_length != q_length:
+        _check_cache(past, q_length, kv_length, causal, window, context)
+    else:
+        context.part = q_length
+    skip = options.get("allow_is_causal_skip", True) if causal else options.get("allow_is_bidirectional_skip", False)
+    plain = window is None and attention_mask is None and not past
+    if skip and plain and (name == "sdpa" or not causal):
+        return None
+    rule = Rule(causal, window, attention_mask, context.part if past else None)
+    return with_rule(rule, batch_size, 1, q_length, kv_length, device=options.get("device", "cpu"))
+
+
+def _check_cache(past: int, q_length: int, kv_length: int, causal: bool, window: int | None, context: Context) -> None:
+    if causal and window is None and past and kv_length == past + q_length and context.part is not None:
+        return
+    raise UnsupportedError(
+        f"{CALL}: rank {context.comm.rank} got {q_length} queries and {kv_length} keys with window={window}, expected "
+        "as many keys as queries, or a cache that was filled inside of this context by causal attention without a "
+        "window; decode with a DynamicCache in the context that filled it, or outside with the whole sequence"
+    )
+
+
+def _read(function: Callable[..., Any], masking: Any, context: Context) -> tuple[bool, int | None]:
+    """Whether a mask function of transformers is causal, and its window."""
+    found: set[tuple[str, int]] = set()
+
+    def read(each: Callable[..., Any]) -> bool:
+        if each in (masking.causal_mask_function, masking.bidirectional_mask_function):
+            found.add(("causal" if each is masking.causal_mask_function else "all", 0))
+            return True
+        kind, inside = each.__qualname__.partition(".")[0], inspect.getclosurevars(each).nonlocals
+        if kind == "and_masks":
+            return all(map(read, inside["mask_functions"]))
+        if kind == "sliding_window_overlay":
+            found.add(("behind", int(inside["sliding_window"])))
+        elif kind == "sliding_window_bidirectional_overlay":
+            found.add(("around", int(inside["sliding_window"]) + 1))
+        return kind.startswith("sliding_window_")
+
+    known = read(function)
+    causal = ("causal", 0) in found
+    windows = [window for kind, window in found if kind in ("behind", "around")]
+    if not known or (not causal and any(kind == "behind" for kind, _ in found)):
+        raise UnsupportedError(
+            f"{CALL}: rank {context.comm.rank} got a mask by {function.__qualname__.partition('.')[0]}, expected "
+            "causal attention or all keys, with padding or a sliding window: others are not made from parts of a "
+            "sequence; call the model outside"
+        )
+    return causal, min(windows, default=None)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """AttentionInterface.get_interface, which inside of a context gives ring attention."""
+
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = original(self, attn_implementation, default)
+        context = current()
+        if context is None:
+            return found
+        if attn_implementation == "sdpa":
+            return partial(_attention, context, True)
+        if attn_implementation == "eager":  # others are seen where they multiply their weights and values
+            return partial(_attention, context, False) if _is_usual(found) else found
+        raise UnsupportedError(
+            f"{CALL}: rank {context.comm.rank} got attn_implementation={shown(attn_implementation)}, expected 'sdpa' "
+            "or 'eager': others attend within a rank's part; call model.set_attn_implementation('sdpa')"
+        )
+
+    return get_interface
+
+
+def _attention(
+    context: Context,
+    may_be_causal: bool,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it; weights are not returned. ``may_be_causal``: without a mask, as its sdpa is."""
+    if position_bias is not None:
+        raise UnsupportedError(
+            f"{CALL}: rank {context.comm.rank} got a position_bias in {type(module).__name__}, expected none: it is "
+            "made of the positions in a rank's part; cut this model in other ways"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and may_be_causal and attention_mask is None
+    how = (attention_mask, dropout if module.training else 0.0, causal, scaling, True)
+    return context.attend(query, key, value, *how, softcap=softcap).transpose(1, 2).contiguous(), None
+
+
+_USUAL = ("llama", "gemma2", "bert")
+
+
+def _is_usual(eager: Callable[..., Any]) -> bool:
+    """Whether an eager attention is, line by line, that of Llama, Gemma 2 or BERT, as most of transformers' are."""
+    return any(_code(eager) == _code(_eager_of(name)) for name in _USUAL)
+
+
+def _eager_of(name: str) -> Callable[..., Any]:
+    import importlib
+
+    found: Callable[..., Any] = importlib.import_module(
+        f"transformers.models.{name}.modeling_{name}"
+    ).eager_attention_forward
+    return found
+
+
+def _code(function: Callable[..., Any]) -> list[Any]:
+    """What a function does, with the functions of its module that it calls."""
+    code: CodeType = function.__code__
+    called = [getattr(function, "__globals__", {}).get(name) for name in code.co_names]
+    own = [each for each in called if inspect.isfunction(each) and each.__module__.startswith("transformers.")]
+    return [code.co_code, code.co_consts, code.co_names, code.co_varnames, *map(_code, own)]
