@@ -90,7 +90,9 @@ class Counted(nn.Module):
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
     (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
     (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
-    (make, {"*.wq": "moe_tp_experts"}, {}, UnsupportedError, "the style 'moe_tp_experts' of transformers for"),
+    (make, {"*.wq": "grouped_gemm"}, {}, UnsupportedError, "the style 'grouped_gemm' of transformers for"),
+    (make, {"*.wq": "experts"}, {}, UnsupportedError,
+     r"got layers.0.attention.wq, a Linear with weight of \(96, 96\), .*, expected gate_up_proj of \(experts, 2 x"),
     (make, {"*.query": "colwise"}, {}, InvalidArgumentError, r"'\*\.query', which no module matches, expected names"),
     (make, {"*.wq": "colwise", "*.w?": "colwise"}, {}, InvalidArgumentError,
      r"layers\.0\.attention\.wq, which both '\*\.wq' and '\*\.w\?' match, expected one style"),
@@ -188,15 +190,16 @@ def test_refusals_come_before_the_module_is_changed(number: int) -> None:
         assert "; " in said
 
 
-def test_values_that_are_not_there_are_refused() -> None:
-    with torch.device("meta"):
-        models = [make(dtype=torch.float32) for _ in range(3)]
+def test_ranks_of_which_one_has_no_values_are_told() -> None:
+    """On meta on rank 1 alone."""
+    models = [make(dtype=torch.float32) for _ in range(2)]
+    models[1].to("meta")
 
     def rank(comm: Any) -> None:
-        with pytest.raises(UnsupportedError, match=r"got token\.weight on the meta device, expected values.*to_empty"):
+        with pytest.raises(MismatchError, match=f"where rank {1 - comm.rank} got another module, plan or options"):
             parallelize(models[comm.rank], {"*.wq": "colwise"}, comm)
 
-    on_ranks(rank, 3)
+    on_ranks(rank, 2)
 
 
 def test_ranks_that_ask_for_different_things_are_told_at_once() -> None:
@@ -234,4 +237,5 @@ def test_a_sequence_that_does_not_divide() -> None:
 def test_every_style_has_a_name() -> None:
     assert {type(style).__name__ for style in STYLES.values()} == {
         "Colwise", "Rowwise", "Vocab", "Heads", "Summed", "OnSequence", "SequenceRegion", "GatherSequence", "Whole",
+        "Experts",
     }  # fmt: skip

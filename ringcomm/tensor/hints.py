@@ -1,4 +1,4 @@
-"""Warnings about plans that look as if something was forgotten: they would train on wrong values without an error."""
+"""A warning about plans that look as if heads were forgotten: they would train on wrong values without an error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 
 
 def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
-    """Warns of a layer cut as one that looks like fused queries, keys and values, and of modules that count heads which
-    no style divides though their layers are cut.
+    """Warns of modules that count heads which no style divides though their layers are cut.
 
     Args:
         layers: what takes the place of the layers of the module, which is as it was.
@@ -25,12 +24,6 @@ def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divide
     for name, new in layers.items():
         if not isinstance(new, (ColumnParallelLinear, RowParallelLinear)) or new.region.world_size == 1:
             continue
-        if isinstance(new, ColumnParallelLinear) and new.out_features == 3 * new.in_features and new.is_one:
-            warnings.warn(
-                f"parallelize: {name} has three times as many outputs as inputs and is cut as one; if it makes "
-                "queries, keys and values, its style is Colwise(parts=3)",
-                stacklevel=4,
-            )
         above = name.rpartition(".")[0]
         parent = module.get_submodule(above)
         counts = [each for each in COUNTS if type(getattr(parent, each, None)) is int]
