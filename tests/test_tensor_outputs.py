@@ -104,6 +104,7 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.view(2, 2, 6).split(2, -1), None),
     (ONE, lambda y: y.view(2, 2, 3, 2).unbind(2), None),
     (ONE, lambda y: y.view(2, 3, 4), None),  # three heads
+    (ONE, lambda y: y.view(2, -1, 12)[..., :6], None),  # one
     (ONE, lambda y: y.view(2, 3, 3, -1) if y.shape[-1] == 36 else y, None),
     (ONE, lambda y: y[:1], None),
     (ONE, lambda y: y[..., :12], None),

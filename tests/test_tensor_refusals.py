@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensor_cases import on_ranks
-from test_tensor_plan import GPT, KINDS, SEQUENCE, Plan, make, tokens
+from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -87,6 +88,39 @@ class Counted(nn.Module):
         self.n_head, self.linear = 5, nn.Linear(6, 6)
 
 
+class Gated(nn.Module):
+    """With an output for each of three heads, and a norm of a head's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.gate, self.out, self.norm = nn.Linear(12, 3), nn.Linear(12, 12), nn.LayerNorm(4)
+
+
+def warned(kind: Callable[[], nn.Module], plan: Plan) -> list[str]:
+    models = [kind() for _ in range(3)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm), 3)
+    return [str(each.message) for each in found]
+
+
+def test_a_sum_that_looks_forgotten() -> None:
+    """A norm of heads, whose gradient would be wrong; not one as wide as the input, nor what the plan names."""
+    plan = {"gate": "colwise", "out": "rowwise"}
+    found = warned(Gated, plan)
+    assert len(found) == 3
+    assert set(found) == {
+        "parallelize: norm.weight of shape (4,) lies beside layers that are cut, and no style names norm; if ranks use "
+        "it on their own heads or features, its style is 'summed', else 'replicate'"
+    }
+    assert warned(Gated, {**plan, "norm": "summed"}) == []
+    assert warned(Gated, {**plan, "norm": "replicate"}) == []
+    assert warned(Gated, {"gate": "colwise"}) == []
+    assert warned(lambda: make(normed=False), TENSOR) == []
+    assert len(warned(make, TENSOR)) == 3 * 2  # both layers of each rank
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
     (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
     (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
@@ -107,6 +141,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, a LayerNorm without"),
     (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
     (Counted, {"linear": "colwise"}, {}, None, ""),
+    (Gated, {"gate": "colwise", "out": "rowwise"}, {}, None, ""),
     (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight whole, tied to token\.weight, which is"),
     (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
     (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,

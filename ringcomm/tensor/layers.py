@@ -32,18 +32,19 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     Args:
         what: for an error: the call, and what has these extents, parted by ": ".
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
-        multiple: a share must be a multiple of it, such as the width of an attention head.
+        multiple: a share of what is a multiple of it must be one too, such as of the width of an attention head.
     Raises:  InvalidArgumentError: a share that is no whole multiple.
     """
     pieces, offset = [], 0
     for extent in extents:
         each = -(-extent // region.world_size)
-        if (extent % region.world_size and not pad) or each % multiple:
-            heads = f" ({extent / multiple:g} heads of {multiple})" if multiple > 1 else ""
+        width = 1 if extent % multiple else multiple  # others, such as a gate for each head, are no heads
+        if (extent % region.world_size and not pad) or each % width:
+            heads = f" ({extent // width} heads of {width})" if width > 1 else ""
             call, _, name = what.partition(": ")
             raise InvalidArgumentError(
                 f"{call}: rank {region.rank} got {extent} {name}{heads}, expected {region.world_size} equal "
-                f"parts{' of whole heads' if multiple > 1 else ''}; use a number of ranks that divides it"
+                f"parts{' of whole heads' if width > 1 else ''}; use a number of ranks that divides it"
             )
         first = min(extent, region.rank * each)
         pieces.append((offset + first, min(each, extent - first)))

@@ -115,7 +115,7 @@ class _Watched(torch.Tensor):
             asked = _factors(name, x, made, args[1:], given)
             if len(asked) > 1:
                 cut.check_factors(name, asked)
-            return cut.watch(made) if len(asked) == 1 else made
+            return cut.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
         return cut.watch(made) if name in KEEPS and made.shape == x.shape else made
 
 

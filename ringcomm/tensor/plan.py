@@ -106,7 +106,8 @@ def parallelize(
         raise
     _agree(comm, asked)
     layers = {site.names[0]: site.new for site in sites if site.new is not None}
-    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
+    divided = [site.found for site in sites if isinstance(site.style, (Heads, Whole))]
+    warn_of_forgotten(module, layers, divided, {name for site in sites for name in site.names})
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             comm.broadcast(_apart(tensor.detach()), 0)
