@@ -86,7 +86,9 @@ def parallelize(
             differs, on all ranks.
     Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
     rank's own heads or features, is "summed". Tied parameters stay tied. Make the optimizer, and call `ringcomm.shard`,
-    afterwards.
+    afterwards. A module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time
+    as it was before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises
+    InvalidArgumentError in its first forward pass.
     Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
              forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
              all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
