@@ -44,11 +44,21 @@ NEOX: Plan = {
     "*.query_key_value": "colwise", "*.attention.dense": "rowwise", "*.dense_h_to_4h": "colwise",
     "*.dense_4h_to_h": "rowwise",
 }  # fmt: skip
+FALCON = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 12, "parallel_attn": True, "alibi": False,
+    "bias": True,
+}  # fmt: skip
+FALCON_PLAN: Plan = {
+    "*.query_key_value": "colwise", "*.self_attention": "heads", "*.self_attention.dense": "rowwise",
+    "*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise",
+}  # fmt: skip
 MLP: Plan = {"*.gate_up_proj": "packed_colwise", "*.down_proj": "rowwise"}
 CONV: Plan = {"*.c_attn": Colwise(parts=3), "*.attn": "heads", "*.attn.c_proj": "rowwise"}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "neox": lambda: built("GPTNeoX", num_attention_heads=12, **SMALL),
     "phi3": lambda: built("Phi3", num_attention_heads=12, num_key_value_heads=4, **SMALL),
+    "falcon": lambda: built("Falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=4),
+    "falcon, old": lambda: built("Falcon", **FALCON, new_decoder_architecture=False, multi_query=False),
     "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "bigcode": lambda: built("GPTBigCode", multi_query=False, **CODE),
 }
@@ -56,6 +66,8 @@ WORKS: list[tuple[str, Plan | None]] = [
     ("neox", None),  # heads, and queries, keys and values of each
     ("phi3", None),
     ("phi3", MLP),
+    ("falcon", FALCON_PLAN),  # groups of heads, each with a key and a value
+    ("falcon, old", FALCON_PLAN),
     ("gpt2", CONV),
     ("bigcode", {**CONV, "*.c_attn": "colwise"}),
 ]
@@ -64,6 +76,9 @@ REFUSED: list[tuple[str, Plan, str]] = [
      r"query_key_value, whose 144 outputs are cut as parts, here of \[24, 24, 24\], but view parts .* by heads"),
     ("phi3", {**MLP, "*.gate_up_proj": "colwise"},
      r"gate_up_proj, whose 192 outputs are cut as one, here of 96, but chunk parts the outputs at 48, expected"),
+    ("falcon", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=(48, 16, 16))},
+     r"query_key_value, whose 80 outputs are cut as parts, here of \[24, 8, 8\], but view parts the outputs by heads"),
+    ("falcon, old", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=3)}, r"query_key_value, .* by heads"),
     ("phi3", {"*.qkv_proj": "colwise", "*.o_proj": "rowwise"}, r"qkv_proj, .* but getitem parts the outputs at 48, ex"),
     ("phi3", {"*.qkv_proj": Colwise(parts=(48, 16, 16)), "*.o_proj": "rowwise"},
      r"qkv_proj, .* as parts, here of \[24, 8, 8\], but getitem parts the outputs at 48, expected the ends of the ran"),

@@ -451,7 +451,7 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
     said = None
     if not isinstance(module, kind):
         said = f"a {type(module).__name__}"
-    elif type(module).forward is not kind.forward or "forward" in vars(module):
+    elif (type(module).forward is not kind.forward or "forward" in vars(module)) and not _multiplies(module):
         said = f"a {type(module).__name__} with a forward pass of its own"
     elif _has_hooks(module, hooks):
         said = f"a {type(module).__name__} with hooks"
@@ -462,6 +462,27 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
             f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
             "the plan, or change it afterwards"
         )
+
+
+def _multiplies(linear: nn.Module) -> bool:
+    """Whether a linear layer with a forward pass of its own, such as Falcon's, computes what torch's does: it has
+    nothing but a weight and a bias, and is tried on small ones."""
+    known = vars(nn.Linear(1, 1, device="meta")).keys()
+    more = any(key not in known and not key.startswith("_") for key in vars(linear))  # but marks of transformers'
+    if not isinstance(linear, nn.Linear) or more or linear._buffers or linear._modules:
+        return False
+    with torch.device("cpu"):
+        x, weight, bias = torch.arange(1.0, 7).view(3, 2), torch.tensor([[1.0, -2], [3, 5]]), torch.tensor([7.0, -11])
+    tried = {"weight": weight} if linear.bias is None else {"weight": weight, "bias": bias}
+    expected = F.linear(x, *tried.values())
+    training = linear.training
+    try:
+        found = [torch.func.functional_call(linear.train(mode), tried, (x,)) for mode in (True, False)]
+    except Exception:
+        return False
+    finally:
+        linear.train(training)
+    return all(torch.is_tensor(each) and torch.equal(each, expected) for each in found)
 
 
 def _scale_of(embedding: Any) -> torch.Tensor | float | None:
