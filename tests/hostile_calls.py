@@ -214,11 +214,11 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "no_sync": (_wrapped, kinds("module:object")),
     "parallelize": (
         lambda c: _here(c, module=model(), plan={"0": "colwise", "1": "rowwise"}),
-        kinds("module:object plan:plan comm:object sequence_dim:dim overlap:flag"),
+        kinds("module:object plan:plan comm:object sequence_dim:dim overlap:flag verify:flag"),
     ),
     "parallelize.plan": (
         lambda c: _here(c, module=model(), plan={"0": "colwise", "1": "rowwise"}),
-        kinds("module:any plan:style comm:any sequence_dim:any overlap:any"),
+        kinds("module:any plan:style comm:any sequence_dim:any overlap:any verify:any"),
     ),
     "random.dropout": (
         lambda c: {"x": _x(), "p": 0.5, "seed": 1, "name": "a", "offset": 4, "index": 3},

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
 from ringcomm.parallel.norm import total_norm
-from ringcomm.parallel.part import Part, part_of
+from ringcomm.parallel.part import Part, part_of, take
 from ringcomm.pipeline.cuts import split
 from ringcomm.pipeline.pipeline import Pipeline
-from ringcomm.tensor.layers import take
 from ringcomm.tensor.plan import Colwise, parallelize
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 37, 16, 4, 8, 4  # the vocabulary is padded on 2 and 4 ranks

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.part import part_of
-from ringcomm.tensor.layers import take
+from ringcomm.parallel.part import part_of, take
 from ringcomm.tensor.regions import Region
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

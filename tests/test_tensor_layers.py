@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.parallel.part import part_of
+from ringcomm.parallel.part import part_of, take
 from ringcomm.tensor.dropout import ShardedDropout
-from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, take
+from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor.overlapped import gather_linear, linear_scatter
 from ringcomm.tensor.regions import Region
 

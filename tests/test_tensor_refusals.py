@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensor_cases import on_ranks
-from test_tensor_plan import GPT, KINDS, SEQUENCE, Plan, make, tokens
+from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -87,10 +88,45 @@ class Counted(nn.Module):
         self.n_head, self.linear = 5, nn.Linear(6, 6)
 
 
+class Gated(nn.Module):
+    """With an output for each of three heads, and a norm of a head's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.gate, self.out, self.norm = nn.Linear(12, 3), nn.Linear(12, 12), nn.LayerNorm(4)
+
+
+def warned(kind: Callable[[], nn.Module], plan: Plan) -> list[str]:
+    models = [kind() for _ in range(3)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm), 3)
+    return [str(each.message) for each in found]
+
+
+def test_a_sum_that_looks_forgotten() -> None:
+    """A norm of heads, whose gradient would be wrong; not one as wide as the input, nor what the plan names."""
+    plan = {"gate": "colwise", "out": "rowwise"}
+    found = warned(Gated, plan)
+    assert len(found) == 3
+    assert set(found) == {
+        "parallelize: norm.weight of shape (4,) lies beside layers that are cut, and no style names norm; if ranks use "
+        "it on their own heads or features, its style is 'summed', else 'replicate'"
+    }
+    assert warned(Gated, {**plan, "norm": "summed"}) == []
+    assert warned(Gated, {**plan, "norm": "replicate"}) == []
+    assert warned(Gated, {"gate": "colwise"}) == []
+    assert warned(lambda: make(normed=False), TENSOR) == []
+    assert len(warned(make, TENSOR)) == 3 * 2  # both layers of each rank
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
     (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
     (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
-    (make, {"*.wq": "moe_tp_experts"}, {}, UnsupportedError, "the style 'moe_tp_experts' of transformers for"),
+    (make, {"*.wq": "grouped_gemm"}, {}, UnsupportedError, "the style 'grouped_gemm' of transformers for"),
+    (make, {"*.wq": "experts"}, {}, UnsupportedError,
+     r"got layers.0.attention.wq, a Linear with weight of \(96, 96\), .*, expected gate_up_proj of \(experts, 2 x"),
     (make, {"*.query": "colwise"}, {}, InvalidArgumentError, r"'\*\.query', which no module matches, expected names"),
     (make, {"*.wq": "colwise", "*.w?": "colwise"}, {}, InvalidArgumentError,
      r"layers\.0\.attention\.wq, which both '\*\.wq' and '\*\.w\?' match, expected one style"),
@@ -105,6 +141,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, a LayerNorm without"),
     (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
     (Counted, {"linear": "colwise"}, {}, None, ""),
+    (Gated, {"gate": "colwise", "out": "rowwise"}, {}, None, ""),
     (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight whole, tied to token\.weight, which is"),
     (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
     (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,
@@ -188,15 +225,16 @@ def test_refusals_come_before_the_module_is_changed(number: int) -> None:
         assert "; " in said
 
 
-def test_values_that_are_not_there_are_refused() -> None:
-    with torch.device("meta"):
-        models = [make(dtype=torch.float32) for _ in range(3)]
+def test_ranks_of_which_one_has_no_values_are_told() -> None:
+    """On meta on rank 1 alone."""
+    models = [make(dtype=torch.float32) for _ in range(2)]
+    models[1].to("meta")
 
     def rank(comm: Any) -> None:
-        with pytest.raises(UnsupportedError, match=r"got token\.weight on the meta device, expected values.*to_empty"):
+        with pytest.raises(MismatchError, match=f"where rank {1 - comm.rank} got another module, plan or options"):
             parallelize(models[comm.rank], {"*.wq": "colwise"}, comm)
 
-    on_ranks(rank, 3)
+    on_ranks(rank, 2)
 
 
 def test_ranks_that_ask_for_different_things_are_told_at_once() -> None:
@@ -234,4 +272,5 @@ def test_a_sequence_that_does_not_divide() -> None:
 def test_every_style_has_a_name() -> None:
     assert {type(style).__name__ for style in STYLES.values()} == {
         "Colwise", "Rowwise", "Vocab", "Heads", "Summed", "OnSequence", "SequenceRegion", "GatherSequence", "Whole",
+        "Experts",
     }  # fmt: skip

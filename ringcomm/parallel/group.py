@@ -24,7 +24,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.layout import FlatLayout
-from ringcomm.parallel.meta import give_memory, unmade
+from ringcomm.parallel.meta import fill_unmade, give_memory
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
 from ringcomm.parallel.ranks import DONE, Ranks, uses
@@ -157,7 +157,7 @@ class FlatGroup:
         for i, p in enumerate(self.params):
             part = self.part(self._opened, i)
             with torch.no_grad():
-                part.fill_(unmade(part)) if i in self._unmade else part.copy_(p)
+                fill_unmade(part, p) if i in self._unmade else part.copy_(p)
             p.data = part
 
     def close(self, send: bool) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.parallel.part import part_of
+from ringcomm.parallel.uncut import Room, uncut_of
 
 if TYPE_CHECKING:
     from ringcomm.parallel.flat_model import FlatModel
@@ -45,7 +47,17 @@ def unmade(value: torch.Tensor) -> float | int:
 def is_unmade(value: torch.Tensor) -> bool:
     """Whether nothing was written into a tensor since it was filled with `unmade`."""
     floats = value.is_floating_point() or value.is_complex()
-    return bool(value.isnan().all() if floats else (value == unmade(value)).all())
+    empty = value.isnan() if floats else value == unmade(value)
+    return bool(empty.any() and (empty | (value == 0)).all())  # zeros are padding of a parameter that is cut
+
+
+def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
+    """Fills a parameter's memory with `unmade`, and its padding with zeros."""
+    part = part_of(p)
+    value.fill_(unmade(value))
+    if part.dim is not None:
+        length = sum(count for _, count in part.pieces)
+        value.narrow(part.dim, length, value.shape[part.dim] - length).zero_()
 
 
 def give_memory(p: nn.Parameter, name: str, device: torch.device, rank: int) -> None:
@@ -72,7 +84,7 @@ class Waiting:
     def __init__(
         self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int
     ) -> None:
-        self.device, self.call, self.rank = device, call, rank
+        self.device, self.call, self.rank, self.room = device, call, rank, Room(device, unmade)
         self.modules = [(name, m) for name, m in _children_first(module) if _has_meta(m)]
         self.params = {id(p) for _, m in self.modules for p in m._parameters.values() if p is not None and p.is_meta}
         self.init: InitFn | None = None if init is False else init if callable(init) else self._reset
@@ -82,6 +94,8 @@ class Waiting:
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
+        uncut = uncut_of(m)
+        m = m if uncut is None else uncut.module
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
         if reset is None:
             raise InvalidArgumentError(
@@ -127,14 +141,18 @@ class Waiting:
     def _call(self, name: str, m: nn.Module) -> None:
         if self.init is None:
             return
-        before = _ids(m)
+        uncut = uncut_of(m)
+        whole = m if uncut is None else uncut.open(m, self.room)
+        before = _ids(whole)
         with torch.no_grad(), self.device:
-            self.init(m)
-        if _ids(m) != before:
+            self.init(whole)
+        if _ids(whole) != before:
             raise InvalidArgumentError(
                 f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
                 "it, expected values to be written into those that are there; use torch.nn.init"
             )
+        if uncut is not None:
+            uncut.close(m)
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}

@@ -70,6 +70,24 @@ def part_of(p: torch.Tensor) -> Part:
     return getattr(p, "_ringcomm_part", PLAIN)
 
 
+def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
+    assert part.dim is not None
+    made = whole.new_empty(*whole.shape[: part.dim], length, *whole.shape[part.dim + 1 :])
+    copy_part(made, whole, part)
+    return made
+
+
+def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
+    """Writes this rank's part of a whole tensor into its own, and zeros into the padding."""
+    assert part.dim is not None
+    at = 0
+    for start, count in part.pieces:
+        mine.narrow(part.dim, at, count).copy_(whole.narrow(part.dim, start, count))
+        at += count
+    mine.narrow(part.dim, at, mine.shape[part.dim] - at).zero_()
+
+
 def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
     """Raises for parameters that other ranks have the rest of, where nothing says which ranks: ``what`` would be this
     rank's alone."""

@@ -102,7 +102,8 @@ def shard(
             optimizer needs.
         offload: True: master weights and the optimizer's state in the host's memory, and the step there.
         init_fn: initialises a submodule whose own parameters or buffers are on the meta device, in place; children come
-            before their parents. All ranks get rank 0's values. At stage 3 one unit is whole at a time. None:
+            before their parents. All ranks get rank 0's values. At stage 3 one unit is whole at a time. Of a model that
+            `ringcomm.parallelize` has cut it gets the submodules as they were before, whole. None:
             ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises
             where some are missing.
     Order:   the mean of a gradient is canonical: bits depend neither on the stage nor on units and buckets.

@@ -6,6 +6,7 @@ parameters are this rank's parts, and know which (`ringcomm.parallel.part`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ringcomm.arguments import FLAG, expects, several, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.arguments import DEVICE, DTYPE
-from ringcomm.parallel.part import Part, note, renew_parts
+from ringcomm.parallel.part import Part, note, renew_parts, take
 from ringcomm.tensor import overlapped
+from ringcomm.tensor.outputs import CutOutputs
 from ringcomm.tensor.regions import Region, f, f_bar, g, g_bar, gather, scatter
 
 DIM = whole(-64, 64, "a dimension")
@@ -30,18 +32,19 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     Args:
         what: for an error: the call, and what has these extents, parted by ": ".
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
-        multiple: a share must be a multiple of it, such as the width of an attention head.
+        multiple: a share of what is a multiple of it must be one too, such as of the width of an attention head.
     Raises:  InvalidArgumentError: a share that is no whole multiple.
     """
     pieces, offset = [], 0
     for extent in extents:
         each = -(-extent // region.world_size)
-        if (extent % region.world_size and not pad) or each % multiple:
-            heads = f" ({extent / multiple:g} heads of {multiple})" if multiple > 1 else ""
+        width = 1 if extent % multiple else multiple  # others, such as a gate for each head, are no heads
+        if (extent % region.world_size and not pad) or each % width:
+            heads = f" ({extent // width} heads of {width})" if width > 1 else ""
             call, _, name = what.partition(": ")
             raise InvalidArgumentError(
                 f"{call}: rank {region.rank} got {extent} {name}{heads}, expected {region.world_size} equal "
-                f"parts{' of whole heads' if multiple > 1 else ''}; use a number of ranks that divides it"
+                f"parts{' of whole heads' if width > 1 else ''}; use a number of ranks that divides it"
             )
         first = min(extent, region.rank * each)
         pieces.append((offset + first, min(each, extent - first)))
@@ -49,19 +52,14 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     return Part(0, offset, tuple(pieces))
 
 
-def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
-    assert part.dim is not None
-    pieces = [whole.narrow(part.dim, start, count) for start, count in part.pieces]
-    missing = length - sum(count for _, count in part.pieces)
-    if missing:
-        shape = (*whole.shape[: part.dim], missing, *whole.shape[part.dim + 1 :])
-        pieces.append(whole.new_zeros(shape))
-    return torch.cat(pieces, part.dim)
+def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: Part, dim: int = 0, length: int = 0) -> None:
+    """Gives a module this rank's part, along ``dim``, of a whole parameter.
 
-
-def _own(module: nn.Module, key: str, whole: torch.Tensor, part: Part, length: int) -> None:
-    """Gives a module this rank's part of a whole parameter."""
+    Args:
+        length: of the part and its padding; 0: there is none.
+    """
+    part = replace(part, dim=dim)
+    length = length or sum(count for _, count in part.pieces)
     setattr(module, key, nn.Parameter(take(whole.detach(), part, length), whole.requires_grad))
     note(module, key, **vars(part))
 
@@ -137,7 +135,12 @@ class ColumnParallelLinear(_ParallelLinear):
     Initialised as nn.Linear would be, from the same draws, so that the whole does not depend on the number of ranks.
     Cost:    backward one all_reduce of the input's gradient; with ``sequence_dim`` an all_gather of the input and in
              backward a reduce_scatter of its gradient.
+
+    Attributes:
+        unseen: looks at what is made of the first output; None: nothing does.
     """
+
+    unseen: CutOutputs | None = None
 
     @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
@@ -205,11 +208,11 @@ class ColumnParallelLinear(_ParallelLinear):
             )
         part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
-        self.local_features = sum(-(-extent // self.region.world_size) for extent in extents)
-        _own(self, "weight", linear.weight, part if not self.turned else Part(1, *_rest(part)), self.local_features)
+        self.local_features = sum(self.local_extents)
+        own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
-            _own(self, "bias", linear.bias, part, self.local_features)
+            own_part(self, "bias", linear.bias, part, 0, self.local_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
@@ -220,18 +223,26 @@ class ColumnParallelLinear(_ParallelLinear):
             y = overlapped.gather_linear(input, self.weight_of(), self.bias, comm, self.sequence_dim)
         else:
             y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
-        return self._whole(gather(y, comm)) if self.gather_output else y
+        if self.gather_output:
+            return self._whole(gather(y, comm))
+        unseen, self.unseen = self.unseen, None
+        return y if unseen is None else unseen.watch(y)
 
     @property
     def is_one(self) -> bool:
         """Whether its outputs are cut as one, and not in parts."""
         return len(self.gathered) == 1
 
+    @property
+    def local_extents(self) -> list[int]:
+        """This rank's outputs of each part."""
+        return [-(-extent // self.region.world_size) for extent in self.gathered]
+
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
         """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
         if self.is_one:
             return y[..., : self.out_features]
-        each = [-(-extent // self.region.world_size) for extent in self.gathered]
+        each = self.local_extents
         by_rank = [part.split(each, -1) for part in y.split(self.local_features, -1)]
         return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
 
@@ -289,8 +300,7 @@ class RowParallelLinear(_ParallelLinear):
         self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
         self.input_is_parallel = input_is_parallel
         part = cut([self.in_features], self.region, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
-        length = self.in_features // self.region.world_size
-        _own(self, "weight", linear.weight, Part(0 if self.turned else 1, *_rest(part)), length)
+        own_part(self, "weight", linear.weight, part, int(not self.turned))
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -312,12 +322,17 @@ class RowParallelLinear(_ParallelLinear):
 class VocabParallelEmbedding(_Parallel):
     """An embedding with its rows cut over the ranks; a vocabulary that does not divide is padded with rows of zeros.
 
+    Attributes:
+        embed_scale: a number that multiplies the rows, as in transformers' scaled word embeddings; None: none.
+
     Args:
         num_embeddings, embedding_dim, padding_idx: of the whole embedding.
         comm: the ranks.
         sequence_dim: every rank gets its part of the output along this dimension; None: all of it.
     Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
     """
+
+    embed_scale: torch.Tensor | float | None
 
     @expects(
         "VocabParallelEmbedding",
@@ -342,13 +357,16 @@ class VocabParallelEmbedding(_Parallel):
         super().__init__()
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self._take(whole, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+        self.embed_scale = None
 
     @classmethod
     def of(
         cls, embedding: nn.Module, region: Region, name: str, *, sequence_dim: int | None = None
     ) -> VocabParallelEmbedding:
         """In the place of an embedding, with its values; ``name`` is its name in errors."""
-        refuse_changed(embedding, nn.Embedding, region, name, hooks=sequence_dim is None)
+        scale = _scale_of(embedding)
+        if scale is None:
+            refuse_changed(embedding, nn.Embedding, region, name, hooks=sequence_dim is None)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise UnsupportedError(
@@ -360,6 +378,10 @@ class VocabParallelEmbedding(_Parallel):
         for hooks in _HOOKS:  # they see the same as before
             made.__dict__[hooks] = vars(embedding)[hooks]
         made._take(embedding, region, sequence_dim)
+        if "embed_scale" in embedding._buffers:
+            made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
+        else:
+            made.embed_scale = scale
         return made
 
     def _take(self, whole: Any, region: Region, sequence_dim: int | None) -> None:
@@ -368,7 +390,7 @@ class VocabParallelEmbedding(_Parallel):
         part = cut([self.num_embeddings], region, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // region.world_size)
         self.first, self.count = part.pieces[0]
-        _own(self, "weight", whole.weight, part, self.rows)
+        own_part(self, "weight", whole.weight, part, 0, self.rows)
         self.padding_idx = whole.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -388,8 +410,11 @@ class VocabParallelEmbedding(_Parallel):
         padding = None if self.padding_idx is None else self.padding_idx - self.first
         inside_padding = padding if padding is not None and 0 <= padding < self.count else None
         y = F.embedding(rows, self.weight, inside_padding).masked_fill(other.unsqueeze(-1), 0)
-        comm = self.region.comm
-        return f_bar(y, comm) if self.sequence_dim is None else g_bar(y, comm, self.sequence_dim)
+        comm, scale = self.region.comm, self.embed_scale
+        y = f_bar(y, comm) if self.sequence_dim is None else g_bar(y, comm, self.sequence_dim)
+        if scale is None:
+            return y
+        return y * (scale.to(y.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.region.rank} of {self.region.world_size}"
@@ -426,9 +451,9 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
     said = None
     if not isinstance(module, kind):
         said = f"a {type(module).__name__}"
-    elif type(module).forward is not kind.forward or "forward" in vars(module):
+    elif (type(module).forward is not kind.forward or "forward" in vars(module)) and not _multiplies(module):
         said = f"a {type(module).__name__} with a forward pass of its own"
-    elif module._backward_hooks or module._backward_pre_hooks or (not hooks and any(vars(module)[h] for h in _HOOKS)):
+    elif _has_hooks(module, hooks):
         said = f"a {type(module).__name__} with hooks"
     elif torch.nn.utils.parametrize.is_parametrized(module):
         said = f"a parametrized {type(module).__name__}"
@@ -439,16 +464,66 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
         )
 
 
+def _multiplies(linear: nn.Module) -> bool:
+    """Whether a linear layer with a forward pass of its own, such as Falcon's, computes what torch's does: it has
+    nothing but a weight and a bias, and is tried on small ones."""
+    known = vars(nn.Linear(1, 1, device="meta")).keys()
+    more = any(key not in known and not key.startswith("_") for key in vars(linear))  # but marks of transformers'
+    if not isinstance(linear, nn.Linear) or more or linear._buffers or linear._modules:
+        return False
+    with torch.device("cpu"):
+        x, weight, bias = torch.arange(1.0, 7).view(3, 2), torch.tensor([[1.0, -2], [3, 5]]), torch.tensor([7.0, -11])
+    tried = {"weight": weight} if linear.bias is None else {"weight": weight, "bias": bias}
+    expected = F.linear(x, *tried.values())
+    training = linear.training
+    try:
+        found = [torch.func.functional_call(linear.train(mode), tried, (x,)) for mode in (True, False)]
+    except Exception:
+        return False
+    finally:
+        linear.train(training)
+    return all(torch.is_tensor(each) and torch.equal(each, expected) for each in found)
+
+
+def _scale_of(embedding: Any) -> torch.Tensor | float | None:
+    """``embed_scale`` of an embedding whose forward pass is torch's times this number, as transformers' scaled word
+    embeddings; None: it has another."""
+    scale = getattr(embedding, "embed_scale", None)
+    inherits = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+    if not inherits or "forward" in vars(embedding) or not isinstance(scale, (torch.Tensor, float, int)):
+        return None
+    with torch.device("cpu"):  # try it, on rows of one feature
+        rows, tokens = torch.arange(1.0, embedding.num_embeddings + 1).unsqueeze(1), torch.tensor([0, 0])
+        tokens[1] = embedding.num_embeddings - 1
+        tried = {"weight": rows, **({"embed_scale": torch.tensor(3.0)} if torch.is_tensor(scale) else {})}
+        factor = 3.0 if torch.is_tensor(scale) else float(scale)
+        found = torch.func.functional_call(embedding, tried, (tokens,))
+        return scale if torch.equal(found, rows[tokens] * factor) else None
+
+
+def _has_hooks(module: nn.Module, but_forward: bool) -> bool:
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(backward) or (not but_forward and any(vars(module)[hooks] for hooks in _HOOKS))
+
+
+def refuse_hooks(module: nn.Module, region: Region, name: str) -> None:
+    """Refuses hooks, which would be lost.
+
+    Raises: UnsupportedError
+    """
+    if _has_hooks(module, False):
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, a {type(module).__name__} with hooks, expected one without; "
+            "register them afterwards"
+        )
+
+
 def _call(layer: nn.Module, name: str) -> str:
     return "parallelize" if name else type(layer).__name__
 
 
 def _of(name: str) -> str:
     return f" of {name}" if name else ""
-
-
-def _rest(part: Part) -> tuple[int, tuple[tuple[int, int], ...]]:
-    return part.extent, part.pieces
 
 
 def _region(comm: Communicator | None, call: str) -> Region:

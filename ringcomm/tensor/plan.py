@@ -15,8 +15,11 @@ from ringcomm.arguments import FLAG, expects, that
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.parallel.arguments import MODULE, matches
-from ringcomm.parallel.part import part_of
+from ringcomm.parallel.part import copy_part, part_of
+from ringcomm.parallel.ranks import exchange
+from ringcomm.parallel.uncut import keep_uncut
 from ringcomm.tensor.dropout import ShardedDropout
+from ringcomm.tensor.experts import cut_experts
 from ringcomm.tensor.hints import warn_of_forgotten
 from ringcomm.tensor.layers import (
     DIM,
@@ -25,8 +28,8 @@ from ringcomm.tensor.layers import (
     VocabParallelEmbedding,
     form_of,
     refuse_changed,
-    take,
 )
+from ringcomm.tensor.outputs import CutOutputs
 from ringcomm.tensor.regions import Region
 from ringcomm.tensor.sequence import gather_before, sum_gradients, surround
 from ringcomm.tensor.styles import (
@@ -35,6 +38,7 @@ from ringcomm.tensor.styles import (
     STYLES,
     Colwise,
     Dropout,
+    Experts,
     GatherSequence,
     Heads,
     OnSequence,
@@ -45,10 +49,11 @@ from ringcomm.tensor.styles import (
     Vocab,
     Whole,
 )
+from ringcomm.tensor.verify import Verifier
 
 __all__ = [
-    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise",
-    "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
+    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "Experts", "GatherSequence", "Heads", "OnSequence",
+    "Rowwise", "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
 ]  # fmt: skip
 
 
@@ -60,6 +65,7 @@ def parallelize(
     *,
     sequence_dim: int | None = None,
     overlap: bool = False,
+    verify: bool = False,
 ) -> nn.Module:
     """Cuts the layers of a module over the ranks; a collective. Its inputs, outputs and parameters are plain tensors.
 
@@ -74,9 +80,15 @@ def parallelize(
             sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
             all layers take and give parts.
         overlap: sequence parallel messages go round the ring while parts of them are multiplied.
+        verify: for a loss that is off. Every forward pass compares hashes of the ranks' inputs, every backward pass
+            hashes of gradients that all ranks have whole; without ``sequence_dim`` the first block of each kind
+            compares its first output with that of the block before it was cut, in eval mode. MismatchError names what
+            differs, on all ranks.
     Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
     rank's own heads or features, is "summed". Tied parameters stay tied. Make the optimizer, and call `ringcomm.shard`,
-    afterwards.
+    afterwards. A module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time
+    as it was before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises
+    InvalidArgumentError in its first forward pass.
     Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
              forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
              all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
@@ -89,20 +101,27 @@ def parallelize(
     """
     region = Region.of(comm)
     try:
-        sites = _prepared(module, region, plan, sequence_dim, overlap)
-        asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap)).encode())
+        sites = _prepared(module, region, plan, sequence_dim, overlap, verify)
+        asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap, verify)).encode())
     except RingcommError:
-        _agree(module, comm, -1)
+        _agree(comm, -1)
         raise
-    _agree(module, comm, asked)
+    _agree(comm, asked)
     layers = {site.names[0]: site.new for site in sites if site.new is not None}
-    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
+    divided = [site.found for site in sites if isinstance(site.style, (Heads, Whole))]
+    warn_of_forgotten(module, layers, divided, {name for site in sites for name in site.names})
     for tensor in [*module.parameters(), *module.buffers()]:
-        comm.broadcast(_apart(tensor.detach()), 0)
+        if not tensor.is_meta:
+            comm.broadcast(_apart(tensor.detach()), 0)
     for site in sites:
         site.fill()
+    _watch_outputs(module, sites, region)
+    verifier = _verifier(module, sites, region, sequence_dim) if verify else None
+    keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
     for site in sites:
         site.put(module, region, sequence_dim or 0)
+    if verifier is not None:
+        verifier.start()
     return module
 
 
@@ -124,9 +143,9 @@ class _Site:
         """Takes over the values of the module, which are rank 0's by now."""
         for key, p in ({} if self.new is None else self.new._parameters).items():
             part = part_of(p) if p is not None else None
-            if p is not None and part is not None and part.dim is not None:
+            if p is not None and part is not None and part.dim is not None and not p.is_meta:
                 with torch.no_grad():
-                    p.copy_(take(self.found._parameters[key], part, p.shape[part.dim]))
+                    copy_part(p, self.found._parameters[key], part)
 
     def put(self, module: nn.Module, region: Region, dim: int) -> None:
         """Changes the module."""
@@ -150,7 +169,7 @@ def _is_plan(value: Any) -> bool:
 
 
 @expects(
-    "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG
+    "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
 )  # in the place where the other ranks hear of a refusal
 def _prepared(
     module: nn.Module,
@@ -158,6 +177,7 @@ def _prepared(
     plan: Mapping[str, str | Style] | None = None,
     sequence_dim: int | None = None,
     overlap: bool = False,
+    verify: bool = False,
 ) -> list[_Site]:
     """All that can be found wrong is found here; the module is as it was."""
     if overlap and sequence_dim is None:
@@ -169,12 +189,6 @@ def _prepared(
         raise InvalidArgumentError(
             f"parallelize: rank {region.rank} got a pipeline's part of a model, expected the whole; call parallelize "
             "first, and split the model then"
-        )
-    empty = next((name for name, tensor in _tensors(module) if tensor.is_meta), None)
-    if empty is not None:
-        raise UnsupportedError(
-            f"parallelize: rank {region.rank} got {empty} on the meta device, expected values: the layers take over "
-            "their parts of them; call to_empty() and initialise the module first"
         )
     chosen = resolve(module, _carried(module, region.rank) if plan is None else plan, region.rank)
     _check_sequence(module, chosen, sequence_dim, region.rank)
@@ -197,10 +211,10 @@ def _prepared(
     return list(sites.values())
 
 
-def _facts(module: nn.Module, sites: list[_Site], sequence_dim: int | None, overlap: bool) -> list[Any]:
+def _facts(module: nn.Module, sites: list[_Site], *options: Any) -> list[Any]:
     """What the ranks must have alike."""
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(module)]
-    return [shapes, [(site.names, site.style) for site in sites], sequence_dim, overlap]
+    shapes = [(name, tuple(x.shape), str(x.dtype), x.is_meta) for name, x in _tensors(module)]
+    return [shapes, [(site.names, site.style) for site in sites], *options]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -214,13 +228,9 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _agree(module: nn.Module, comm: Communicator, asked: int) -> None:
+def _agree(comm: Communicator, asked: int) -> None:
     """Refuses to go on when the ranks ask for different things; below 0: this one raises anyway."""
-    device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
-    if comm.world_size == 1 or (device is not None and device.type == "meta"):
-        return
-    mine = torch.tensor([asked], device=device)
-    everybody = comm.all_gather(mine, out=mine.new_empty(comm.world_size)).tolist()
+    everybody = [int(each) for each in exchange(comm, str(asked).encode())]
     other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
     if asked >= 0 and other is not None:
         theirs = "refused its plan" if everybody[other] < 0 else "got another module, plan or options"
@@ -282,10 +292,13 @@ def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
         )
     modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    experts = [pattern for pattern, style in plan.items() if style == "moe_tp_experts"]
     found = {}
     for pattern, style in plan.items():
         if any(matches(pattern, name) for name in modules):
             found[pattern] = style
+        elif pattern.rpartition(".")[0] in experts:  # its parameters, which are cut with it
+            continue
         elif any(matches(pattern, name) for name in parameters):
             raise UnsupportedError(
                 f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
@@ -375,8 +388,7 @@ def _made(
     above = _ancestors(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
     entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
-    width = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
-    multiple = width if isinstance(width, int) else 1
+    multiple = _head_width(module.get_submodule(name.rpartition(".")[0]))
     if isinstance(style, Colwise):
         parts, outputs = style.parts, form_of(found, region, name)[2]
         if isinstance(parts, int):
@@ -393,12 +405,49 @@ def _made(
         )  # fmt: skip
     if isinstance(style, Vocab):
         return VocabParallelEmbedding.of(found, region, name, sequence_dim=sequence_dim if style.scatter else None)
+    if isinstance(style, Experts):
+        if sequence_dim is not None:
+            raise UnsupportedError(
+                f"parallelize: rank {region.rank} got {name} as experts with a sequence_dim, expected one of them: "
+                "experts take whole sequences; leave sequence_dim out"
+            )
+        return cut_experts(found, region, name, style)
     if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, _DropoutNd)):
         dim = style.dim if isinstance(style, Dropout) else sequence_dim
         assert dim is not None
         refuse_changed(found, nn.Dropout, region, name)
         return ShardedDropout(float(found.p), region.comm, dim)
     return None
+
+
+def _head_width(attention: nn.Module) -> int:
+    """Features of an attention module's head; 1: unknown."""
+    found = [getattr(attention, each, None) for each in ("head_dim", "head_size")]
+    return next((each for each in found if type(each) is int and each > 0), 1)
+
+
+def _watch_outputs(module: nn.Module, sites: list[_Site], region: Region) -> None:
+    """Lets layers that are cut along their outputs look at what the module makes of them."""
+    divided = {
+        name: {getattr(site.found, each) // region.world_size for each in _heads(site, region)}
+        for site in sites
+        for name in site.names
+    }
+    for site in sites:
+        name, new = site.names[0], site.new
+        if isinstance(new, ColumnParallelLinear) and region.world_size > 1:
+            heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
+            width = _head_width(module.get_submodule(name.rpartition(".")[0]))
+            new.unseen = CutOutputs(name, region.rank, tuple(new.local_extents), new.out_features, heads, width)
+
+
+def _verifier(module: nn.Module, sites: list[_Site], region: Region, sequence_dim: int | None) -> Verifier:
+    cut = [name for site in sites for name in site.names]
+    summed = [site.found for site in sites if isinstance(site.style, (OnSequence, Summed))]
+    whole = sequence_dim is None
+    return Verifier(
+        module, region, cut, summed, whole or any(isinstance(site.style, SequenceRegion) for site in sites), whole
+    )
 
 
 def _ancestors(name: str) -> list[str]:

@@ -18,18 +18,18 @@ def sum_gradients(module: nn.Module, region: Region) -> None:
     """Lets the gradients of parameters that all ranks have whole, but use on parts of something, be their sums.
     load_state_dict(assign=True) and to_empty() make other parameters, so each call of the module looks for new ones."""
 
-    def look(module: nn.Module, _: Any) -> None:
-        for p in module.parameters():
-            _sum_gradient(p, region)
+    sum_gradients_of(module, region)
+    module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, region))
 
-    look(module, ())
-    module.register_forward_pre_hook(look)
+
+def sum_gradients_of(module: nn.Module, region: Region) -> None:
+    """Once for each parameter that has memory, and also if it is frozen now and trained later."""
+    for p in module.parameters():
+        if not p.is_meta and vars(p).get("_ringcomm_summed") is None:
+            _sum_gradient(p, region)
 
 
 def _sum_gradient(p: nn.Parameter, region: Region) -> None:
-    """Once for each parameter, and also if it is frozen now and trained later."""
-    if vars(p).get("_ringcomm_summed") is not None:
-        return
     frozen = not p.requires_grad
     p.requires_grad_(True)
     p._ringcomm_summed = p.register_hook(lambda gradient: region.all_reduce(gradient))

@@ -59,6 +59,22 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A module with the weights of all experts of a mixture, as parameters of three dimensions: a rank has a part of
+    each expert's features.
+
+    Args:
+        inner: the parameter (experts, parts x features, inputs), cut along its outputs.
+        outer: the parameter (experts, outputs, features), cut along its inputs.
+        parts: how many outputs are fused in ``inner``: gate and up.
+    """
+
+    inner: str = "gate_up_proj"
+    outer: str = "down_proj"
+    parts: int = 2
+
+
+@dataclass(frozen=True)
 class Summed:
     """A module that all ranks have whole, but use on their own part of something, such as a norm of a rank's heads: the
     gradients of its parameters are summed."""
@@ -93,7 +109,8 @@ class Whole:
     """A module that stays as it is."""
 
 
-Style = Colwise | Rowwise | Vocab | Heads | Summed | OnSequence | SequenceRegion | GatherSequence | Dropout | Whole
+Cut = Colwise | Rowwise | Vocab | Heads | Experts | Dropout
+Style = Cut | Summed | OnSequence | SequenceRegion | GatherSequence | Whole
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -106,6 +123,8 @@ STYLES: dict[str, Style] = {
     "vocab": Vocab(),
     "embedding_rowwise": Vocab(),
     "heads": Heads(),
+    "experts": Experts(),
+    "moe_tp_experts": Experts(),
     "summed": Summed(),
     "replicated_with_grad_allreduce": Summed(),
     "sequence": OnSequence(),
@@ -117,7 +136,7 @@ STYLES: dict[str, Style] = {
 """The names of styles in a plan; also those that transformers uses in its models' ``_tp_plan``."""
 
 FOREIGN = (
-    "packed_rowwise", "embedding_colwise", "mla_kv_a_proj", "all_reduce", "local_params", "moe_tp_experts",
-    "moe_identity_expert", "grouped_gemm", "ep_router", "ep_dispatch_experts",
+    "packed_rowwise", "embedding_colwise", "mla_kv_a_proj", "all_reduce", "local_params", "moe_identity_expert",
+    "grouped_gemm", "ep_router", "ep_dispatch_experts",
 )  # fmt: skip
-"""Styles of transformers that are not here: of mixtures of experts and of latent attention."""
+"""Styles of transformers that are not here: of experts that are dealt out, and of latent attention."""

@@ -1,0 +1,192 @@
+"""Whether a module parts the outputs of a layer where the layer was cut: its first forward pass is watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError
+
+KEEPS = {
+    "contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type_as", "clamp", "clamp_", "add", "__add__",
+    "__radd__", "mul", "__mul__", "__rmul__", "dropout", "gelu", "silu", "relu", "tanh", "sigmoid",
+}  # fmt: skip
+"""Functions whose result has the same outputs in the same places."""
+VIEWS = ("view", "reshape", "unflatten")
+FUSED = (2, 3)
+"""How many outputs are fused in one layer, as a rule: gate and up; queries, keys and values."""
+
+
+@dataclass(frozen=True)
+class CutOutputs:
+    """How the outputs of a layer were cut.
+
+    Attributes:
+        name: of the layer.
+        extents: this rank's outputs of each part.
+        whole: outputs of all ranks.
+        divided: the numbers of heads, as this rank computes with them, of the modules around the layer.
+        width: of a head; 1: unknown.
+    """
+
+    name: str
+    rank: int
+    extents: tuple[int, ...]
+    whole: int
+    divided: frozenset[int]
+    width: int = 1
+
+    def watch(self, y: torch.Tensor) -> torch.Tensor:
+        """The layer's output, as one that refuses to be parted elsewhere."""
+        if type(y) is not torch.Tensor or torch.compiler.is_compiling():
+            return y
+        watched = y.as_subclass(_Watched)
+        watched._ringcomm_cut = self
+        return watched
+
+    # ---- what is refused -----------------------------------------------------------------------------------------
+
+    def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
+        """Refuses ends of slices that are not those of the rank's parts.
+
+        Args:
+            step: from one output to the next; interleaved outputs are parted so, and stay together if cut as one.
+        """
+        known = {0, *accumulate(self.extents)}
+        wrong = sorted({*ends} - known)
+        if not wrong and (step == 1 or len(self.extents) == 1):
+            return
+        where = f"at {wrong[0]}" if wrong else f"in steps of {step}"
+        if len(self.extents) > 1:
+            self._refuse(f"{function} parts the outputs {where}", "the ends of the rank's parts")
+        self._refuse(f"{function} parts the outputs {where}", "a layer whose outputs are not fused")
+
+    def check_factors(self, function: str, asked: Sequence[int]) -> None:
+        """Refuses a view that parts the outputs in another order than they were cut: of one layer the first factor
+        counts the rank's heads, of fused ones the parts."""
+        first, others = asked[0], asked[1:]
+        if len(self.extents) > 1:
+            fits = all(extent % others[-1] == 0 for extent in self.extents) and self.width in (1, others[-1])
+            if first != len(self.extents) and not (len(others) == 1 and fits):  # heads of one part, then of the next
+                self._refuse(
+                    f"{function} parts the outputs by heads, and within each by what is fused",
+                    "a style without parts, such as 'colwise'",
+                )
+        elif first in FUSED and len(others) > 1 and first not in {*self.divided, *others}:
+            self._refuse(f"{function} parts the outputs into {first} first", "a layer whose outputs are not fused")
+
+    def _refuse(self, saw: str, expected: str) -> None:
+        several = len(self.extents) > 1
+        how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
+        advice = (
+            "cut it as the module parts it, or"
+            if several
+            else "its style is Colwise(parts=...), with the number or the extents of the fused outputs, or"
+        )
+        raise InvalidArgumentError(
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut as {how}, but {saw}, "
+            f"expected {expected}; {advice} 'colwise_gather_output' with 'rowwise_split_input' for the layer behind"
+        )
+
+
+class _Watched(torch.Tensor):
+    """The outputs of a layer, cut along their last dimension, until something else is made of them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        x: Any = args[0] if args else given.get("input")
+        cut, name = getattr(x, "_ringcomm_cut", None), getattr(func, "__name__", "")
+        if cut is not None and name in _PARTED:
+            ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
+            cut.check_ends(name.strip("_"), ends, step)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **given)
+        if cut is None or type(made) not in (torch.Tensor, _Watched):
+            return made
+        if name in VIEWS:
+            asked = _factors(name, x, made, args[1:], given)
+            if len(asked) > 1:
+                cut.check_factors(name, asked)
+            return cut.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
+        return cut.watch(made) if name in KEEPS and made.shape == x.shape else made
+
+
+def _factors(
+    name: str, x: torch.Tensor, made: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]
+) -> list[int]:
+    """What a view was asked to make of the last dimension; empty: of more than that, or unknown."""
+    length, count = x.shape[-1], 1
+    while count <= made.dim() and math.prod(made.shape[-count:]) < length:
+        count += 1
+    if math.prod(made.shape[-count:]) != length:
+        return []
+    last = args[-1] if args else given.get("sizes", given.get("shape", given.get("size")))
+    asked = list(last) if isinstance(last, (tuple, list)) else [*args]
+    if name != "unflatten" and len(asked) != made.dim():
+        return []
+    found = asked[-count:]
+    return [found[0], *made.shape[1 - count :]] if count > 1 else found
+
+
+# ---- where functions part the last dimension -----------------------------------------------------------------------
+
+Ends = tuple[list[int], int]
+NOWHERE: Ends = ([], 1)
+
+
+def _is_last(x: torch.Tensor, dim: Any) -> bool:
+    return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
+
+
+def _chunk(x: torch.Tensor, chunks: int, dim: int = 0) -> Ends:
+    return _split(x, -(-x.shape[-1] // chunks), dim) if _is_last(x, dim) else NOWHERE
+
+
+def _split(x: torch.Tensor, split_size: Any, dim: int = 0) -> Ends:
+    if not _is_last(x, dim):
+        return NOWHERE
+    if isinstance(split_size, int):
+        return [*range(0, x.shape[-1], max(split_size, 1))], 1
+    return [*accumulate(split_size)], 1
+
+
+def _sections(x: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, split_size: Any = None) -> Ends:
+    return _split(x, split_size if split_size_or_sections is None else split_size_or_sections, dim)
+
+
+def _tensor_split(x: torch.Tensor, where: Any = None, dim: int = 0, sections: Any = None, indices: Any = None) -> Ends:
+    where = next((each for each in (where, sections, indices) if each is not None), None)
+    if not _is_last(x, dim) or torch.is_tensor(where):
+        return NOWHERE
+    return _chunk(x, where, dim) if isinstance(where, int) else ([*where], 1)
+
+
+def _narrow(x: torch.Tensor, dim: int, start: Any, length: int) -> Ends:
+    return ([int(start), int(start) + length], 1) if _is_last(x, dim) else NOWHERE
+
+
+def _getitem(x: torch.Tensor, index: Any) -> Ends:
+    index = index if isinstance(index, tuple) else (index,)
+    known = all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index)
+    used = [each for each in index if each is not None]
+    if not known or not used or not (Ellipsis in used or len(used) == x.dim()) or not isinstance(used[-1], slice):
+        return NOWHERE
+    last, length = used[-1], x.shape[-1]
+    first, end, step = last.indices(length)
+    if last.stop is not None and length < last.stop < 1 << 31:  # of the whole outputs, not of this rank's
+        end = last.stop
+    return ([first if step == 1 else 0, end], step)
+
+
+_PARTED: dict[str, Any] = {
+    "chunk": _chunk, "split": _sections, "split_with_sizes": _sections, "tensor_split": _tensor_split,
+    "narrow": _narrow, "__getitem__": _getitem,
+}  # fmt: skip
