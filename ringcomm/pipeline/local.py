@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,7 @@ class About:
         usual: the first tensor that the first stage sends, as a shape.
         calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
         carried: how many tensors are.
+        share: of the micro-batch in the rows of the batch, as far as stages so far know it.
     """
 
     leaves: tuple[tuple[str, int] | None, ...]
@@ -82,6 +84,7 @@ class About:
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
     carried: int
+    share: Fraction | None = None
 
     def of_any(self) -> About:
         """The same where values may be others."""
@@ -204,7 +207,7 @@ class Local:
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
-            "where its modules are registered in the order of their calls"
+            "where its modules are registered in the order of their calls, or name that in split(..., order=[...])"
         )
 
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
