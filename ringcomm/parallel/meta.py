@@ -12,6 +12,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
+    from ringcomm.communicator import Communicator
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
     from ringcomm.parallel.ranks import Ranks
@@ -29,10 +30,9 @@ def real_device(module: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def device_of_ranks(ranks: Ranks, module: nn.Module) -> torch.device:
+def device_of(comm: Communicator, module: nn.Module) -> torch.device:
     """Where parameters on meta get their memory."""
-    named = ranks.comm.device
-    return real_device(module) if "," in named else torch.device(named)
+    return real_device(module) if "," in comm.device else torch.device(comm.device)
 
 
 def unmade(value: torch.Tensor) -> float | int:

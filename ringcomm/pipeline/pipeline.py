@@ -22,6 +22,7 @@ from ringcomm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.meta import device_of
 from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.check import check
@@ -133,13 +134,11 @@ class Pipeline(nn.Module):
                 "make or load it again"
             )
         self._agree(stages, (reduction, ties, static_shapes))
-        where = torch.device("cpu" if "cpu" in comm.device else comm.device)
-        self._local = Local(stages, self.mine, comm.rank, where)
+        self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
         self.messages = Messages(comm, self._local.device, static_shapes)
         self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
         self._ties.send_values()
         self._clock: list[tuple[Action, float, float]] = []
-        self._repeated = {id(p) for p in self._local.used_often()}
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -237,6 +236,7 @@ class Pipeline(nn.Module):
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
             self._ties.send_values()
+            self._refuse_meta()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():
@@ -269,6 +269,15 @@ class Pipeline(nn.Module):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
                 "pass target= there"
+            )
+
+    def _refuse_meta(self) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p.is_meta), None)
+        if name is not None:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} got {name} on the meta device in a step, expected values; call "
+                "ringcomm.shard(pipe, optimizer, mesh=mesh, init_fn=...) before, which gives this rank's stages memory "
+                "and initialises them"
             )
 
     def timeline(self) -> list[list[tuple[Action, float, float]]]:
@@ -316,7 +325,7 @@ class _Step:
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.kept = pipe._repeated | pipe._ties.standins
+        self.kept = {id(p) for p in pipe._local.used_often()} | pipe._ties.standins
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank

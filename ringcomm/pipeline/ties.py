@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.cuts import Tie
 from ringcomm.pipeline.messages import Messages
@@ -41,8 +42,8 @@ class Ties:
 
     def send_values(self) -> None:
         """Every rank gets the first stage's values, so that a parameter is one and the same wherever it was
-        initialised; a collective. Parameters on meta get theirs before the first step in which they are nowhere on
-        meta."""
+        initialised; a collective, of the ranks that share their shards too. Parameters on meta get theirs before the
+        first step in which they are nowhere on meta."""
         if not self.unsent:
             return
         on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
@@ -115,13 +116,23 @@ class _Held(ABC):
         return self._present().is_meta
 
     def send_value(self) -> None:
-        """The first stage's value goes to the other ranks."""
-        value = self._present().detach()
+        """The first stage's value goes to the other ranks; of a sharded parameter its master weights."""
+        param = self._present()
+        place = place_of(param)
+        if place is not None:
+            place.group.adopt_writes("Pipeline")
         if self.at_home:
+            value = (
+                param if place is None else place.group.part(place.group.gather_owned(place.group.master), place.index)
+            )
             for rank in self.others:
-                self._send(value, rank)
+                self._send(value.detach().to(self.messages.device), rank)
+        elif place is None:
+            param.detach().copy_(self._received(param, self.home))
         else:
-            value.copy_(self._received(value, self.home))
+            like = torch.empty((), dtype=place.group.master.dtype, device=self.messages.device).expand(param.shape)
+            place.group.load(place.index, self._received(like, self.home))
+            place.group.publish().wait()
 
     def _present(self) -> torch.nn.Parameter:
         """The parameter as it is now: load_state_dict(assign=True) makes another one."""
@@ -151,7 +162,7 @@ class _Held(ABC):
         self.messages.send_beside(x, rank, self._row(stage))
 
     def _received(self, like: torch.Tensor, rank: int, stage: int = 0) -> torch.Tensor:
-        return self.messages.receive_beside(torch.empty_like(like), rank, self._row(stage))
+        return self.messages.receive_beside(like.new_empty(like.shape), rank, self._row(stage))
 
     def _accumulate(self, grad: torch.Tensor) -> None:
         torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
