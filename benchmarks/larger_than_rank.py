@@ -6,7 +6,10 @@ The model is a GPT with AdamW: parameters, gradients and two moments, 16 bytes f
 thirds of that beside what the program itself takes, with activations, messages and units that are whole for a while.
 The kernel keeps a rank's private memory below it (RLIMIT_DATA), and measures the most that the rank had resident,
 shared memory included, from before the model is built: a run with more fails. RLIMIT_AS would count the memory of other
-ranks, which is mapped as well. One process under the same limit is run first, to see that it fails.
+ranks, which is mapped as well. Saving and loading map files, whose pages the kernel takes back as it likes: there the
+limit of private memory holds, and the high-water mark does not count. Blocks of 1 MiB and more come from the kernel and
+go back to it at once (MALLOC_MMAP_THRESHOLD_), so that what is free does not count. One process under the same limit is
+run first, to see that it fails.
 
 Every mesh sees the same batches and the same values at the start; losses are compared with those of one process without
 a limit. Half-way each mesh saves; another mesh goes on from there, and its losses are compared too. The last checkpoint
@@ -16,6 +19,7 @@ is exported to safetensors, and a plain model loads it.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import resource
 import tempfile
@@ -139,10 +143,14 @@ class Limit:
         optimizer = torch.optim.AdamW(warm.parameters(), fused=True)
         warm(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        self.begin_anew()
         self.before, self.libraries = status_nbytes("VmRSS"), status_nbytes("RssFile")
         private = status_nbytes("VmData") + limit_nbytes()
         resource.setrlimit(resource.RLIMIT_DATA, (private, private))
+
+    def begin_anew(self) -> None:
+        """Forgets the most so far: of loading, and of what libraries took."""
+        Path("/proc/self/clear_refs").write_text("5")
 
     def most(self) -> int:
         """The most that it has had since, but for pages of libraries. Raises where that was more than it may have."""
@@ -199,9 +207,10 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = {"bucket_cap_mb": 4, "init_fn": init if load is None else False}
     ringcomm.shard(model, optimizer, stage, mesh=mesh, **options)
+    built, losses = limit.most(), []
     if load is not None:
         ringcomm.checkpoint.load(load, model, optimizer)
-    built, losses = limit.most(), []
+        limit.begin_anew()
     parts = axes.get("dp", 1)
     for step in steps:
         x, y = (t.chunk(parts)[mesh["dp"].rank] for t in batch(step))
@@ -213,7 +222,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(mesh["dp"].all_reduce(loss.detach(), "avg")))
-    most = limit.most()  # saving maps the file that was written, whose pages the kernel may take back
+    most = limit.most()
     ringcomm.checkpoint.save(save, model, optimizer)
     return {"losses": losses, "built": built, "most": most}
 
@@ -242,6 +251,7 @@ def main() -> None:
     p.add_argument("--write", action="store_true", help=f"into {RESULTS.parent.name}/{RESULTS.name}")
     a = p.parse_args()
     torch.set_num_threads(1)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # of the ranks
     lines: list[str] = []
 
     def say(text: str) -> None:
