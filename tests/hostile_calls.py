@@ -285,8 +285,8 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         ),
     ),
     "split": (
-        lambda c: {"model": model(), "at": ["1"], "carry": ["0"]},
-        kinds("model:object at:object carry:object"),
+        lambda c: {"model": model(), "at": ["1"], "carry": ["0"], "order": ["0"]},
+        kinds("model:object at:object carry:object order:object"),
     ),
     "stage_of": (_wrapped, kinds("module:object")),
     "step": (lambda c: {"number": 3}, kinds("number:whole")),

@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_shard import STAGES, Tower, loss_of, sgd, state_of, step_of
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError
@@ -238,28 +240,29 @@ class Wide(nn.Module):
         return x
 
 
+class Meter(TorchDispatchMode):
+    """The most bytes in storage that is alive, looked at after every operation; but for what was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            storage = result.untyped_storage()
+            self.alive[storage._cdata] = StorageWeakRef(storage)
+            del storage
+        found = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.alive.items()}
+        self.alive = {key: ref for key, ref in self.alive.items() if found[key] is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in found.values() if storage is not None))
+        return result
+
+
 @pytest.mark.parametrize("init", [fill, False])
 def test_a_rank_never_has_more_than_a_unit_and_its_shards(init: Any) -> None:
     """Storage that is alive, seen after every operation, while a model of 16 units is sharded."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Meter(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.alive: dict[int, Any] = {}
-            self.peak = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and not result.is_meta:
-                storage = result.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage)
-                del storage
-            found = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.alive.items()}
-            self.alive = {key: ref for key, ref in self.alive.items() if found[key] is not None}
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in found.values() if storage is not None))
-            return result
 
     def shard(comm: ringcomm.Communicator) -> tuple[int, int]:
         model = on_meta(Wide)

@@ -183,6 +183,51 @@ def test_an_embedding_that_is_multiplied_with_has_its_gradient_at_once() -> None
     assert differing(on_ranks(model, [], 1, step, **options), expected) == []
 
 
+class Matmul(nn.Module):
+    """Weights of linear layers that are multiplied with besides, before and behind; and read without a gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w, b = self.second.weight, self.second.bias
+        h = self.first(x) * w.detach().mean() + w.shape[0]
+        if self.how == "before":
+            h = torch.tanh(h @ w) + b
+        h = torch.tanh(self.second(h))
+        if self.how == "behind":
+            h = torch.tanh(h @ w.T)
+        elif self.how == "stacked":
+            h = torch.tanh(torch.einsum("bi,kij->bj", h, torch.stack([w, w])))
+        elif self.how == "chunk":
+            h = torch.cat([h @ each.T for each in w.chunk(2)], -1)
+        elif self.how == "in place":
+            h = h * 2
+            h += b
+        elif self.how == "item":
+            h = h * 2
+            h[:1] = b
+        elif self.how == "conv":
+            h = torch.addmm(b, h, w)
+            h = h.mm(w)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv"])
+def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
+    model, x = make(Matmul, how), torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    _, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(6)], 6)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    options = {"microbatches": 6, "schedule": "zero-bubble", "loss": lambda output: output.square().mean()}
+    assert differing(on_ranks(model, [], 1, step, **options), expected) == []
+
+
 def test_a_step_may_be_repeated_and_gradients_add_up() -> None:
     model, batches = make(Net, 4), [tokens(4, seed=s) for s in range(3)]
     every = [part for x in batches for part in x.chunk(2)]
@@ -212,6 +257,89 @@ def test_losses_may_be_shares_of_a_sum() -> None:
     done = on_ranks(model, cuts(2, 4), 2, step, microbatches=3, loss=share, reduction="sum")
     assert all(torch.equal(found, loss) for found, _ in done)
     assert differing([found for _, found in done], expected) == []
+
+
+@pytest.mark.parametrize("loss", [torch.mean, torch.Tensor.sum, torch.nansum], ids=["mean", "method", "nansum"])
+def test_a_loss_without_a_signature_takes_the_output_alone(loss: Callable[..., torch.Tensor]) -> None:
+    model, x = make(Net, 4), tokens(6)
+    value, expected = plain(model, [lambda net, a=a: loss(net(a)) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, torch.Tensor | None, Gradients]:
+        return pipe.step(x), pipe.evaluate(x).loss, gradients(pipe)
+
+    done = on_ranks(model, cuts(2, 4), 2, step, microbatches=3, loss=loss, ties="exact")
+    for found, evaluated, grads in done:
+        assert evaluated is not None
+        assert torch.equal(found, value)
+        assert torch.equal(evaluated, value)
+        assert differing([grads], {name: expected[name] for name in grads}) == []
+
+
+@pytest.mark.parametrize("loss", [torch.dist, nn.CrossEntropyLoss()], ids=["builtin", "module"])
+def test_outputs_are_evaluated_without_a_target_that_the_loss_needs(loss: Callable[..., torch.Tensor]) -> None:
+    x = tokens(6)
+
+    def evaluate(pipe: Pipeline, rank: int) -> Any:
+        return pipe.evaluate(x)
+
+    for found in on_ranks(make(Net, 4), cuts(2, 4), 2, evaluate, microbatches=3, loss=loss):
+        assert found.loss is None
+
+
+def test_a_loss_that_is_a_module() -> None:
+    model, x = make(lambda: nn.Sequential(*(Block(6) for _ in range(2)))), torch.randn(6, 6)
+    loss, expected = plain(model, [lambda net, a=a: nn.MSELoss()(net(a), a) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        return pipe.step(x, target=x), gradients(pipe)
+
+    done = on_ranks(model, ["1"], 2, step, microbatches=3, loss=nn.MSELoss())
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([found for _, found in done], expected) == []
+
+
+# ---- micro-batches that do not divide a batch -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "m"), [(7, 3), (5, 4), (8, 5), (4, 4)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uneven_micro_batches_are_the_batch(schedule: str, rows: int, m: int) -> None:
+    model, x, y = make(Net), tokens(rows), tokens(rows, seed=2)
+    whole, wanted = plain(model, [lambda net: cross_entropy(net(x), y)], 1)
+    parts = [*zip(x.tensor_split(m), y.tensor_split(m), strict=True)]
+    shares = [lambda net, a=a, b=b: cross_entropy(net(a), b) * (len(a) / rows) for a, b in parts]
+    loss, expected = plain(model, shares, 1)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, Any]:
+        args = (x,) if rank == 0 else ()  # the other ranks have no data
+        more = {"target": y} if rank == 1 else {}
+        return pipe.step(*args, **more), gradients(pipe), pipe.evaluate(*args, **more)
+
+    at = cuts(4 if schedule == "interleaved" else 2)
+    done = on_ranks(model, at, 2, step, microbatches=m, schedule=schedule, loss=cross_entropy, ties="exact")
+    for found, _, evaluated in done:
+        torch.testing.assert_close(found, whole)
+        torch.testing.assert_close(evaluated.loss, whole)
+    assert torch.equal(done[0][0], loss) or rows % m == 0
+    assert differing([grads for _, grads, _ in done], expected) == [] or rows % m == 0
+    for _, grads, _ in done:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name])
+    torch.testing.assert_close(done[1][2].output, model(x))
+
+
+def test_uneven_micro_batches_where_the_last_rank_has_no_data() -> None:
+    model, x = make(Net, 4, tied=False), tokens(7)
+    whole, wanted = plain(model, [lambda net: net(x).square().mean()], 1)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
+        return pipe.step(*((x,) if rank == 0 else ())), gradients(pipe)
+
+    options = {"microbatches": 3, "loss": lambda output: output.square().mean()}
+    for found, grads in on_ranks(model, ["blocks.1", "blocks.2"], 3, step, **options):
+        torch.testing.assert_close(found, whole)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name])
 
 
 # ---- ties ---------------------------------------------------------------------------------------------------------
@@ -266,6 +394,48 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
     for found in done:
         for name, grad in found.items():
             torch.testing.assert_close(grad, expected[name])
+
+
+class Often(nn.Module):
+    """One weight that every stage uses several times, and one that some micro-batches do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(11, 11)
+        self.layers = nn.ModuleList(nn.Linear(11, 11, bias=number == 0) for number in range(6))
+        for layer in self.layers:
+            layer.weight = self.token.weight
+        self.some = nn.ModuleList(nn.Linear(11, 11) for _ in range(2))
+        self.some[1].weight = self.some[0].weight
+        self.end = nn.Linear(11, 11)
+        self.end.weight = self.some[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.token(x)
+        for number, layer in enumerate(self.layers):
+            h = torch.tanh(layer(h)) + h
+            if number in (1, 3) and len(x) % 2:
+                h = self.some[number // 2](h)
+        return self.end(h)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"), [("1f1b", [2, 4]), ("zero-bubble", [1, 5]), ("interleaved", [1, 2, 3, 4, 5])]
+)
+def test_exact_ties_where_stages_use_a_weight_several_times(schedule: str, at: list[int]) -> None:
+    model, parts = make(Often), [tokens(rows, seed=rows) for rows in (2, 3, 1, 4, 3)]
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in parts], 5)
+    order = ["layers.0", "layers.1", "some.0", "layers.2", "layers.3", "some.1", "layers.4", "layers.5"]
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def rank_main(comm: Communicator) -> tuple[torch.Tensor, Gradients]:
+        stages = ringcomm.split(models[comm.rank], [f"layers.{number}" for number in at], order=order)
+        pipe = Pipeline(stages, comm, microbatches=5, schedule=schedule, loss=cross_entropy, ties="exact")
+        return pipe.step(parts, target=parts), gradients(pipe)
+
+    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([grads for _, grads in done], expected) == []
 
 
 @pytest.mark.parametrize("ties", ["exact", "sum"])
@@ -553,3 +723,49 @@ def test_modules_one_behind_the_other() -> None:
     done = ringcomm.run_ranks(rank_main, 3, timeout=30)
     assert all(torch.equal(found, loss) for found, _ in done)
     assert differing([found for _, found in done], expected) == []
+
+
+# ---- the order of calls ---------------------------------------------------------------------------------------------
+
+
+class Unordered(nn.Module):
+    """Registered in another order than called: the head first, and two lists whose blocks are called in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm = nn.Linear(6, 11, bias=False), nn.LayerNorm(6)
+        self.odd = nn.ModuleList(Block(6) for _ in range(3))
+        self.even = nn.ModuleList(Block(6) for _ in range(3))
+        self.token = nn.Embedding(11, 6)
+        self.head.weight = self.token.weight
+        self.alias = self.even
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.token(x)
+        for even, odd in zip(self.even, self.odd, strict=True):
+            h = odd(even(h))
+        return self.head(self.norm(h))
+
+
+ORDER = ["token", "even.0", "odd.0", "even.1", "odd.1", "even.2", "odd.2", "norm", "head"]
+
+
+@pytest.mark.parametrize("at", [["odd.0", "even.2"], ["even.1", "norm"], ["odd.1", "head"]])
+def test_modules_registered_in_another_order_than_called(at: list[str]) -> None:
+    model, x = make(Unordered), tokens(6)
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def rank_main(comm: Communicator) -> tuple[torch.Tensor, Gradients]:
+        stages = ringcomm.split(models[comm.rank], at, order=ORDER)
+        pipe = Pipeline(stages, comm, microbatches=3, loss=cross_entropy, ties="exact")
+        return pipe.step(x, target=x), gradients(pipe)
+
+    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([grads for _, grads in done], expected) == []
+
+
+def test_modules_that_order_does_not_name_keep_their_places() -> None:
+    stages = ringcomm.split(make(Net, 2, tied=False), ["blocks", "position"], order=["token", "blocks", "position"])
+    assert stages.stage_of == {"token": 0, "blocks": 1, "position": 2, "norm": 2, "head": 2}

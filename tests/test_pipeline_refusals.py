@@ -92,6 +92,22 @@ def test_cuts_that_cannot_be(model: nn.Module, at: list[str], text: str) -> None
     assert one_sentence(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("at", "order", "text"),
+    [
+        (["2"], ["5"], "'5', which is no submodule"),
+        (["2"], ["1", "1"], "'1' twice in order"),
+        (["2"], ["1", "1.mlp"], "'1.mlp' twice in order, or inside of another"),
+        (["2"], ["2.mlp.2", "2.mlp.0"], "'2' and '2.mlp.2' inside of it"),
+        (["1", "2"], ["2", "1"], "order="),
+    ],
+)
+def test_orders_that_cannot_be(at: list[str], order: list[str], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
+        ringcomm.split(row(), at, order=order)
+    assert one_sentence(caught.value)
+
+
 # ---- construction --------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +139,7 @@ def test_arguments_that_do_not_fit(at: list[str], options: dict[str, Any], text:
         lambda comm: pipeline(comm, row(), ["2"], schedule=("gpipe", "1f1b")[comm.rank], microbatches=4),
         lambda comm: pipeline(comm, row(), ["2"], microbatches=3 + comm.rank),
         lambda comm: pipeline(comm, row(), ["2"], static_shapes=comm.rank == 1),
+        lambda comm: Pipeline(ringcomm.split(row(), ["2"], order=["1", "0", "3"][comm.rank :]), comm, microbatches=2),
     ],
 )
 def test_ranks_that_differ_raise_everywhere(change: Callable[[Communicator], Any]) -> None:
@@ -254,7 +271,28 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
         (wrong_order, 2, InvalidArgumentError, "order of their calls"),
         (lambda c: pipeline(c, Foreign(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "of stage 0"),
         (lambda c: pipeline(c, Words(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "no tensor on"),
-        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(3, 6)), 2, ShapeError, "(3, 6)"),
+        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(1, 6)), 2, ShapeError, "(1, 6)"),
+        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(())), 2, ShapeError, "shape (),"),
+        (
+            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=torch.ones(10, 6)),
+            2,
+            ShapeError,
+            "(5, 6) and (10, 6)",
+        ),
+        (
+            lambda c: pipeline(c, row(), ["2"], loss=raising).step(
+                **({"input": torch.ones(5, 6)} if c.rank == 0 else {"target": torch.ones(10, 6)})
+            ),
+            2,
+            ShapeError,
+            "got 1/2 of a batch's rows",
+        ),
+        (
+            lambda c: pipeline(c, row(), ["2"], static_shapes=True, loss=torch.mean).step(torch.ones(5, 6)),
+            2,
+            ShapeError,
+            "static_shapes=False",
+        ),
         (lambda c: pipeline(c, row(), ["2"]).step([torch.ones(3, 6)]), 2, InvalidArgumentError, "list of 1"),
         (
             lambda c: pipeline(c, row(), ["2"], loss=lambda output: output).step(torch.ones(2, 6)),

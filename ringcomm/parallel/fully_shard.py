@@ -30,7 +30,7 @@ from ringcomm.parallel.arguments import ATOM, INIT, MODULE, RANKS
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.group import LAST_STAGE
 from ringcomm.parallel.layout import Atom
-from ringcomm.parallel.meta import InitFn, Waiting, device_of_ranks, real_device
+from ringcomm.parallel.meta import InitFn, Waiting, device_of, real_device
 from ringcomm.parallel.module_state import keep_state_of
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
@@ -285,7 +285,7 @@ def fully_shard(
     host = _host(offload_policy)
     how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}, {init_fn is False}"
     ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
-    device = device_of_ranks(ranks, top)
+    device = device_of(ranks.comm, top)
     waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
     recipe = Recipe(
         ranks=ranks,

@@ -152,8 +152,7 @@ class FlatGroup:
         """Gives all parameters memory, in the type that they were built in, to be initialised in."""
         if self._unmade is None or self._opened is not None:
             return
-        new = torch.empty if self.stage == LAST_STAGE else self.ranks.empty
-        self._opened = new(self.layout.numel, dtype=self.params[0].dtype, device=self.device).zero_()
+        self._opened = self.ranks.empty(self.layout.numel, self.params[0].dtype, self.device).zero_()
         for i, p in enumerate(self.params):
             part = self.part(self._opened, i)
             with torch.no_grad():

@@ -14,6 +14,7 @@ from ringcomm.parallel.part import part_of
 from ringcomm.parallel.uncut import Room, uncut_of
 
 if TYPE_CHECKING:
+    from ringcomm.communicator import Communicator
     from ringcomm.parallel.flat_model import FlatModel
     from ringcomm.parallel.group import FlatGroup
     from ringcomm.parallel.ranks import Ranks
@@ -31,10 +32,9 @@ def real_device(module: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def device_of_ranks(ranks: Ranks, module: nn.Module) -> torch.device:
+def device_of(comm: Communicator, module: nn.Module) -> torch.device:
     """Where parameters on meta get their memory."""
-    named = ranks.comm.device
-    return real_device(module) if "," in named else torch.device(named)
+    return real_device(module) if "," in comm.device else torch.device(comm.device)
 
 
 def unmade(value: torch.Tensor) -> float | int:

@@ -16,7 +16,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.layout import Atom
-from ringcomm.parallel.meta import InitFn, Waiting, device_of_ranks, real_device
+from ringcomm.parallel.meta import InitFn, Waiting, device_of, real_device
 from ringcomm.parallel.module_state import keep_ordinary_state
 from ringcomm.parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
 from ringcomm.parallel.part import part_of
@@ -172,7 +172,7 @@ def _wrap(
 ) -> FlatModel:
     blocks = _blocks(module, wish.units)
     params = _checked(module, [block for _, block in blocks], optimizer, ranks, wish, wish.facts(blocks))
-    device = device_of_ranks(ranks, module)
+    device = device_of(ranks.comm, module)
     waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
     cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))

@@ -203,7 +203,7 @@ class Maker:
         return made.set_(memory.untyped_storage(), 0, shape)
 
 
-def weightless(x: torch.Tensor) -> torch.Tensor:
+def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In the place of a parameter or buffer: without memory of its own."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
-    return x.detach().new_full((), nothing).expand(x.shape).as_subclass(Absent)
+    return x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -83,18 +83,19 @@ def _places(at: Any) -> Any:
     model=a("a torch.nn.Module", nn.Module),
     at=Wanted("names of submodules, or a number", _places),
     carry=several("names of submodules", TEXT),
+    order=several("names of submodules", TEXT),
 )
-def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = ()) -> Stages:
+def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (), order: Sequence[str] = ()) -> Stages:
     """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
 
         stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
 
-    The order of stages is that in which the model's modules were registered, and must be that in which its forward
-    calls them: a pipeline says so where it is not. Each stage runs the model's own forward, in which modules of earlier
-    stages give back tensors that have a shape and no values, up to the first module of the stage: that gets what the
-    stage before has sent. So whatever forward computes from shapes, such as positions and masks, each stage computes;
-    what depends on the model's inputs needs them passed on every rank. A stage that comes to need values that it does
-    not have, such as the weight of another stage's module, says so.
+    The order of stages is that in which the model's modules were registered, or that of ``order``, and must be that in
+    which its forward calls them: a pipeline says so where it is not. Each stage runs the model's own forward, in which
+    modules of earlier stages give back tensors that have a shape and no values, up to the first module of the stage:
+    that gets what the stage before has sent. So whatever forward computes from shapes, such as positions and masks,
+    each stage computes; what depends on the model's inputs needs them passed on every rank. A stage that comes to need
+    values that it does not have, such as the weight of another stage's module, says so.
 
     Tensors that modules leave beside their results, in attributes, or in lists and dicts that they are given, go to all
     later stages, with their gradients: auxiliary losses. So do the results of modules that ``carry`` names: skips over
@@ -106,56 +107,99 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
         carry: names of modules whose results later stages need, beside what a stage's first module is called with:
             modules that lie in a stage as a whole, or ones inside of them that have forward hooks. ``*`` stands for one
             part of a name, in front for one or more.
+        order: names of modules, with all that is in them, in the order in which forward calls them: where that is
+            another than that in which they were registered. They take one another's places; all others keep theirs.
     Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
-    shared = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     known = [name for name, _ in model.named_modules()]
-    for name in wanted:
+    for name in (*wanted, *order):
         if name not in known or name == "":
             raise InvalidArgumentError(
                 f"split: got {shown(name)}, which is no submodule, expected names such as "
                 f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
             )
+    _refuse_nested(order)
+    shared = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     stage_of: dict[str, int] = {}
     seen: set[int] = set()
     reached = 0
-
-    def look(name: str, module: nn.Module, in_a_row: bool = False) -> None:
-        nonlocal reached
+    for name, in_a_row in _in_order([*_uncut(model, "", wanted, order, set())], order):
+        module = model.get_submodule(name)
         if id(module) in seen:
-            return
-        seen.add(id(module))
+            continue
         begins = reached < len(wanted) and name == wanted[reached]
         reached += begins
-        inside = [each for each in wanted[reached:] if each.startswith(f"{name}." if name else "")]
-        if begins and inside:
-            raise InvalidArgumentError(
-                f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
-                "name the first module in it in its place"
-            )
-        if not inside:
-            if begins or (in_a_row and shared[id(module)] == 1) or _keeps(module):
-                stage_of[name] = reached
-                seen.update(id(each) for each in module.modules())
-            return
-        for key, p in module._parameters.items():
-            if p is not None:
-                raise InvalidArgumentError(
-                    f"split: got the parameter {f'{name}.{key}' if name else key} of a module that is cut, expected "
-                    "every parameter in a module of one stage; put it into a module of its own"
-                )
-        for key, child in module.named_children():
-            look(f"{name}.{key}" if name else key, child, isinstance(module, (nn.Sequential, Chain)))
-
-    look("", model)
+        seen.add(id(module))
+        if begins or (in_a_row and shared[id(module)] == 1) or _keeps(module):
+            stage_of[name] = reached
+            seen.update(id(each) for each in module.modules())
     if reached < len(wanted):
         raise InvalidArgumentError(
-            f"split: got {wanted[reached]!r}, which is not registered behind "
+            f"split: got {wanted[reached]!r}, which does not come behind "
             f"{wanted[reached - 1] if reached else 'the model'!r}, or lies inside of it, expected names in the order "
-            "of the model; sort them"
+            "of the model; sort them, or pass order= where forward calls modules in another order than they were "
+            "registered in"
         )
     return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of), _carried(model, stage_of, carry))
+
+
+def _refuse_nested(order: Sequence[str]) -> None:
+    for i, name in enumerate(order):
+        if any(f"{name}.".startswith(f"{other}.") for other in (*order[:i], *order[i + 1 :])):
+            raise InvalidArgumentError(
+                f"split: got {name!r} twice in order, or inside of another one there, expected each module once; name "
+                "either a module or those in it"
+            )
+
+
+def _uncut(
+    module: nn.Module,
+    name: str,
+    at: Collection[str],
+    order: Collection[str],
+    seen: set[int],
+    in_a_row: bool = False,
+) -> Iterator[tuple[str, bool]]:
+    """The names of the modules inside of which no other one is named, as they were registered; and whether they lie in
+    a list whose members are called one behind the other.
+
+    Args:
+        seen: ids of the modules that are cut, which may have other names too.
+    Raises: InvalidArgumentError: a cut inside of another one, or a parameter of a module that is cut.
+    """
+    if id(module) in seen:
+        return
+    inside = [each for each in (*at, *order) if each.startswith(f"{name}." if name else "")]
+    if not inside:
+        yield name, in_a_row
+        return
+    if name in at:
+        raise InvalidArgumentError(
+            f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
+            "name the first module in it in its place"
+        )
+    seen.add(id(module))
+    for key, p in module._parameters.items():
+        if p is not None:
+            raise InvalidArgumentError(
+                f"split: got the parameter {f'{name}.{key}' if name else key} of a module that is cut, expected "
+                "every parameter in a module of one stage; put it into a module of its own"
+            )
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        yield from _uncut(child, path, at, order, seen, isinstance(module, (nn.Sequential, Chain)))
+
+
+def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Modules as forward calls them: those that ``order`` names take one another's places."""
+
+    def rank(name: str) -> int | None:
+        return next((i for i, each in enumerate(order) if f"{name}.".startswith(f"{each}.")), None)
+
+    ranks = {name: rank(name) for name, _ in modules}
+    moved = iter(sorted((each for each in modules if ranks[each[0]] is not None), key=lambda each: ranks[each[0]] or 0))
+    return (each if ranks[each[0]] is None else next(moved) for each in modules)
 
 
 def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]) -> frozenset[str]:

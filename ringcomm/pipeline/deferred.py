@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from ringcomm.pipeline.absent import any_absent
+from ringcomm.pipeline.absent import Absent, any_absent
 
-Later = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
-"""Gives parameters and their gradients."""
+Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+"""A parameter, and what computes its gradient."""
 
 
 class Store:
@@ -27,10 +27,9 @@ class Store:
         """Computes it, and adds the gradients to those of the parameters, through autograd and its hooks."""
         waiting, self.waiting = self.waiting, []
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for later in waiting:
-            for p, grad in later():
-                before = found.get(id(p))
-                found[id(p)] = (p, grad if before is None else before[1] + grad)
+        for p, gradient in waiting:
+            before = found.get(id(p))
+            found[id(p)] = (p, gradient() if before is None else before[1] + gradient())
         if found:
             torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
 
@@ -49,9 +48,9 @@ def backward(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], defe
 class Deferring(TorchFunctionMode):
     """Inside, linear layers leave the gradients of their weights to ``store``: calls of torch.nn.functional.linear, and
     of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
-    autograd. Everything else, also what autocast converts, has its gradients at once; and so have embeddings that are
-    an output layer as well, whose gradients autograd adds up before. For a forward pass, and for its backward pass too,
-    in which checkpoints run theirs.
+    autograd. Everything else, also what autocast converts, has its gradients at once; and so have weights of linear
+    layers that another function of torch takes as well, such as an embedding that is the output layer too: autograd
+    adds up their gradients before. For a forward pass, and for its backward pass too, in which checkpoints run theirs.
 
     Args:
         kept: ids of parameters that have their gradients at once.
@@ -64,12 +63,13 @@ class Deferring(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and self._defers(*args, **kwargs):
-            return _Linear.apply(*_linear(*args, **kwargs), self.store, False)
+            return _Linear.apply(*_linear(*args, **kwargs), self, False)
         if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0]):
-            return _Linear.apply(args[1], args[2], args[0], self.store, True)
-        if func is F.embedding and len(args) > 1:
-            self.kept.add(id(args[1]))
-        return func(*args, **kwargs)
+            return _Linear.apply(args[1], args[2], args[0], self, True)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
+            self.kept.update(id(x) for x in _trained([args, [*kwargs.values()]]) if x.is_leaf)
+        return result
 
     def _defers(self, input: Any, weight: Any, bias: Any = None) -> bool:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
@@ -84,16 +84,25 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return input, weight, bias
 
 
+def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a nest that want gradients."""
+    for x in nest:
+        if isinstance(x, (list, tuple)):
+            yield from _trained(x)
+        elif torch.is_tensor(x) and not isinstance(x, Absent) and x.requires_grad:
+            yield x
+
+
 class _Linear(torch.autograd.Function):
     """A linear layer; ``turned``: its weight lies (in, out)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: Store, turned: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferring: Deferring, turned: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.own = weight, bias  # a checkpoint gives others back
-        ctx.store, ctx.turned = store, turned
+        ctx.deferring, ctx.turned = deferring, turned
         if turned:
             assert bias is not None
             return torch.addmm(bias, x, weight)
@@ -102,19 +111,22 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, values = ctx.saved_tensors
-        weight, bias = ctx.own
         rows = grad.reshape(-1, grad.shape[-1])
         turned = ctx.turned
 
-        def later() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def of_weight() -> torch.Tensor:
             inputs = x.detach().reshape(-1, x.shape[-1])
-            found = [(weight, inputs.t().mm(rows) if turned else rows.t().mm(inputs))]
-            if bias is not None and bias.requires_grad:
-                found.append((bias, rows.sum(0)))
-            return found
+            return inputs.t().mm(rows) if turned else rows.t().mm(inputs)
 
-        ctx.store.waiting.append(later)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = rows.mm(values.t() if turned else values).view(x.shape)
-        return dx, None, None, None, None
+        def of_bias() -> torch.Tensor:
+            return rows.sum(0)
+
+        now: list[torch.Tensor | None] = []
+        for p, gradient in zip(ctx.own, (of_weight, of_bias), strict=True):
+            wanted = p is not None and p.requires_grad
+            others = wanted and id(p) in ctx.deferring.kept  # have used it since, in this forward pass
+            now.append(gradient() if others else None)
+            if wanted and not others:
+                ctx.deferring.store.waiting.append((p, gradient))
+        dx = rows.mm(values.t() if turned else values).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *now, None, None

@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,7 @@ class About:
         usual: the first tensor that the first stage sends, as a shape.
         calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
         carried: how many tensors are.
+        share: of the micro-batch in the rows of the batch, as far as stages so far know it.
     """
 
     leaves: tuple[tuple[str, int] | None, ...]
@@ -82,6 +84,7 @@ class About:
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
     carried: int
+    share: Fraction | None = None
 
     def of_any(self) -> About:
         """The same where values may be others."""
@@ -113,7 +116,7 @@ class Local:
     Args:
         mine: this rank's stages. The parameters of all other modules are let go of.
         rank: for messages.
-        device: of tensors, on a rank without parameters.
+        device: of tensors, on a rank without parameters or where they are on meta.
     """
 
     def __init__(self, stages: Stages, mine: Sequence[int], rank: int, device: torch.device) -> None:
@@ -132,7 +135,7 @@ class Local:
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:
-                _empty(module)
+                _empty(module, device)
             elif len(mine) < len(stages):
                 for inside in module.modules():
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
@@ -204,7 +207,7 @@ class Local:
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
-            "where its modules are registered in the order of their calls"
+            "where its modules are registered in the order of their calls, or name that in split(..., order=[...])"
         )
 
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
@@ -465,15 +468,16 @@ def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
-def _empty(module: nn.Module) -> None:
-    """Lets go of a module's parameters and buffers; what is computed from them all the same is absent."""
+def _empty(module: nn.Module, device: torch.device) -> None:
+    """Lets go of a module's parameters and buffers; what is computed from them all the same is absent. Of those on meta
+    it is on ``device``."""
     for each in module.modules():
         each.__dict__["_ringcomm_elsewhere"] = True
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
                 if tensor is not None:
                     del held[key]
-                    each.__dict__[key] = weightless(tensor)
+                    each.__dict__[key] = weightless(tensor, device if tensor.is_meta else tensor.device)
 
 
 def _guard(module: nn.Module, call: Callable[..., Any]) -> None:

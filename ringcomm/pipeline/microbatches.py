@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -19,15 +20,51 @@ class Whole:
     value: Any
 
 
-def cut_inputs(inputs: Any, count: int, rank: int) -> list[Any]:
-    """A nest for each micro-batch: tensors are cut along dimension 0, lists of ``count`` are cut already, `Whole` is
-    given to each.
+class MicroBatch(NamedTuple):
+    """What a rank has of a micro-batch.
 
-    Raises: ShapeError: a tensor that does not divide. InvalidArgumentError: a list of another length.
+    Attributes:
+        inputs: a nest as that of the batch.
+        share: of the batch's rows; None where no tensor was cut here.
+    """
+
+    inputs: Any
+    share: Fraction | None
+
+
+def cut_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
+    """A nest for each micro-batch: tensors are cut along dimension 0, lists of ``count`` are cut already, `Whole` is
+    given to each. Where ``count`` does not divide the rows, the first micro-batches have one more than the last, as
+    those of ``torch.tensor_split``.
+
+    Raises: ShapeError: fewer rows than micro-batches; tensors of different numbers of rows, of which one does not
+            divide. InvalidArgumentError: a list of another length.
     """
     leaves, spec = tree_flatten(inputs, is_leaf=lambda x: isinstance(x, (list, Whole)))
+    shapes = [tuple(leaf.shape) for leaf in leaves if torch.is_tensor(leaf)]
+    rows = _rows(shapes, count, rank)
     by_leaf = [_parts(leaf, count, rank) for leaf in leaves]
-    return [tree_unflatten([parts[number] for parts in by_leaf], spec) for number in range(count)]
+    shares = [None if rows is None else Fraction(rows // count + (i < rows % count), rows) for i in range(count)]
+    return [MicroBatch(tree_unflatten([parts[i] for parts in by_leaf], spec), shares[i]) for i in range(count)]
+
+
+def _rows(shapes: Sequence[tuple[int, ...]], count: int, rank: int) -> int | None:
+    """Of the batch; None: nothing is cut."""
+    for shape in shapes:
+        if not shape or shape[0] < count:
+            raise ShapeError(
+                f"Pipeline: rank {rank} got a tensor of shape {shape}, expected at least a row in dimension 0 for each "
+                f"of {count} micro-batches; change the batch, or pass a list of micro-batches, or Whole(tensor)"
+            )
+    uneven = next((shape for shape in shapes if shape[0] % count), None)
+    other = next((shape for shape in shapes if uneven is not None and shape[0] != uneven[0]), None)
+    if other is not None:
+        raise ShapeError(
+            f"Pipeline: rank {rank} got tensors of shapes {uneven} and {other}, expected as many rows in dimension 0 "
+            f"of each where {count} micro-batches do not divide them; change the batch, or pass a list of "
+            "micro-batches, or Whole(tensor)"
+        )
+    return shapes[0][0] if shapes else None
 
 
 def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
@@ -40,14 +77,7 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
                 "pass a tensor to be cut, or Whole(list)"
             )
         return leaf
-    if not torch.is_tensor(leaf):
-        return [leaf] * count
-    if leaf.dim() == 0 or leaf.shape[0] % count:
-        raise ShapeError(
-            f"Pipeline: rank {rank} got a tensor of shape {tuple(leaf.shape)}, expected a dimension 0 that divides "
-            f"into {count} micro-batches; change the batch, or pass a list of micro-batches, or Whole(tensor)"
-        )
-    return leaf.split(leaf.shape[0] // count)
+    return leaf.tensor_split(count) if torch.is_tensor(leaf) else [leaf] * count
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -7,18 +7,22 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_leaves
 
 from ringcomm.arguments import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
 from ringcomm.communicator import Communicator
-from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
+from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.parallel.meta import device_of
 from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.check import check
@@ -26,7 +30,7 @@ from ringcomm.pipeline.cuts import Chain, Stages, split
 from ringcomm.pipeline.deferred import Deferring, Store, backward
 from ringcomm.pipeline.local import About, Local, staged
 from ringcomm.pipeline.messages import Messages, Sent
-from ringcomm.pipeline.microbatches import cut_inputs, joined
+from ringcomm.pipeline.microbatches import MicroBatch, cut_inputs, joined
 from ringcomm.pipeline.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline.ties import Ties
 
@@ -73,7 +77,9 @@ class Pipeline(nn.Module):
         microbatches: how many a batch is cut into.
         loss: of the model's output and the target of a micro-batch, on the last stage; None: the output's ``loss``, or
             the output.
-        reduction: how the micro-batches' losses make the step's: "mean", or "sum" where each is a share already.
+        reduction: how the micro-batches' losses make the step's: "mean", in which each counts as much as its share of
+            the batch's rows (all of them alike where lists of micro-batches are passed); or "sum" where each is a share
+            already.
         ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", with each
             micro-batch, which has the bits of one process and costs two messages of the parameter's size each time.
         static_shapes: promises the same shapes, and plain values among the arguments, in every micro-batch; then they
@@ -119,7 +125,8 @@ class Pipeline(nn.Module):
             stages = split(Chain(stages), [str(number) for number in range(1, len(stages))])
         self.comm = comm
         self.schedule = _schedule(schedule, comm, microbatches, len(stages))
-        self.microbatches, self.reduction, self._loss = self.schedule.microbatches, reduction, loss
+        self.microbatches, self.reduction = self.schedule.microbatches, reduction
+        self.__dict__["_loss"] = loss  # which may be a module, and is none of the model's
         self.mine = self.schedule.stages_of(comm.rank)
         if staged(stages.model):
             raise InvalidArgumentError(
@@ -127,13 +134,11 @@ class Pipeline(nn.Module):
                 "make or load it again"
             )
         self._agree(stages, (reduction, ties, static_shapes))
-        where = torch.device("cpu" if "cpu" in comm.device else comm.device)
-        self._local = Local(stages, self.mine, comm.rank, where)
+        self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
         self.messages = Messages(comm, self._local.device, static_shapes)
         self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
         self._ties.send_values()
         self._clock: list[tuple[Action, float, float]] = []
-        self._repeated = {id(p) for p in self._local.used_often()}
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -145,6 +150,7 @@ class Pipeline(nn.Module):
         facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
         facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
         facts += [f"carries {name}" for name in sorted(stages.carry)]
+        facts += [f"{name} in stage {stage}" for name, stage in stages.stage_of.items()]
         theirs = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps(facts))]
         for rank, other in enumerate(theirs):
             if other != theirs[0]:
@@ -188,14 +194,16 @@ class Pipeline(nn.Module):
         """Forward and backward passes of a batch; gradients are added to those that are there. A collective.
 
         Args:
-            args, kwargs: of the model, cut along dimension 0: a tensor, or nests of them. A list is taken to be cut
-                already, one for each micro-batch; what is `Whole` goes to each as it is. Ranks without the first stage
-                may leave them out; named ones that another stage's modules need, such as labels, are passed there too.
+            args, kwargs: of the model, cut along dimension 0 as by ``torch.tensor_split``: a tensor, or nests of them.
+                A list is taken to be cut already, one for each micro-batch; what is `Whole` goes to each as it is.
+                Ranks without the first stage may leave them out; named ones that another stage's modules need, such as
+                labels, are passed there too.
             target: for the loss, cut alike; on the rank of the last stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
-        Raises:  ShapeError: a batch that does not divide. InvalidArgumentError: a model whose calls do not come in the
-                 order of its stages. An error on one rank aborts the communicator: the others raise AbortedError.
+        Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, of which one does
+                 not divide. InvalidArgumentError: a model whose calls do not come in the order of its stages. An error
+                 on one rank aborts the communicator: the others raise AbortedError.
         """
         if not torch.is_grad_enabled():
             raise InvalidArgumentError(
@@ -228,6 +236,7 @@ class Pipeline(nn.Module):
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
             self._ties.send_values()
+            self._refuse_meta()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():
@@ -260,6 +269,15 @@ class Pipeline(nn.Module):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
                 "pass target= there"
+            )
+
+    def _refuse_meta(self) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p.is_meta), None)
+        if name is not None:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} got {name} on the meta device in a step, expected values; call "
+                "ringcomm.shard(pipe, optimizer, mesh=mesh, init_fn=...) before, which gives this rank's stages memory "
+                "and initialises them"
             )
 
     def timeline(self) -> list[list[tuple[Action, float, float]]]:
@@ -296,7 +314,7 @@ class _Step:
     def __init__(
         self,
         pipe: Pipeline,
-        inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
+        inputs: Sequence[MicroBatch],
         scaler: torch.amp.GradScaler | None,
         flat: FlatModel | None,
         train: bool,
@@ -307,7 +325,7 @@ class _Step:
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.kept = pipe._repeated | pipe._ties.standins
+        self.kept = {id(p) for p in pipe._local.used_often()} | pipe._ties.standins
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
@@ -349,18 +367,24 @@ class _Step:
         return Deferring(self._stores.setdefault((stage, number), Store()), self.kept)
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
-        args, kwargs, target = self.inputs[number]
+        (args, kwargs, target), share = self.inputs[number]
+        if about is not None and about.share is not None:
+            if share not in (None, about.share):
+                raise self._other_share(stage, share, about.share)
+            share = about.share
         if self.flat is not None:  # as the whole model would have them on every rank
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         with self._deferring(stage, number) or nullcontext():
             output, after = self.pipe._local.run(stage, args, kwargs, received, about)
             if after is None:
-                output = self._end(output, target)
+                output = self._end(output, target, share)
         if self.train:
             self._refuse_cut_off(stage, received, output)
+            self.ties.ran(stage, number)
             self._open[stage, number] = (received, output if after is None else Sent.of(output))
         if after is None:
             return
+        after = replace(after, share=share)
         following = self.schedule.rank_of[stage + 1]
         if following == self.rank:
             self._parcels["forward", stage + 1, number] = (output, after)
@@ -375,7 +399,14 @@ class _Step:
                 "tensor that they are trained through"
             )
 
-    def _end(self, output: Any, target: Any) -> torch.Tensor | None:
+    def _other_share(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
+        return ShapeError(
+            f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
+            f"{expected} of them as on the stage before, where {self.schedule.microbatches} micro-batches do not "
+            "divide the rows; pass as many rows on every rank, or lists of micro-batches"
+        )
+
+    def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
         """The loss of a micro-batch, as what backward starts from."""
         if self.flat is not None:
             output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
@@ -394,7 +425,8 @@ class _Step:
                 "pass loss=, which makes one of the output and the target"
             )
         if self.pipe.reduction == "mean":
-            value = value / self.schedule.microbatches
+            share = Fraction(1, self.schedule.microbatches) if share is None else share
+            value = value / share.denominator if share.numerator == 1 else value * float(share)
         found = value.detach()
         self.loss = found if self.loss is None else self.loss + found
         scaled: torch.Tensor = value if self.scaler is None else self.scaler.scale(value)
@@ -415,12 +447,13 @@ class _Step:
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         received, sent = self._open.pop((stage, number))
+        roots: list[tuple[Any, torch.Tensor | None]] = [*self.ties.of_later_stages(stage, number)]
         if isinstance(sent, torch.Tensor):
-            backward([sent], [None], self._deferring(stage, number))
+            roots.append((sent, None))
         else:
-            pairs = [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
-            if pairs:
-                backward([edge for edge, _ in pairs], [grad for _, grad in pairs], self._deferring(stage, number))
+            roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
+        if roots:
+            backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
         before = self.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._parcels["backward", stage, number] = [x.grad for x in received if x.requires_grad]
@@ -430,9 +463,16 @@ class _Step:
 
 
 def _needs_output_alone(loss: Callable[..., Any]) -> bool:
+    """Whether a loss can be called without a target; one of which nothing is known is taken to be."""
+    if inspect.isbuiltin(loss) or inspect.ismethoddescriptor(loss):  # torch tells the arguments of its own elsewhere
+        loss = get_testing_overrides().get(loss, loss)
     try:
-        inspect.signature(loss).bind(None)
-    except (TypeError, ValueError):
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
         return False
     return True
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ringcomm.parallel.place import place_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.pipeline.cuts import Tie
 from ringcomm.pipeline.messages import Messages
@@ -20,9 +22,9 @@ class Ties:
     first stage adds those of all ranks, in the order of their stages, and every rank has the sum as the gradient.
 
     Args:
-        exact: whether gradients are added micro-batch by micro-batch, from the last stage to the first: the bits of one
-            process where no stage uses the parameter twice. It costs two messages of the parameter's size for each
-            micro-batch and further rank, and on the first stage's rank memory for each sum until the step ends.
+        exact: whether gradients are added micro-batch by micro-batch, from the last use to the first: the bits of one
+            process. It costs a message of the parameter's size for each micro-batch and further stage, and one for each
+            micro-batch and further rank; and on the first stage's rank memory for each sum until the step ends.
     """
 
     def __init__(
@@ -40,8 +42,8 @@ class Ties:
 
     def send_values(self) -> None:
         """Every rank gets the first stage's values, so that a parameter is one and the same wherever it was
-        initialised; a collective. Parameters on meta get theirs before the first step in which they are nowhere on
-        meta."""
+        initialised; a collective, of the ranks that share their shards too. Parameters on meta get theirs before the
+        first step in which they are nowhere on meta."""
         if not self.unsent:
             return
         on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
@@ -69,11 +71,22 @@ class Ties:
             for held in self.held:
                 held.leave()
 
+    def _of(self, stage: int) -> Iterator[_Held]:
+        return (held for held in self.held if held.param.requires_grad and stage in held.here)
+
+    def ran(self, stage: int, microbatch: int) -> None:
+        """A forward pass of a stage has run, of which a backward pass will."""
+        for held in self._of(stage):
+            held.ran(stage, microbatch)
+
+    def of_later_stages(self, stage: int, microbatch: int) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """What a backward pass of a stage begins with beside the gradients of its results."""
+        return [found for held in self._of(stage) if (found := held.of_later_stages(stage, microbatch)) is not None]
+
     def passed(self, stage: int, microbatch: int) -> None:
         """A backward pass of a stage has run."""
-        for held in self.held:
-            if held.param.requires_grad and stage in held.here:
-                held.passed(stage, microbatch)
+        for held in self._of(stage):
+            held.passed(stage, microbatch)
 
     def settle(self) -> None:
         """After all backward passes: every rank's parameters get the sum; a collective of the ranks that share them."""
@@ -103,13 +116,23 @@ class _Held(ABC):
         return self._present().is_meta
 
     def send_value(self) -> None:
-        """The first stage's value goes to the other ranks."""
-        value = self._present().detach()
+        """The first stage's value goes to the other ranks; of a sharded parameter its master weights."""
+        param = self._present()
+        place = place_of(param)
+        if place is not None:
+            place.group.adopt_writes("Pipeline")
         if self.at_home:
+            value = (
+                param if place is None else place.group.part(place.group.gather_owned(place.group.master), place.index)
+            )
             for rank in self.others:
-                self._send(value, rank)
+                self._send(value.detach().to(self.messages.device), rank)
+        elif place is None:
+            param.detach().copy_(self._received(param, self.home))
         else:
-            value.copy_(self._received(value, self.home))
+            like = torch.empty((), dtype=place.group.master.dtype, device=self.messages.device).expand(param.shape)
+            place.group.load(place.index, self._received(like, self.home))
+            place.group.publish().wait()
 
     def _present(self) -> torch.nn.Parameter:
         """The parameter as it is now: load_state_dict(assign=True) makes another one."""
@@ -139,10 +162,17 @@ class _Held(ABC):
         self.messages.send_beside(x, rank, self._row(stage))
 
     def _received(self, like: torch.Tensor, rank: int, stage: int = 0) -> torch.Tensor:
-        return self.messages.receive_beside(torch.empty_like(like), rank, self._row(stage))
+        return self.messages.receive_beside(like.new_empty(like.shape), rank, self._row(stage))
 
     def _accumulate(self, grad: torch.Tensor) -> None:
         torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
+
+    def ran(self, stage: int, microbatch: int) -> None:  # noqa: B027
+        """A forward pass of a stage that uses it has run."""
+
+    def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
+        """Its gradient from the stages behind, and where in this stage's graph it comes in."""
+        return None
 
     @abstractmethod
     def passed(self, stage: int, microbatch: int) -> None:
@@ -186,39 +216,46 @@ class _Summed(_Held):
 
 
 class _Exact(_Held):
-    """Adds up each micro-batch, as autograd would: the gradient of the last stage first."""
+    """Adds up each micro-batch, as autograd would: the gradient of the last use first. The sum goes from stage to
+    stage, and begins each stage's own."""
 
     def enter(self) -> None:
         """A step begins."""
         super().enter()
         self.owed = 0  # sums that the first stage's rank has yet to send
         self.sums: list[torch.Tensor] = []  # at home: they are sent at the end, as a device takes messages in order
-        self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # at home, by stage and micro-batch
+        self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
+        self.found: dict[tuple[int, int], torch.Tensor] = {}  # from stages on this rank to others on it
+
+    def ran(self, stage: int, microbatch: int) -> None:
+        """Makes one more use of it, the last one in this graph: autograd adds its gradient first."""
+        if stage != self.tie.stages[-1]:
+            self.edges[stage, microbatch] = get_gradient_edge(self.standin.view_as(self.standin))
+
+    def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
+        """The sum of the stages behind."""
+        if stage == self.tie.stages[-1]:
+            return None
+        behind = self.tie.stages[self.tie.stages.index(stage) + 1]
+        rank = self.rank_of[behind]
+        here = rank == self.messages.comm.rank
+        total = self.found.pop((behind, microbatch)) if here else self._received(self.standin, rank, behind)
+        return self.edges.pop((stage, microbatch)), total
 
     def passed(self, stage: int, microbatch: int) -> None:
-        """Its gradient goes to the rank of the first stage; there, after the first stage's, the sum is complete."""
+        """The sum goes to the stage before; on the first stage it is complete."""
         grad, self.standin.grad = self.standin.grad, None
-        if not self.at_home:
-            self._send(torch.zeros_like(self.standin, requires_grad=False) if grad is None else grad, self.home, stage)
-            self.owed += stage == self.here[0]
+        total = torch.zeros_like(self.standin, requires_grad=False) if grad is None else grad
+        self.owed += not self.at_home and stage == self.here[0]
+        if stage == self.tie.stages[0]:
+            self.sums.append(total)
+            self._accumulate(total)
             return
-        self.found[stage, microbatch] = grad
-        if stage != self.tie.stages[0]:
-            return
-        total: torch.Tensor | None = None
-        for each in self._arriving(microbatch):
-            total = each if total is None else total if each is None else total + each
-        if total is None:
-            total = torch.zeros_like(self.standin, requires_grad=False)
-        self.sums.append(total)
-        self._accumulate(total)
-
-    def _arriving(self, microbatch: int) -> Iterator[torch.Tensor | None]:
-        """A micro-batch's gradients, that of the last stage first."""
-        for stage in reversed(self.tie.stages):
-            rank = self.rank_of[stage]
-            at_home = rank == self.home
-            yield self.found.pop((stage, microbatch)) if at_home else self._received(self.standin, rank, stage)
+        rank = self.rank_of[self.tie.stages[self.tie.stages.index(stage) - 1]]
+        if rank == self.messages.comm.rank:
+            self.found[stage, microbatch] = total
+        else:
+            self._send(total, rank, stage)
 
     def settle(self) -> None:
         """The sums of all micro-batches, in their order."""
