@@ -28,6 +28,7 @@ $(VENV)/.tools: constraints.txt pyproject.toml
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
+	@echo "compiling ringcomm: 3 to 6 minutes on idle cores, once"
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
