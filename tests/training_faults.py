@@ -17,7 +17,6 @@ from ringcomm.parallel import clip, sharded_parameter
 from ringcomm.parallel.flat_model import FlatModel
 from ringcomm.parallel.gradient import Gradient
 from ringcomm.parallel.group import FlatGroup
-from ringcomm.parallel.optimizer import Attached
 from ringcomm.parallel.optimizer_state import GroupState
 from ringcomm.parallel.ranks import Ranks
 from ringcomm.parallel.unit import Unit
@@ -169,13 +168,9 @@ def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
     return wrong
 
 
-@fault(Attached, "_pieces", "half")
+@fault(FlatGroup, "runs", "half")
 def parameters_of_16_bits_joined_in_a_step(right: Function) -> Function:
-    def wrong(attached: Attached, group: FlatGroup) -> Any:
-        owners = [attached.group_of.get(id(p), -1) for p in group.params]
-        return group.layout.runs(group.start, group.end, owners) if attached.elementwise else right(attached, group)
-
-    return wrong
+    return lambda group, owners: group.layout.runs(group.start, group.end, owners)
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.gradient import Gradient
-from ringcomm.parallel.layout import FlatLayout
+from ringcomm.parallel.layout import FlatLayout, Run
 from ringcomm.parallel.meta import fill_unmade, give_memory
 from ringcomm.parallel.part import part_of
 from ringcomm.parallel.precision import Types
@@ -80,6 +80,8 @@ def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tenso
 
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage that begins and ends with it: what saves tensors looks at their storages."""
+    if part.is_meta:
+        return part
     nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
     nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
     return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
@@ -276,6 +278,11 @@ class FlatGroup:
         return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(self._at)]
 
     # ---- whole and shard ------------------------------------------------------------------------------------------
+
+    def runs(self, owners: Sequence[int]) -> list[Run]:
+        """What an element-wise optimizer sees of the owned range; ``owners`` are its groups, by segment. In 16 bits
+        torch rounds the last elements of a tensor in another way than the others, so parameters stay apart."""
+        return self.layout.runs(self.start, self.end, owners, joined=self.types.master.itemsize > 2)
 
     @property
     def gradient(self) -> Gradient:

@@ -142,11 +142,12 @@ class FlatLayout:
                 found.append(Fragment(i, first - segment.offset, first - start, last - first))
         return found
 
-    def runs(self, start: int, end: int, groups: Sequence[int]) -> list[Run]:
+    def runs(self, start: int, end: int, groups: Sequence[int], joined: bool = True) -> list[Run]:
         """What an optimizer sees of a range: one run for each of its groups, with the padding behind the segments.
 
         Args:
             groups: by segment, the optimizer's group; below 0: none.
+            joined: False: one run for each segment, without padding.
         """
         align = max(1, ALIGN_BYTES // self.dtype.itemsize)
         found: list[Run] = []
@@ -154,8 +155,8 @@ class FlatLayout:
         for fragment in self.fragments(start, end, empty=True):
             group = groups[fragment.segment]
             first = start + fragment.offset
-            last = min(end, up(first + fragment.numel, align))
-            if open_run and found[-1].group == group:
+            last = min(end, up(first + fragment.numel, align)) if joined else first + fragment.numel
+            if joined and open_run and found[-1].group == group:
                 before = found.pop()
                 found.append(Run(group, before.start, last, (*before.segments, fragment.segment)))
             elif group >= 0:

@@ -358,7 +358,7 @@ class Plan:
             owners = [owner_of.get((group, i), -1) for i in range(len(group.params))]
             master = group.types.master
             if is_elementwise(optimizer):
-                for run in group.layout.runs(group.start, group.end, owners):
+                for run in group.runs(owners):
                     total += state_nbytes(optimizer, run.group, (run.end - run.start,), master)
                 continue
             for fragment in group.layout.fragments(group.start, group.end):

@@ -362,14 +362,8 @@ class Attached:
 
     def _pieces(self, group: FlatGroup) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         owners = [self.group_of.get(id(p), -1) for p in group.params]
-        if self.elementwise and group.types.master.itemsize > 2:
-            yield from group.layout.runs(group.start, group.end, owners)
-            return
-        if self.elementwise:  # in 16 bits torch rounds the last elements of a tensor otherwise than the others
-            for fragment in group.layout.fragments(group.start, group.end, empty=True):
-                owner, first = owners[fragment.segment], group.start + fragment.offset
-                if owner >= 0:
-                    yield owner, first, first + fragment.numel, (fragment.segment,)
+        if self.elementwise:
+            yield from group.runs(owners)
             return
         for i, start, end in self._tensors(group, group.stage):
             if owners[i] >= 0:
