@@ -203,11 +203,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._join_hook is not None and self._join_config.enable:
             self._join_hook.enter()
         made = self._made is not None and not self._made.unwrapped
-        if torch.is_grad_enabled() and (made or self.training):
-            self._flat.decided = self._flat.sync
         if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
             return self.module(*args, **kwargs)
-        return self._flat.root.call(self.module, self.module.__call__, args, kwargs)
+        output = self._flat.root.call(self.module, self.module.__call__, args, kwargs)
+        if torch.is_grad_enabled():
+            self._flat.decide()
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

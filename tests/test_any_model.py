@@ -647,19 +647,21 @@ def test_parameters_of_16_bits_step_as_in_plain_torch(kind: Any, dtype: torch.dt
     ringcomm.run_ranks(rank, 2, timeout=20)
 
 
+@pytest.mark.parametrize("cap", [0.00001, 25])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int) -> None:
+def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int, cap: float) -> None:
     models = [made(Skips) for _ in range(WORLD)]
     by_hand = [made(Skips) for _ in range(WORLD)]
     for rank, model in enumerate(by_hand):
-        model(batch(rank, 0)).square().mean().backward()
+        (model(batch(rank, 0)).square().mean() + model.blocks[0].unused(batch(rank, 0)[:, :2]).sum()).backward()
         model(batch(rank, 1)).square().mean().backward()
 
     def rank(comm: ringcomm.Communicator) -> None:
         model = models[comm.rank]
-        model(batch(comm.rank, 0)).square().mean().backward()
+        before = batch(comm.rank, 0)
+        (model(before).square().mean() + model.blocks[0].unused(before[:, :2]).sum()).backward()
         opt = adamw(model)
-        ringcomm.shard(model, opt, stage, comm)
+        ringcomm.shard(model, opt, stage, comm, bucket_cap_mb=cap)
         model(batch(comm.rank, 1)).square().mean().backward()
         for name, p in model.named_parameters():
             own = [dict(each.named_parameters())[name].grad for each in by_hand]
@@ -668,6 +670,28 @@ def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int) -> None
             if grad is not None:
                 torch.testing.assert_close(grad, torch.stack(own).mean(0))
         opt.step()
+
+    ringcomm.run_ranks(rank, WORLD, timeout=20)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_in_shared_memory_train_on(stage: int) -> None:
+    """Which moves their storages."""
+    models = [[made(Skips), made(Skips)] for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        found = []
+        for model, shares in zip(models[comm.rank], (False, True), strict=True):
+            opt = adamw(model)
+            ringcomm.shard(model, opt, stage, comm)
+            found.append([])
+            for part in range(2):
+                if part and shares:
+                    model.share_memory()
+                    for x in model.state_dict().values():
+                        x.share_memory_()
+                found[-1] += [*plain_loop(model, opt, comm.rank)]
+        assert all(map(torch.equal, *found))
 
     ringcomm.run_ranks(rank, WORLD, timeout=20)
 

@@ -210,6 +210,14 @@ def test_the_forward_pass_decides_whether_gradients_are_averaged() -> None:
         assert torch.equal(late.module[0].weight.grad, usual.module[0].weight.grad)
         comm.all_reduce(mean := usual.module[0].weight.grad.clone(), "avg")
         assert torch.equal(mean, usual.module[0].weight.grad)
+        for model in (late, usual):
+            model.zero_grad()
+        loss = loss_of(late, comm.rank, 2)
+        with late.no_sync():
+            loss = loss + loss_of(late, comm.rank, 3)
+        loss.backward()
+        (loss_of(usual, comm.rank, 2) + loss_of(usual, comm.rank, 3)).backward()
+        assert torch.equal(late.module[0].weight.grad, usual.module[0].weight.grad)
 
     on_ranks(rank)
 

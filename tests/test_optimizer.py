@@ -735,6 +735,28 @@ def test_a_step_that_one_rank_leaves_out_is_named_before_the_next(stage: int) ->
     ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
 
 
+@pytest.mark.parametrize("does", ["steps twice", "steps another"])
+def test_other_steps_of_one_rank_are_named(does: str) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = net()
+        both = [torch.optim.SGD(some.parameters(), lr=0.1) for some in (model.inlet, model.outlet)]
+        for optimizer in both:
+            ringcomm.shard(model, optimizer, 0, comm)
+        for step in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            for k, optimizer in enumerate(both):
+                if step:
+                    with pytest.raises(MismatchError, match=rf"step: rank {comm.rank} got . steps where rank"):
+                        optimizer.step()
+                    return
+                if does == "steps twice" or k == 0:
+                    times = 1 + (does == "steps twice" and (comm.rank, k) == (1, 1))
+                    for _ in range(times):
+                        (both[comm.rank] if does == "steps another" else optimizer).step()
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
 @pytest.mark.parametrize("wraps", ["DistributedDataParallel", "shard"])
 def test_different_options_of_optimizers_that_were_not_passed(wraps: str) -> None:
     """A warning, once: ranks may mean it. Not at the first step, before which nobody knows of the optimizer."""

@@ -59,8 +59,13 @@ def places_of(program: Program) -> list[str]:
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
     found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
-    found += [] if features & NOT_DDP else ["ddp"]
+    found += [] if features & NOT_DDP or _waits_for_a_dropped_pass(program) else ["ddp"]
     return [*found, *(STAGES[:3] if skipped else STAGES)]
+
+
+def _waits_for_a_dropped_pass(program: Program) -> bool:
+    """Whether a pass inside of no_sync reduces, as in torch, because a forward pass outside had no backward pass."""
+    return {"accumulate.no_sync", "dropped_forward"} <= program.features
 
 
 def _confuses_torch(program: Program) -> bool:

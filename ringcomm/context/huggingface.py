@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +49,7 @@ class Context(Protocol):
     layout: str
     local: bool
     part: int | None
+    parts: MutableMapping[Any, int]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
         """Attention as torch calls it."""
@@ -120,8 +121,11 @@ def _preprocess(
     _check_layers(config, context)
     call = inspect.signature(original).bind(config, inputs_embeds, *args, **options)
     cache, where = call.arguments["past_key_values"], call.arguments.get("position_ids")
+    past = 0 if cache is None else int(cache.get_query_offset(call.arguments["layer_idx"]))
+    if cache is not None and not past:
+        context.parts[cache] = inputs_embeds.shape[1]
+    context.part = None if cache is None else context.parts.get(cache)
     if where is not None and where.dim() == 2:
-        past = 0 if cache is None else int(cache.get_query_offset(call.arguments["layer_idx"]))
         padded = call.arguments["attention_mask"] is not None
         _check_positions(where, past, padded, context)
     call.arguments["position_ids"] = None  # these are a part's: they say nothing about sequences in one row
@@ -188,8 +192,6 @@ def _mask(
         )
     if past or kv_length != q_length:
         _check_cache(past, q_length, kv_length, causal, window, context)
-    else:
-        context.part = q_length
     skip = options.get("allow_is_causal_skip", True) if causal else options.get("allow_is_bidirectional_skip", False)
     plain = window is None and attention_mask is None and not past
     if skip and plain and (name == "sdpa" or not causal):

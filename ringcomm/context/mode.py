@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -103,13 +104,15 @@ class _Mode(TorchFunctionMode):
     """One context.
 
     Args:
-        part: the length of this rank's part, where a cache was filled inside.
+        part: the length of this rank's part, where the last call had a cache that was filled inside.
+        parts: by cache.
     """
 
     def __init__(self, comm: Communicator, layout: str, overlap: bool, local: bool) -> None:
         super().__init__()
         self.comm, self.layout, self.overlap, self.local = comm, layout, overlap, local
         self.part: int | None = None
+        self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = CALLS.count
         self._layer: str | None = None  # the module of the first layer that was computed
         self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it

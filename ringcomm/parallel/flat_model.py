@@ -148,7 +148,8 @@ class FlatModel:
         self.options_differ = False  # whether a backward pass found that ranks have others, until a step has looked
         self._heard: torch.Tensor | None = None  # on a device, the last message's header
         self.sync = True
-        self.decided: bool | None = None  # what `sync` was in the last forward pass, where that decides as in torch
+        self.decided: bool | None = None  # whether the next backward pass reduces, where forward decides as in torch
+        self._awaits = False  # whether there was a forward pass since the last backward pass that reduces
         self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
         self._leaves = 0  # how many there were
@@ -213,6 +214,7 @@ class FlatModel:
 
     def add_optimizer(self, attached: Attached) -> None:
         """Another one is attached."""
+        attached.options.number = len(self._optimizers)
         self._optimizers.append(weakref.ref(attached))
         self.stepped.add(attached.options)
 
@@ -610,7 +612,7 @@ class FlatModel:
         if gradient.opened:
             gradient.collect()
         else:
-            gradient.take_in("backward")  # nothing has arrived
+            gradient.take_in("backward", own=True)  # nothing has arrived
         self.backward.launched.add(group)
         while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
             self.backward.next += 1
@@ -749,6 +751,7 @@ class FlatModel:
         if done and ended.accumulates and self._reenters is None:
             self._reenters = False
         self._forgets |= ended.accumulates
+        self._awaits &= not ended.accumulates
         for unit in self.units:
             unit.in_backward = False
             if unit.reshard_after_backward and not self.held:
@@ -806,6 +809,12 @@ class FlatModel:
         next."""
         self.leaf = microbatch
         self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
+
+    def decide(self) -> None:
+        """A forward pass decides whether its backward pass reduces. One inside of `no_sync` leaves that to an earlier
+        one whose backward pass has not come."""
+        self._awaits |= self.sync
+        self.decided = self._awaits
 
     @property
     def syncs(self) -> bool:

@@ -80,8 +80,6 @@ def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tenso
 
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage that begins and ends with it: what saves tensors looks at their storages."""
-    if part.is_meta:
-        return part
     nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
     nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
     return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
@@ -204,7 +202,7 @@ class FlatGroup:
             reuse = values.dtype == compute
             self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
             self.weight = self.whole[self.start : self.end]
-            self._views = [*map(with_own_storage, self.parts(self.whole))]
+            self._views = self.parts(self.whole)
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         if not self.separate:

@@ -65,14 +65,15 @@ def _names(module: nn.Module, groups: Sequence[FlatGroup], prefix: str) -> dict[
 def _after_state_dict(
     groups: Sequence[FlatGroup], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Puts whole parameters in; a collective from stage 1 on. They are copies: torch refuses to write into them, as
-    into every tensor of inference mode, for what is written would not reach the model."""
+    """Puts whole parameters in. Where they are not whole here it is a collective, and they are copies: torch refuses to
+    write into them, as into every tensor of inference mode, for what is written would not reach the model."""
     del metadata
     wholes: dict[FlatGroup, torch.Tensor] = {}
     for name, (group, i) in _names(module, groups, prefix).items():
-        if not (group.separate or group.stage == LAST_STAGE) or name not in state:
+        if name not in state or state[name].requires_grad or state[name] in _done:  # keep_vars; done by one inside
             continue
-        if state[name].requires_grad or state[name] in _done:  # keep_vars; done by a module inside
+        if not (group.separate or group.stage == LAST_STAGE):
+            state[name] = with_own_storage(state[name])
             continue
         with torch.inference_mode():
             if group not in wholes:

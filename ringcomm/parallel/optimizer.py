@@ -731,7 +731,8 @@ class Attached:
         self._refuse_unreduced()
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
-                flat.ranks.agree("step", self.options.lines(), SAME_OPTIONS)
+                lines = [line for attached in flat.shared_optimizers() for line in attached.options.lines()]
+                flat.ranks.agree("step", lines, SAME_OPTIONS)
                 flat.options_differ = False
         for flat in self.flats:
             flat.stepped.add(self.options)

@@ -31,6 +31,7 @@ class Options:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
         self.steps = 0  # that were made while this compared them
+        self.number = 0  # among a model's
         self._values: list[Any] = []  # of the groups, when the checksum was computed; empty where they may change
         self._checksum = 0
 
@@ -39,7 +40,11 @@ class Options:
         return [] if optimizer is None else optimizer.param_groups
 
     def checksum(self) -> int:
-        """Below 2^32, equal where the options are; computed anew when one has changed."""
+        """Equal where the options, the steps and the optimizer are."""
+        return (self.number + 1) * (self._checksum_of_options() + self.steps)
+
+    def _checksum_of_options(self) -> int:
+        """Below 2^32; computed anew when one has changed."""
         values = [*chain.from_iterable(map(dict.values, self._groups()))]
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return self._checksum

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ class Verifier:
     ) -> None:
         self.module, self.region, self.summed, self.alike = module, region, summed, alike
         self.gradients: dict[str, list[Digest]] = {}
-        self.scheduled = False
+        self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
         self.hooked: dict[int, torch.Tensor] = {}
         self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
 
@@ -109,13 +111,15 @@ class Verifier:
                 y.register_hook(lambda gradient, name=name, made=made: self._note(name, [*digest(gradient), made]))
 
     def _note(self, name: str, found: Digest) -> None:
-        if not self.scheduled:
-            self.scheduled = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        if self.end() is None:  # also after a pass that raised, whose end autograd has let go of
+            self.gradients = {}
+            end = partial(type(self)._after_backward, self)
+            self.end = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         self.gradients.setdefault(f"gradient of {name}", []).append(found)
 
     def _after_backward(self) -> None:
-        found, self.gradients, self.scheduled = self.gradients, {}, False
+        found, self.gradients = self.gradients, {}
         self.compare(
             found,
             "name its module 'summed' in the plan if ranks use it on their own heads or features; else look for "
