@@ -14,7 +14,7 @@ from test_context import on_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.context import context_parallel, gather_sequence, ring_attention, shard_sequence
+from ringcomm.context import context_parallel, gather_sequence, positions, ring_attention, shard_sequence
 from ringcomm.context.sequence import LAYOUTS
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
 
@@ -184,6 +184,9 @@ def test_decoding_with_a_cache(name: str, layout: str, padding: str) -> None:
         with torch.no_grad(), context_parallel(comm, layout=layout):
             mine = model(input_ids=parts[0], position_ids=parts[1], attention_mask=parts[2], use_cache=True)
             whole = gather_sequence(mine.logits, comm, 1, layout)
+            for count in (6, 18):  # other prompts, with caches of their own
+                other = shard_sequence(torch.zeros(1, count, dtype=torch.long), comm, 1, layout)
+                model(input_ids=other, position_ids=positions(count, comm, layout)[None], use_cache=True)
             return steps(model, whole[:, -1], mine.past_key_values, parts[2], at[:, -1:])
 
     found = on_ranks(rank, RANKS)

@@ -128,6 +128,8 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: torch.nn.functional.linear(y, torch.ones(12, 12)).chunk(3, -1), None),
     (ONE, lambda y: y.chunk(3, -1), "chunk parts the outputs at 4"),
     (ONE, lambda y: torch.chunk(y, 3, dim=-1), "chunk parts the outputs at 4"),
+    (ONE, lambda y: torch.nn.functional.glu(y), "glu parts the outputs at 6"),
+    (ONE, lambda y: torch.nn.functional.softplus(y).view(-1, 12).hsplit(2), "hsplit parts the outputs at 6"),
     (ONE, lambda y: torch.nn.functional.gelu(y + 1).to(torch.float64).chunk(2, -1), "chunk parts the outputs at 6"),
     (ONE, lambda y: y.split([8, 2, 2], dim=-1), "split parts the outputs at 8"),
     (ONE, lambda y: torch.split(y, 6, dim=1), "split parts the outputs at 6"),

@@ -4,6 +4,7 @@ on models of transformers. Without it, the same programs compute wrong values wi
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from test_tensor_outputs import MLP, MODELS, NEOX, Plan, built
 from test_tensor_transformers import check, llama, run, tokens
 from torch import nn
 
+import ringcomm
 from ringcomm.errors import MismatchError
 from ringcomm.tensor.outputs import CutOutputs
 from ringcomm.tensor.plan import parallelize
@@ -90,6 +92,30 @@ def test_a_forgotten_sum_of_a_parameter_that_is_made_anew() -> None:
         run(cut)
 
     on_ranks(rank, 2)
+
+
+def test_it_goes_on_after_a_backward_pass_that_raised() -> None:
+    torch.manual_seed(0)
+    models = [copy.deepcopy(each) for each in [nn.ModuleDict({"a": nn.Linear(8, 8), "n": nn.LayerNorm(4)})] * 2]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = models[comm.rank]
+
+        def loss() -> torch.Tensor:
+            return model["n"](model["a"](torch.ones(2, 8)).unflatten(-1, (-1, 4))).square().mean()
+
+        model.forward = loss
+        ringcomm.parallelize(model, {"a": "colwise"}, comm, verify=True)
+        handle = model["a"].weight.register_hook(lambda grad: grad.no_such_attribute)
+        with pytest.raises(AttributeError):
+            model().backward()
+        handle.remove()
+        with pytest.raises(MismatchError, match=r"gradient of n\.(weight|bias)"):
+            model().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
 
 
 def test_another_batch_on_a_rank() -> None:

@@ -812,7 +812,9 @@ class FlatModel:
 
     def decide(self) -> None:
         """A forward pass decides whether its backward pass reduces. One inside of `no_sync` leaves that to an earlier
-        one whose backward pass has not come."""
+        one whose backward pass has not come, and so does one that backward runs again."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
         self._awaits |= self.sync
         self.decided = self._awaits
 

@@ -256,7 +256,7 @@ class Join:
                 self._send(group.whole)
                 if group.separate:
                     self._send(group.master)
-            for attached in flat.optimizers:
+            for attached in flat.shared_optimizers():
                 self._send_state(attached)
 
     def _send_state(self, attached: Attached) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -132,10 +133,10 @@ def named_parameters(
 def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str, rank: int) -> None:
     """Raises for two parameters in the same memory: each would get memory of its own."""
     plain = [(name, p) for name, p in params if place_of(p) is None and not p.is_meta and p.numel() and p.data_ptr()]
-    first: dict[tuple[torch.device, int], str] = {}
-    for name, p in plain:
-        other = first.setdefault((p.device, p.data_ptr()), name)
-        if other != name:
+    where = [(p.device, p.data_ptr(), p.data_ptr() + p.nbytes if p.is_contiguous() else 0, name) for name, p in plain]
+    ordered = sorted(where, key=lambda each: (str(each[0]), *each[1:3]))
+    for (device, start, end, other), (next_device, next_start, _, name) in pairwise(ordered):
+        if device == next_device and (start == next_start or next_start < end):
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one: each "
                 f"would be given memory of its own; tie them as one parameter, module.{name} = module.{other}"

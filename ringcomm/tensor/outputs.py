@@ -14,7 +14,9 @@ from ringcomm.errors import InvalidArgumentError
 
 KEEPS = {
     "contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type_as", "clamp", "clamp_", "add", "__add__",
-    "__radd__", "mul", "__mul__", "__rmul__", "dropout", "gelu", "silu", "relu", "tanh", "sigmoid",
+    "__radd__", "mul", "__mul__", "__rmul__", "sub", "__sub__", "__rsub__", "div", "__truediv__", "neg", "abs",
+    "square", "pow", "__pow__", "exp", "erf", "dropout", "gelu", "silu", "relu", "relu_", "relu6", "elu", "selu",
+    "leaky_relu", "softplus", "softsign", "mish", "hardswish", "hardtanh", "logsigmoid", "tanh", "sigmoid",
 }  # fmt: skip
 """Functions whose result has the same outputs in the same places."""
 VIEWS = ("view", "reshape", "unflatten")
@@ -173,6 +175,14 @@ def _narrow(x: torch.Tensor, dim: int, start: Any, length: int) -> Ends:
     return ([int(start), int(start) + length], 1) if _is_last(x, dim) else NOWHERE
 
 
+def _glu(x: torch.Tensor, dim: int = -1) -> Ends:
+    return _chunk(x, 2, dim)
+
+
+def _hsplit(x: torch.Tensor, where: Any) -> Ends:
+    return _tensor_split(x, where, min(1, x.dim() - 1))
+
+
 def _getitem(x: torch.Tensor, index: Any) -> Ends:
     index = index if isinstance(index, tuple) else (index,)
     known = all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index)
@@ -188,5 +198,6 @@ def _getitem(x: torch.Tensor, index: Any) -> Ends:
 
 _PARTED: dict[str, Any] = {
     "chunk": _chunk, "split": _sections, "split_with_sizes": _sections, "tensor_split": _tensor_split,
+    "unsafe_chunk": _chunk, "unsafe_split": _sections, "hsplit": _hsplit, "glu": _glu,
     "narrow": _narrow, "__getitem__": _getitem,
 }  # fmt: skip
