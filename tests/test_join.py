@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,25 @@ def test_mixed_precision_and_accumulation_at_every_stage(precision: MixedPrecisi
         alike(results, found[0] if found else None)
         found.append(results[0])
     assert not all(torch.equal(x, values(make())[name]) for name, x in found[0].items())
+
+
+def test_a_last_pass_inside_of_no_sync() -> None:
+    """The other ranks' passes are reduced all the same, and this rank answers."""
+    models = [make() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> Values:
+        model = DistributedDataParallel(models[comm.rank], comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(2 * STEPS[comm.rank]):
+                with model.no_sync() if step % 2 == 0 or (comm.rank == 1 and step == 1) else nullcontext():
+                    loss_of(model, comm.rank, step).backward()
+                if step % 2 and comm.rank != 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return values(model.module)
+
+    alike(on_ranks(rank))
 
 
 def test_the_plain_optimizer_of_data_parallel_training() -> None:

@@ -142,6 +142,7 @@ class Join:
     def shadow(self) -> None:
         """This rank has joined: answers the others until all have."""
         self.shadowing = True
+        self.flat.decided = None  # the others' passes decide from now on
         while code := self._round(0):
             rest, kind = divmod(code - 1, len(KINDS))
             name, (which, flag) = KINDS[kind], divmod(rest, 2)
