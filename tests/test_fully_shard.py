@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -397,11 +398,17 @@ def test_ignored_parameters_are_clipped_with_the_others(of: str) -> None:
         assert [k for k in weights if not torch.equal(weights[k], its[k])] == []
 
 
+def noted(seen: list[str], group: Any, settle: Callable[[], None]) -> None:
+    seen.append(group.names[0])
+    settle()
+
+
 def test_checkpointing_leaves_the_order_of_reductions() -> None:
     def rank(comm: Any, model: Any) -> tuple[list[str], int]:
         nested(comm, model)
         flat, seen = model._ringcomm_unit.flat, []
-        flat.on_reduced.append(lambda group: seen.append(group.names[0]))
+        for group in flat.order:
+            group.gradient.settle = partial(noted, seen, group, group.gradient.settle)
         loss_of(model, comm.rank, 0).backward()
         return seen, flat.ranks.traffic["all_gather calls"]
 

@@ -437,7 +437,7 @@ class FlatModel:
             self._advise(name, call)
         missing = [group for group in groups if not group.is_whole]
         if missing and not stays:
-            self.ranks.meet()
+            self.timed(self.ranks.meet)
         for group in missing:
             group.start_gather()
         for group in groups:

@@ -400,7 +400,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     units = [unit for unit in flat.units if any(id(p) in mine for group in unit.groups for p in group.params)]
     sharded = [unit for unit in flat.units if not unit.is_whole]
     if sharded:
-        flat.ranks.meet()
+        flat.timed(flat.ranks.meet)
     for unit in units:
         unit.gather()
     try:

@@ -54,7 +54,7 @@ class Room:
 
     def __init__(self, device: torch.device, fill: Callable[[torch.Tensor], float]) -> None:
         self.device, self.fill = device, fill
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def house(self, module: nn.Module) -> None:
         """Gives a module's own tensors on meta memory, until the next module gets it."""
@@ -62,7 +62,7 @@ class Room:
         sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in mine.values()]
         if self.memory.numel() < sum(sizes):
             self.memory = self.memory.new_empty(0)  # lets go of the old one first
-            self.memory = self.memory.new_empty(sum(sizes))
+            self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         for (key, x), part in zip(mine.items(), self.memory[: sum(sizes)].split(sizes), strict=True):
             made = part[: x.nbytes].view(x.dtype).view(x.shape)
             made.fill_(self.fill(made))
