@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 DTYPES: dict[str, int]
@@ -10,6 +10,34 @@ RECORD_NAME: str
 def build_info() -> dict[str, str]: ...
 def read_record(bytes: bytes) -> tuple[dict[str, int | str], list[dict[str, int | str]]]: ...
 def set_step(step: int) -> None: ...
+def addresses(dicts: list[dict[str, Any]]) -> bytes:
+    """Where the values of some dicts lie, one behind the other: two calls tell whether they hold the same objects."""
+
+class Arrivals:
+    """Notes the gradients that autograd adds to the parameters of a model.
+
+    Attributes:
+        expected: the number of the pass of autograd whose gradients are noted without a call of Python; -1: none.
+    """
+
+    expected: int
+    def __init__(self, current_task: Callable[[], int]) -> None: ...
+    def hook(
+        self, group: int, params: int, index: int, noted: list[set[int]], prepare: Callable[[int], None]
+    ) -> Callable[[tuple[Any, ...]], None]:
+        """What a node that accumulates a gradient calls before it does. ``noted`` gets the parameter's index: in the
+        first set, and where the gradient is defined in the second one. ``prepare(index)`` comes before where ``noted``
+        is empty or the pass is not the expected one."""
+
+    def take_complete(self) -> int:
+        """The group whose last gradient this thread has added since it was asked last; -1: none."""
+
+    def adding_elsewhere(self) -> int:
+        """The group to which another thread may be adding a gradient; -1: none."""
+
+    def end(self) -> None:
+        """The pass has ended."""
+
 def trace_start(spans_per_thread: int) -> None: ...
 def trace_stop() -> tuple[list[tuple[int, str, list[tuple[str, str, int, int, dict[str, Any]]]]], int]: ...
 def ring_step(rank: int, world_size: int, step: int) -> tuple[int, int, bool]: ...

@@ -130,9 +130,13 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatModel, "_arrives", "block.undefined")
+@fault(Gradient, "collect", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
-    return lambda flat, group, i, defined: right(flat, group, i, True)
+    def wrong(gradient: Gradient, *args: Any) -> None:
+        gradient.contributed.update(*gradient.group.noted)
+        right(gradient, *args)
+
+    return wrong
 
 
 @fault(FlatModel, "_is_complete")

@@ -482,6 +482,7 @@ PYBIND11_MODULE(_C, m) {
   define_hosts(m);
   define_nccl(m);
   define_record(m);
+  define_training(m);
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);

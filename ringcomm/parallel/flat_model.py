@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from ringcomm import _C
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.parallel.group import LAST_STAGE, FlatGroup, in_transform
 from ringcomm.parallel.place import Place, place_of
@@ -85,9 +85,8 @@ class BackwardPass:
         makes_graph: whether it does, by create_graph.
         reached: the units that it has come to and not passed.
         passed: at stage 2, the groups of the units that it has passed.
-        arriving: by thread, the gradient that autograd adds now: its group, which parameter's, and whether it is
-            defined. It has arrived when something else comes in the same thread: that costs less than a second hook.
-        arrived: by group, the parameters whose gradients are complete on this rank.
+        arrived: by group, the parameters whose gradients have come on this rank. The last one is added when something
+            else comes in the same thread: that costs less than a second hook.
         launched: the groups whose reduction has begun.
         next: where in the order of groups the first one is that is not launched.
         in_flight: those of the launched groups that were not waited for.
@@ -100,7 +99,6 @@ class BackwardPass:
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
     passed: set[FlatGroup] = field(default_factory=set)
-    arriving: dict[int, tuple[FlatGroup, int, bool]] = field(default_factory=dict)
     arrived: dict[FlatGroup, set[int]] = field(default_factory=dict)
     launched: set[FlatGroup] = field(default_factory=set)
     next: int = 0
@@ -154,6 +152,7 @@ class FlatModel:
         self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
         self._leaves = 0  # how many there were
         self.backward = BackwardPass()
+        self.arrivals = _C.Arrivals(torch._C._current_graph_task_id)
         self._calls = 0  # of units, so far
         self._depth = 0  # calls of units that are running
         self._packing: list[Any] = []  # by call that runs: what keeps saved parameters of stage 3, where it was put in
@@ -193,8 +192,10 @@ class FlatModel:
     def _watch(self, group: FlatGroup) -> None:
         """Notices the arrival of gradients."""
         here, home = weakref.ref(self), weakref.ref(group)
+        prepare = partial(_prepare, here, home)
         for i, node in enumerate(group.accumulators):
-            self._handles.append(node.register_prehook(partial(_arrives, here, home, i)))
+            hook = self.arrivals.hook(group.number, len(group.params), i, group.noted, prepare)
+            self._handles.append(node.register_prehook(hook))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -242,9 +243,12 @@ class FlatModel:
 
     def _look_inside(self) -> None:
         """Notes what the module is made of."""
-        inside = [(name, m) for name, m in self.module.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._dicts: list[list[dict[str, Any]]] = [[m._parameters for _, m in inside], [m._modules for _, m in inside]]
-        self._members = self._present_members()
+        self._inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._dicts: list[dict[str, Any]] = [
+            *(m._parameters for m in self._inside),
+            *(m._modules for m in self._inside),
+        ]
+        self._members = _C.addresses(self._dicts)  # all of them are kept, so that no other object gets their addresses
         self._buffer_places = [
             (owner, key)
             for name, owner in self.module.named_modules()
@@ -508,7 +512,7 @@ class FlatModel:
         """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
         number are done."""
         self.begin_backward()
-        self._add_arrived(get_ident())
+        self._see_to_complete()
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
             self.keeps_gathered = self.stage == LAST_STAGE
@@ -543,6 +547,8 @@ class FlatModel:
 
     def _is_complete(self, group: FlatGroup) -> bool:
         """Whether no gradient of the group is still to come in this pass."""
+        if self.arrivals.adding_elsewhere() == group.number:
+            return False
         arrived = self.backward.arrived.get(group, ())
         if len(arrived) == len(group.accumulators):
             return True
@@ -553,14 +559,14 @@ class FlatModel:
         unit = group.unit
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
-    def _arrives(self, group: FlatGroup, i: int, defined: bool) -> None:
-        """A parameter's gradient is about to be added to `p.grad`."""
+    def prepare(self, group: FlatGroup, i: int) -> None:
+        """A parameter's gradient is about to be added to `p.grad`, and that was not expected."""
         backward = self.backward
         if not (backward.scheduled and backward.accumulates) or backward.is_dead:
             self.begin_backward()
             self._accumulate()
             backward = self.backward
-        self._add_arrived(get_ident())
+        self._see_to_complete()
         if group in backward.launched:
             self._reenters = group.unit.came_twice = True  # from the next pass on it waits
             raise InvalidArgumentError(
@@ -568,24 +574,19 @@ class FlatModel:
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
         if not group.gradient.opened:
-            group.gradient.open()
-        if torch._C._current_graph_task_id() != backward.task:
+            group.gradient.open(backward.arrived.setdefault(group, set()))
+        task = torch._C._current_graph_task_id()
+        if task != backward.task:
             self._reenters = True  # by a reentrant checkpoint
-        backward.arriving[get_ident()] = group, i, defined
+        self.arrivals.expected = task
 
-    def _add_arrived(self, thread: int) -> None:
-        """The gradient that autograd was adding in a thread is complete on this rank."""
-        backward = self.backward
-        if thread not in backward.arriving:
+    def _see_to_complete(self) -> None:
+        """Where the gradient that this thread has added was the last one of its group, the group goes on its way."""
+        number = self.arrivals.take_complete()
+        if number < 0:
             return
-        group, i, defined = backward.arriving.pop(thread)
-        if defined:
-            group.gradient.contributed.add(i)
-        arrived = backward.arrived.get(group)
-        if arrived is None:
-            arrived = backward.arrived[group] = set()
-        arrived.add(i)
-        if len(arrived) < len(group.params) or self._waits(group):
+        group = self.groups[number]
+        if self._waits(group):
             return
         if not self.syncs:
             self._collect(group)
@@ -652,8 +653,6 @@ class FlatModel:
             self._reset()
             return
         try:
-            for thread in [*self.backward.arriving]:
-                self._add_arrived(thread)
             if self.syncs:
                 for group in self.order:
                     if group not in self.backward.launched:
@@ -746,6 +745,7 @@ class FlatModel:
 
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
+        self.arrivals.end()
         if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
             self.keeps_gathered = False
         if done and ended.accumulates and self._reenters is None:
@@ -910,7 +910,7 @@ class FlatModel:
 
     def _new_parameter(self) -> str | None:
         """The name of a parameter that the module did not have. Other modules without parameters may come and go."""
-        if self._present_members() == self._members:
+        if _C.addresses(self._dicts) == self._members:
             return None
         known = {id(p) for group in self.groups for p in group.params}
         named = self.module.named_parameters()
@@ -918,10 +918,6 @@ class FlatModel:
         if new is None:
             self._look_inside()
         return new
-
-    def _present_members(self) -> list[list[int]]:
-        """The identities of the parameters of the modules inside, and of their children."""
-        return [[*map(id, chain.from_iterable(map(dict.values, dicts)))] for dicts in self._dicts]
 
     def _unfreeze(self) -> None:
         """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
@@ -1025,10 +1021,10 @@ def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @eager
-def _arrives(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int, grads: Any) -> None:
+def _prepare(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int) -> None:
     here, home = flat(), group()
     if here is not None and home is not None:
-        here._arrives(home, i, grads[0] is not None)
+        here.prepare(home, i)
 
 
 def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:

@@ -83,7 +83,6 @@ class Gradient:
         self.has_reduced = False
         self.contributed: set[int] = set()  # who has a gradient in the local sums
         self.has: set[int] = set()  # who has one in what was reduced
-        self.opened = False
         self.shown: list[torch.Tensor | None] = [None] * len(group.params)  # what `show` has put into p.grad
         self.in_place = False  # whether autograd adds to the local sums
         self.work: Any = None
@@ -116,10 +115,19 @@ class Gradient:
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Before the first gradient of a backward pass arrives: shows autograd what to add to."""
+    @property
+    def opened(self) -> bool:
+        """Whether a backward pass adds gradients now."""
+        return len(self.group.noted) > 0
+
+    def open(self, arrived: set[int]) -> None:
+        """Before the first gradient of a backward pass arrives: shows autograd what to add to.
+
+        Args:
+            arrived: gets the parameters whose gradients arrive.
+        """
         self.take_in("backward", own=True)
-        self.opened = True
+        self.group.noted[:] = arrived, self.contributed
         self.in_place = self.plain and not self.tree and self.has_local
         if self.has_reduced or self.has_local:
             views = self._local_views() if self.in_place else None
@@ -137,7 +145,7 @@ class Gradient:
         params = self.group.params
         with torch._C.DisableTorchFunctionSubclass():
             fresh = self._fresh([*map(_grad_of, params)])
-        self.opened = False
+        self.group.noted.clear()
         if not fresh:
             return
         if self.tree and apart and not self._fills_a_level(fresh, leaf):
@@ -229,7 +237,8 @@ class Gradient:
         self._give_back(*self.levels)
         self._no_levels()
         self.views = None
-        self.has_reduced = self.opened = False
+        self.group.noted.clear()
+        self.has_reduced = False
         self.contributed.clear()
         self.has.clear()
         self._leave_buffer()

@@ -117,6 +117,9 @@ class FlatGroup:
         self.tree = tree
         self.master_device = master_device
         self.gathering: Any = None  # the all_gather in flight
+        # Between the first gradient of a backward pass and `collect`: the parameters whose gradients have come, and
+        # those whose gradients are defined; see `_C.Arrivals`.
+        self.noted: list[set[int]] = []
         self.number = 0  # among the model's groups
         self.hook: Callable[[torch.Tensor], Any] | None = None  # reduces in the communicator's place; see comm_hook.py
         self._classes = [type(p) for p in params]

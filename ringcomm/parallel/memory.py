@@ -302,7 +302,7 @@ class Plan:
             while sync and self.stage >= 2 and len(in_flight) >= IN_FLIGHT:
                 in_flight.popleft().gradient.settle()
             gradient = group.gradient
-            gradient.open()
+            gradient.open(set())
             for p, segment in zip(group.params, group.layout.segments, strict=True):
                 if p.grad is None:
                     p.grad = torch.empty(segment.shape, dtype=group.types.compute, device=_META)
