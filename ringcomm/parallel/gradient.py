@@ -65,7 +65,7 @@ class Gradient:
         self.dtype = group.types.master
         self.start, self.end = group.owned(stage)
         numel = self.layout.numel if stage < 2 else self.layout.shard_numel
-        self._lie_in(self.ranks.empty(numel, self.dtype, group.device).zero_())
+        self._lie_in(self.ranks.empty(numel, self.dtype, group.device))
         self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
         self._addresses: list[int] = []  # of these
         self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
@@ -189,8 +189,8 @@ class Gradient:
 
     def show(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
-        if self.has_reduced and not self.standing and len(self.has) == len(self.shown):
-            self.shown = [*self._all_means()]
+        if self.has_reduced and len(self.has) == len(self.shown):
+            self.shown = [*(self.standins if self.standing else self._all_means())]
         else:
             self.shown = [self._shown(i) for i in range(len(self.shown))]
         if self.has_reduced or self.has_local:
