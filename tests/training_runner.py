@@ -65,7 +65,9 @@ def places_of(program: Program) -> list[str]:
 
 def _waits_for_a_dropped_pass(program: Program) -> bool:
     """Whether a pass inside of no_sync reduces, as in torch, because a forward pass outside had no backward pass."""
-    return {"accumulate.no_sync", "dropped_forward"} <= program.features
+    raises = any(call.block == 0 and "rank_skip" not in call.flags for call in program.calls)
+    dropped = "dropped_forward" in program or ("exception" in program and not raises)
+    return "accumulate.no_sync" in program and dropped
 
 
 def _confuses_torch(program: Program) -> bool:
