@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of programs that use all parameters
@@ -56,11 +57,24 @@ NOT_TORCH = NOT_DDP | {"two_backwards", "freeze_later", "checkpoint.reentrant", 
 def places_of(program: Program) -> list[str]:
     """The placements that can run a program; the first is what the others are compared with."""
     features = set(program.features)
+    if "autocast" in features and any(block.kind == "lstm" for block in program.blocks) and not _autocasts_lstm():
+        return []
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
     found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
     found += [] if features & NOT_DDP or _waits_for_a_dropped_pass(program) else ["ddp"]
     return [*found, *(STAGES[:3] if skipped else STAGES)]
+
+
+@cache
+def _autocasts_lstm() -> bool:
+    """Whether torch runs an LSTM in 16 bits under autocast on this machine, which needs AVX-512."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            nn.LSTM(4, 4)(torch.zeros(1, 1, 4))
+        except RuntimeError:
+            return False
+    return True
 
 
 def _waits_for_a_dropped_pass(program: Program) -> bool:
