@@ -283,6 +283,64 @@ def test_what_hooks_collect_and_nothing_carries_names_the_module() -> None:
     assert "a result of blocks.0.gate" in str(error)
 
 
+class Keeps(nn.Module):
+    """Whose forward hooks keep results in the model itself."""
+
+    def __init__(self, how: str, inner: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Leaves("none") for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+        self.kept: Any = None
+        self.calls = 0
+        for block in self.blocks:
+            (block.up if inner else block).register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        if self.how == "dict":
+            self.kept[len(self.kept)] = output
+        elif self.how == "list":
+            self.kept.append(output)
+        else:
+            self.kept = [*self.kept, output]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept, self.calls = {} if self.how == "dict" else [], 0
+        for block in self.blocks:
+            x = block(x)
+        kept = [*self.kept.values()] if self.how == "dict" else self.kept
+        assert (len(kept), self.calls) == (4, 4)
+        return self.head(x).square().mean() + torch.stack([each.square().mean() for each in kept]).sum()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("how", ["dict", "list", "attribute"])
+def test_what_hooks_keep_in_the_model_is_there_once(how: str, inner: bool) -> None:
+    check(make(Keeps, how, inner), ["blocks.1", "blocks.3"], 3, carry=() if inner else ("blocks.*",))
+
+
+class Halved(nn.Module):
+    """Registers hooks on the gradients of results, of which one is used on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            if torch.is_grad_enabled():
+                x.register_hook(lambda grad: grad * 0.5)
+            results.append(x)
+        return x.square().mean() + results[0].sin().mean() + results[1].cos().mean()
+
+
+def test_hooks_of_gradients_run_once() -> None:
+    check(make(Halved), ["blocks.1", "blocks.2", "blocks.3"], 4, carry=("blocks.0", "blocks.1"))
+
+
 class InPlace(nn.Module):
     """Writes into what the second stage receives."""
 

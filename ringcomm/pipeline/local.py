@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
 from ringcomm.pipeline.absent import Absent, Maker, weightless, writable
-from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, leave, map_nest, tensors_inside
+from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, found_at, leave, map_nest, restore, tensors_inside
 from ringcomm.pipeline.cuts import Stages
 
 ANY = -1
@@ -234,6 +235,9 @@ class Local:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
+                for x in run.carried:  # the stage before has come here, too, and its tensors have these hooks
+                    if x._backward_hooks is not None:
+                        x._backward_hooks.clear()
             self._refuse_absent(run, name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
             return forward(*args, **kwargs) if last else self._noted(run, name, forward, args, kwargs)
@@ -299,15 +303,21 @@ class Local:
         calls, number = run.about.calls.get(name, ()), run.shadowed[name]
         run.shadowed[name] += 1
         call = calls[min(number, len(calls) - 1)] if calls else Call(run.about.usual)
+        places = []
         for each in call.left:
             try:
-                leave(self.model, args, kwargs, each, self._made(each.value, name))
+                places.append(found_at(self.model, args, kwargs, each.place))
             except LookupError:
                 raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
+            leave(places[-1], each, self._made(each.value, name))
+        there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, output in call.hooked:
             args_inside, kwargs_inside = self._made(inputs, inner)
             self._run_hooks(self.model.get_submodule(inner), args_inside, kwargs_inside, self._made(output, inner))
-        return self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
+        result = self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
+        for each, (place, before) in zip(call.left, there, strict=True):  # what hooks left is among it: once is enough
+            restore(each, place, before)
+        return result
 
     def _run_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """What the hooks of a module that is not run here make of its output."""
