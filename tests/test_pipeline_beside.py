@@ -320,6 +320,44 @@ def test_what_hooks_keep_in_the_model_is_there_once(how: str, inner: bool) -> No
     check(make(Keeps, how, inner), ["blocks.1", "blocks.3"], 3, carry=() if inner else ("blocks.*",))
 
 
+class Changed(nn.Module):
+    """Hooks that see results before and after one of them has changed these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves("none") for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        hooks = []
+        for block in self.blocks:
+            for module in (block, block.up):
+                for hook in (lambda *call: seen.append(call[-1]), lambda *call: call[-1] * 0.75):
+                    hooks.append(module.register_forward_hook(hook))
+                hooks.append(module.register_forward_hook(lambda *call: seen.append(call[-1])))
+        results = []
+        try:
+            for block in self.blocks:
+                x = block(x)
+                results.append(x)
+        finally:  # also where a stage ends
+            for each in hooks:
+                each.remove()
+        assert len(seen) == 16
+        return self.head(x).mean() + torch.stack([each.square().mean() for each in (*seen, *results)]).sum()
+
+
+def test_hooks_that_change_results() -> None:
+    check(make(Changed), ["blocks.1", "blocks.3"], 3, carry=("blocks.*", "blocks.*.up"))
+
+
+def test_a_list_that_lies_in_one_stage_as_a_whole() -> None:
+    """Its members are called one by one."""
+    check(make(LeavingNet, "list"), ["head"])
+    assert ringcomm.split(LeavingNet("list"), ["head"]).names_of(0) == ["stem", *(f"blocks.{i}" for i in range(BLOCKS))]
+
+
 class Halved(nn.Module):
     """Registers hooks on the gradients of results, of which one is used on two stages."""
 

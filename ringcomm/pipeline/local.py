@@ -56,13 +56,13 @@ class Call:
 
     Attributes:
         output: its shapes, or what is carried.
-        hooked: calls of submodules that have hooks, in the order of their ends: name, arguments as shapes, and
-            output as above.
+        hooked: calls of submodules, or of the module, that have hooks, in the order of their ends: name, arguments as
+            shapes, and the output that each hook got, as above.
         left: what it left beside its output.
     """
 
     output: Any
-    hooked: tuple[tuple[str, Any, Any], ...] = ()
+    hooked: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
     left: tuple[Left, ...] = ()
 
 
@@ -250,34 +250,49 @@ class Local:
         """A call of a module of this stage, which later stages are told of."""
         inside = self._inside[name]
         watch = Watch({**self._containers, **inside}, args, kwargs)
-        hooked: list[tuple[str, Any, Any]] = []
+        hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
         handles = [
-            each.register_forward_hook(partial(self._note_hooked, run, hooked, key), with_kwargs=True)
+            handle
             for key, each in inside.items()
-            if key != name and (len(each._forward_hooks) or len(each._forward_pre_hooks))
+            if any(map(_is_users, (*each._forward_pre_hooks.values(), *each._forward_hooks.values())))
+            for handle in self._note_hooks(run, hooked, key, each)
         ]
         try:
             output = forward(*args, **kwargs)
         finally:
             for handle in handles:
-                handle.remove()
+                handle()
         left = tuple(replace(each, value=self._carry(run, each.value, name)) for each in watch.left() if _travels(each))
-        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
+        shown = self._shown(run, output, name)
         run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
         return output
 
-    def _note_hooked(
-        self,
-        run: _Run,
-        hooked: list[tuple[str, Any, Any]],
-        name: str,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
-        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
-        hooked.append((name, Shape.of((args, kwargs)), shown))
+    def _note_hooks(
+        self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
+    ) -> list[Callable[[], None]]:
+        """Notes calls of a module in ``hooked``; gives what ends that."""
+        seen: list[Any] = []
+
+        def noting(hook: Callable[..., Any], *call: Any) -> Any:
+            seen.append(self._shown(run, call[-1], name))
+            return hook(*call)
+
+        def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            hooked.append((name, Shape.of((args, kwargs)), tuple(seen)))
+            seen.clear()
+
+        hooks = module._forward_hooks
+        theirs = {number: hook for number, hook in hooks.items() if _is_users(hook)}
+        hooks.update({number: partial(noting, hook) for number, hook in theirs.items()})
+
+        def restored() -> None:
+            hooks.update({number: hook for number, hook in theirs.items() if number in hooks})
+
+        return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
+
+    def _shown(self, run: _Run, output: Any, name: str) -> Any:
+        """What later stages are told of a result."""
+        return self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
 
     def _is_carried(self, name: str) -> bool:
         return name in self.stages.carry
@@ -311,28 +326,13 @@ class Local:
                 raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
             leave(places[-1], each, self._made(each.value, name))
         there = [(place, copy.copy(place)) for place in places]
-        for inner, inputs, output in call.hooked:
-            args_inside, kwargs_inside = self._made(inputs, inner)
-            self._run_hooks(self.model.get_submodule(inner), args_inside, kwargs_inside, self._made(output, inner))
-        result = self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
+        for inner, inputs, outputs in call.hooked:
+            made = (args, kwargs) if inner == name else self._made(inputs, inner)
+            _run_hooks(self.model.get_submodule(inner), *made, [self._made(output, inner) for output in outputs])
+        result = self._made(call.output, name)
         for each, (place, before) in zip(call.left, there, strict=True):  # what hooks left is among it: once is enough
             restore(each, place, before)
         return result
-
-    def _run_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the hooks of a module that is not run here make of its output."""
-        for number, hook in [*module._forward_pre_hooks.items()]:
-            with_kwargs = number in module._forward_pre_hooks_with_kwargs
-            changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
-            if changed is not None and with_kwargs:
-                args, kwargs = changed
-            elif changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-        for number, hook in [*module._forward_hooks.items()]:
-            with_kwargs = number in module._forward_hooks_with_kwargs
-            changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
-            output = output if changed is None else changed
-        return output
 
     def _made(self, tree: Any, origin: str = "") -> Any:
         """A nest of shapes with tensors in their places; with those that were carried."""
@@ -426,6 +426,27 @@ class Local:
             f"Pipeline: rank {self.rank} got other values than the stage before in an argument of {name}, or none, "
             "which depends on the model's inputs, expected the same; pass the inputs on every rank"
         )
+
+
+def _is_users(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the user's: what ours do belongs to the module."""
+    return not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("ringcomm.")
+
+
+def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
+    """Hooks of a module that is not run here, with the output that each got there."""
+    for number, hook in [*module._forward_pre_hooks.items()]:
+        if _is_users(hook):
+            with_kwargs = number in module._forward_pre_hooks_with_kwargs
+            changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    theirs = [(number, hook) for number, hook in module._forward_hooks.items() if _is_users(hook)]
+    for (number, hook), output in zip(theirs, outputs, strict=False):
+        with_kwargs = number in module._forward_hooks_with_kwargs
+        _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
 def _travels(left: Left) -> bool:
