@@ -396,6 +396,28 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
             torch.testing.assert_close(grad, expected[name])
 
 
+class CutOff(nn.Module):
+    """Whose tied weight no gradient comes to: behind its uses gradients end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[1](self.blocks[0](x)).detach()).square().mean()
+
+
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_a_tied_weight_without_a_gradient_has_none(ties: str) -> None:
+    def step(pipe: Pipeline, rank: int) -> list[bool]:
+        pipe.step(torch.ones(2, 4))
+        return [p.grad is None for p in pipe.parameters()]
+
+    done = on_ranks(make(CutOff), ["blocks.1"], 2, step, microbatches=2, ties=ties)
+    assert done == [[True], [True, False]]
+
+
 class Often(nn.Module):
     """One weight that every stage uses several times, and one that some micro-batches do not use."""
 

@@ -358,6 +358,31 @@ def test_a_list_that_lies_in_one_stage_as_a_whole() -> None:
     assert ringcomm.split(LeavingNet("list"), ["head"]).names_of(0) == ["stem", *(f"blocks.{i}" for i in range(BLOCKS))]
 
 
+class Views(nn.Module):
+    """Whose first block leaves views of its weight, of which one was made without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.views: list[torch.Tensor] = []
+        self.blocks[0].register_forward_hook(self.look)
+
+    def look(self, module: nn.Linear, *_: Any) -> None:
+        with torch.no_grad():
+            self.views.append(module.weight.t())
+        self.views.append(module.weight[:2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.views.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() + self.views[0].sum() + self.views[1].square().sum()
+
+
+def test_views_of_a_weight_made_without_gradients() -> None:
+    check(make(Views), ["blocks.1"])
+
+
 class Halved(nn.Module):
     """Registers hooks on the gradients of results, of which one is used on two stages."""
 

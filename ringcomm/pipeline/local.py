@@ -327,8 +327,9 @@ class Local:
             leave(places[-1], each, self._made(each.value, name))
         there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, outputs in call.hooked:
-            made = (args, kwargs) if inner == name else self._made(inputs, inner)
-            _run_hooks(self.model.get_submodule(inner), *made, [self._made(output, inner) for output in outputs])
+            its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
+            made = [self._made(output, inner) for output in outputs]
+            _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
         result = self._made(call.output, name)
         for each, (place, before) in zip(call.left, there, strict=True):  # what hooks left is among it: once is enough
             restore(each, place, before)
@@ -364,7 +365,7 @@ class Local:
                 facts.append(("carried", carried[id(x)]))
             elif i < positional or i in named:
                 facts.append(("sent", len(sent)))
-                sent.append(x if torch.is_grad_enabled() else x.detach())
+                sent.append(_sendable(x))
             else:
                 facts.append(("own", _checksum(x)))
         if not sent and not run.carried:
@@ -374,7 +375,7 @@ class Local:
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         calls = {} if run.about is None else dict(run.about.calls)
         calls |= {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
-        sent += [x if torch.is_grad_enabled() else x.detach() for x in run.carried]
+        sent += map(_sendable, run.carried)
         return sent, About(tuple(facts), inputs, usual, calls, len(run.carried))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -478,6 +479,11 @@ def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
         return others.get(id(x), x)
 
     return tree_map(each, nest, is_leaf=is_container) if others else nest
+
+
+def _sendable(x: torch.Tensor) -> torch.Tensor:
+    """Without a gradient where none is taken, and in a view that was made without one: it has none to hand on."""
+    return x if torch.is_grad_enabled() and not (x.is_leaf and x._is_view()) else x.detach()
 
 
 def _has_values(x: Any) -> bool:

@@ -102,9 +102,9 @@ class Messages:
             for x, its in zip(sent, there, strict=True)
         ]
 
-    def send_beside(self, x: torch.Tensor, rank: int, number: int) -> None:
+    def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
         """Sends a tensor beside those of the schedule, in the ``number``th row of such."""
-        self._send(x, rank, _TAG - 1 - number)
+        self._send(x, rank, _TAG - 1 - number, counts)
 
     def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
         """Receives one."""
