@@ -241,6 +241,10 @@ def _features(drawn: set[str], model: training_programs.Program, places: list[Pl
         found -= {"inner_cut", "few_have_data", "exact", "forgotten", "static_shapes"}
     if "bare" in found:
         found -= {"lists"}
+    if "step_skip" in model:
+        found -= {"static_shapes"}  # the step is a plain value, and another one each time
+    if "ring_attention" in found:
+        found -= {"verify"}  # whose copy of a block has no communicator
     if all(place.data == 1 for place in places):
         found -= {"tree"}
     if "tied_head" in found or any(block.tied_to is not None for block in model.blocks):

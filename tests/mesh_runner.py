@@ -204,12 +204,12 @@ class Job:
         self.program, self.place = program, place
         self.mesh = mesh = ringcomm.init_mesh(dict(place.axes), comm=comm)
         model = build(program)
+        if place.size("cp") > 1:
+            self.cut_context(model)
         if place.size("tp") > 1:
             cut: dict[str, Any] = {"sequence_dim": 1} if "sequence_parallel" in program else {}
             cut |= {"overlap": True} if "overlap" in program else {}
             ringcomm.parallelize(model, self.plan(), mesh["tp"], verify="verify" in program, **cut)
-        if place.size("cp") > 1:
-            self.cut_context(model)
         self.number = 0  # of those with other rows
         for name, extent in place.axes:
             if name in ("dp", "replicate", "shard"):

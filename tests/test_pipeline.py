@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
@@ -196,7 +198,10 @@ class Matmul(nn.Module):
         h = self.first(x) * w.detach().mean() + w.shape[0]
         if self.how == "before":
             h = torch.tanh(h @ w) + b
-        h = torch.tanh(self.second(h))
+        second = partial(checkpoint, self.second, use_reentrant=False) if self.how == "checkpoint" else self.second
+        h = torch.tanh(second(h))
+        if self.how == "checkpoint":
+            h = h * w.mean()
         if self.how == "behind":
             h = torch.tanh(h @ w.T)
         elif self.how == "stacked":
@@ -215,7 +220,7 @@ class Matmul(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv"])
+@pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv", "checkpoint"])
 def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
     model, x = make(Matmul, how), torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
     _, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(6)], 6)

@@ -325,7 +325,8 @@ class _Step:
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.kept = {id(p) for p in pipe._local.used_often()} | pipe._ties.standins
+        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.standins)
+        self.kept = {*self.often}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
@@ -364,7 +365,7 @@ class _Step:
     def _deferring(self, stage: int, number: int) -> Deferring | None:
         if not self.train or not self.schedule.splits_backward:
             return None
-        return Deferring(self._stores.setdefault((stage, number), Store()), self.kept)
+        return Deferring(self._stores.setdefault((stage, number), Store()), self.often, self.kept)
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
         (args, kwargs, target), share = self.inputs[number]
