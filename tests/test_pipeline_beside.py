@@ -383,6 +383,36 @@ def test_views_of_a_weight_made_without_gradients() -> None:
     check(make(Views), ["blocks.1"])
 
 
+class Again(nn.Module):
+    """Calls itself once more inside of its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        return self(x, times - 1) + 1 if times else x
+
+
+class Agains(nn.Module):
+    """Uses the result of its first block once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Again() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return (x * first).square().mean()
+
+
+def test_calls_inside_of_a_call_are_its_own() -> None:
+    check(make(Agains), ["blocks.1", "blocks.2"], 3, carry=("blocks.0",))
+
+
 class Halved(nn.Module):
     """Registers hooks on the gradients of results, of which one is used on two stages."""
 

@@ -109,6 +109,7 @@ class _Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
+    noting: bool = False  # whether a call of a module is being noted
 
 
 class Local:
@@ -240,7 +241,13 @@ class Local:
                         x._backward_hooks.clear()
             self._refuse_absent(run, name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
-            return forward(*args, **kwargs) if last else self._noted(run, name, forward, args, kwargs)
+            if last or run.noting:  # a call inside of another one, which later stages do not come to
+                return forward(*args, **kwargs)
+            run.noting = True
+            try:
+                return self._noted(run, name, forward, args, kwargs)
+            finally:
+                run.noting = False
 
         return call
 
