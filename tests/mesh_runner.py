@@ -210,10 +210,9 @@ class Job:
             cut: dict[str, Any] = {"sequence_dim": 1} if "sequence_parallel" in program else {}
             cut |= {"overlap": True} if "overlap" in program else {}
             ringcomm.parallelize(model, self.plan(), mesh["tp"], verify="verify" in program, **cut)
-        self.number = 0  # of those with other rows
-        for name, extent in place.axes:
-            if name in ("dp", "replicate", "shard"):
-                self.number = self.number * extent + mesh.coordinates[name]
+        self.number = 0  # of those with other rows; sums over shard come before those over replicate
+        for name in ("dp", "replicate", "shard"):
+            self.number = self.number * place.size(name) + mesh.coordinates.get(name, 0)
         self.model: nn.Module = model if "bare" in program else self.pipeline(model)
         if "assign" in program:
             self.model.load_state_dict({k: x.clone() for k, x in self.model.state_dict().items()}, assign=True)

@@ -233,6 +233,34 @@ def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
     assert differing(on_ranks(model, [], 1, step, **options), expected) == []
 
 
+class Transposed(nn.Module):
+    """Hands on, and gets gradients of, tensors that lie otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.ModuleList(nn.Conv1d(6, 6, 3, padding=1) for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.conv[0](x).transpose(1, 2))
+        return self.last(torch.tanh(self.conv[1](h.transpose(1, 2))).transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("at", ["conv.1", "last"])
+def test_tensors_keep_their_order_in_memory(at: str, rows: int, schedule: str) -> None:
+    """Products have other bits in another one."""
+    model, x = make(Transposed).double(), torch.randn(4 * rows, 6, 5, dtype=torch.float64)
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(4)], 4)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [at], 2, step, microbatches=4, schedule=schedule), expected) == []
+
+
 def test_a_step_may_be_repeated_and_gradients_add_up() -> None:
     model, batches = make(Net, 4), [tokens(4, seed=s) for s in range(3)]
     every = [part for x in batches for part in x.chunk(2)]

@@ -130,5 +130,12 @@ class _Linear(torch.autograd.Function):
             now.append(gradient() if others else None)
             if wanted and not others:
                 ctx.deferring.store.waiting.append((p, gradient))
-        dx = rows.mm(values.t() if turned else values).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = _of_input(rows, values.t() if turned else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, *now, None, None
+
+
+def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As autograd computes it, which looks at how the input lies in memory: column by column here."""
+    inputs = x.reshape(-1, x.shape[-1])
+    turned = inputs.stride() == (1, inputs.shape[0])
+    return weight.t().mm(rows.t()).t() if turned else rows.mm(weight)
