@@ -507,3 +507,24 @@ def test_join_and_unknown_axes_are_refused() -> None:
             ringcomm.shard(model, cases.adamw(model), 1, mesh=mesh)
 
     cases.run({"dp": 1, "expert": 2}, unknown)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_frozen_stage(stage: int, tmp_path: Any) -> None:
+    """Its rank's optimizer has nothing; clipping and checkpoints go on."""
+
+    def body(model: Net, mesh: Any) -> float:
+        for block in model.blocks[2:]:
+            block.requires_grad_(False)
+        model.norm.requires_grad_(False)
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+        job = Job(model, mesh, stage)
+        (norm,) = job.train(0, 1)[1]
+        ringcomm.checkpoint.save(tmp_path / "x", job.pipe, job.optimizer)
+        ringcomm.checkpoint.load(tmp_path / "x", job.pipe, job.optimizer)
+        assert job.train(1, 2)[1][0] > 0
+        return norm
+
+    first, *others = cases.run({"pp": 2, "dp": 2}, body)
+    assert first > 0
+    assert others == [first] * 3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
@@ -196,7 +198,10 @@ class Matmul(nn.Module):
         h = self.first(x) * w.detach().mean() + w.shape[0]
         if self.how == "before":
             h = torch.tanh(h @ w) + b
-        h = torch.tanh(self.second(h))
+        second = partial(checkpoint, self.second, use_reentrant=False) if self.how == "checkpoint" else self.second
+        h = torch.tanh(second(h))
+        if self.how == "checkpoint":
+            h = h * w.mean()
         if self.how == "behind":
             h = torch.tanh(h @ w.T)
         elif self.how == "stacked":
@@ -215,7 +220,7 @@ class Matmul(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv"])
+@pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv", "checkpoint"])
 def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
     model, x = make(Matmul, how), torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
     _, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(6)], 6)
@@ -226,6 +231,34 @@ def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
 
     options = {"microbatches": 6, "schedule": "zero-bubble", "loss": lambda output: output.square().mean()}
     assert differing(on_ranks(model, [], 1, step, **options), expected) == []
+
+
+class Transposed(nn.Module):
+    """Hands on, and gets gradients of, tensors that lie otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.ModuleList(nn.Conv1d(6, 6, 3, padding=1) for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.conv[0](x).transpose(1, 2))
+        return self.last(torch.tanh(self.conv[1](h.transpose(1, 2))).transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("at", ["conv.1", "last"])
+def test_tensors_keep_their_order_in_memory(at: str, rows: int, schedule: str) -> None:
+    """Products have other bits in another one."""
+    model, x = make(Transposed).double(), torch.randn(4 * rows, 6, 5, dtype=torch.float64)
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(4)], 4)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [at], 2, step, microbatches=4, schedule=schedule), expected) == []
 
 
 def test_a_step_may_be_repeated_and_gradients_add_up() -> None:
@@ -394,6 +427,28 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
     for found in done:
         for name, grad in found.items():
             torch.testing.assert_close(grad, expected[name])
+
+
+class CutOff(nn.Module):
+    """Whose tied weight no gradient comes to: behind its uses gradients end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[1](self.blocks[0](x)).detach()).square().mean()
+
+
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_a_tied_weight_without_a_gradient_has_none(ties: str) -> None:
+    def step(pipe: Pipeline, rank: int) -> list[bool]:
+        pipe.step(torch.ones(2, 4))
+        return [p.grad is None for p in pipe.parameters()]
+
+    done = on_ranks(make(CutOff), ["blocks.1"], 2, step, microbatches=2, ties=ties)
+    assert done == [[True], [True, False]]
 
 
 class Often(nn.Module):

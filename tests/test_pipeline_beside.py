@@ -283,6 +283,157 @@ def test_what_hooks_collect_and_nothing_carries_names_the_module() -> None:
     assert "a result of blocks.0.gate" in str(error)
 
 
+class Keeps(nn.Module):
+    """Whose forward hooks keep results in the model itself."""
+
+    def __init__(self, how: str, inner: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Leaves("none") for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+        self.kept: Any = None
+        self.calls = 0
+        for block in self.blocks:
+            (block.up if inner else block).register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        if self.how == "dict":
+            self.kept[len(self.kept)] = output
+        elif self.how == "list":
+            self.kept.append(output)
+        else:
+            self.kept = [*self.kept, output]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept, self.calls = {} if self.how == "dict" else [], 0
+        for block in self.blocks:
+            x = block(x)
+        kept = [*self.kept.values()] if self.how == "dict" else self.kept
+        assert (len(kept), self.calls) == (4, 4)
+        return self.head(x).square().mean() + torch.stack([each.square().mean() for each in kept]).sum()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("how", ["dict", "list", "attribute"])
+def test_what_hooks_keep_in_the_model_is_there_once(how: str, inner: bool) -> None:
+    check(make(Keeps, how, inner), ["blocks.1", "blocks.3"], 3, carry=() if inner else ("blocks.*",))
+
+
+class Changed(nn.Module):
+    """Hooks that see results before and after one of them has changed these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves("none") for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        hooks = []
+        for block in self.blocks:
+            for module in (block, block.up):
+                for hook in (lambda *call: seen.append(call[-1]), lambda *call: call[-1] * 0.75):
+                    hooks.append(module.register_forward_hook(hook))
+                hooks.append(module.register_forward_hook(lambda *call: seen.append(call[-1])))
+        results = []
+        try:
+            for block in self.blocks:
+                x = block(x)
+                results.append(x)
+        finally:  # also where a stage ends
+            for each in hooks:
+                each.remove()
+        assert len(seen) == 16
+        return self.head(x).mean() + torch.stack([each.square().mean() for each in (*seen, *results)]).sum()
+
+
+def test_hooks_that_change_results() -> None:
+    check(make(Changed), ["blocks.1", "blocks.3"], 3, carry=("blocks.*", "blocks.*.up"))
+
+
+def test_a_list_that_lies_in_one_stage_as_a_whole() -> None:
+    """Its members are called one by one."""
+    check(make(LeavingNet, "list"), ["head"])
+    assert ringcomm.split(LeavingNet("list"), ["head"]).names_of(0) == ["stem", *(f"blocks.{i}" for i in range(BLOCKS))]
+
+
+class Views(nn.Module):
+    """Whose first block leaves views of its weight, of which one was made without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.views: list[torch.Tensor] = []
+        self.blocks[0].register_forward_hook(self.look)
+
+    def look(self, module: nn.Linear, *_: Any) -> None:
+        with torch.no_grad():
+            self.views.append(module.weight.t())
+        self.views.append(module.weight[:2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.views.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() + self.views[0].sum() + self.views[1].square().sum()
+
+
+def test_views_of_a_weight_made_without_gradients() -> None:
+    check(make(Views), ["blocks.1"])
+
+
+class Again(nn.Module):
+    """Calls itself once more inside of its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        return self(x, times - 1) + 1 if times else x
+
+
+class Agains(nn.Module):
+    """Uses the result of its first block once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Again() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return (x * first).square().mean()
+
+
+def test_calls_inside_of_a_call_are_its_own() -> None:
+    check(make(Agains), ["blocks.1", "blocks.2"], 3, carry=("blocks.0",))
+
+
+class Halved(nn.Module):
+    """Registers hooks on the gradients of results, of which one is used on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            if torch.is_grad_enabled():
+                x.register_hook(lambda grad: grad * 0.5)
+            results.append(x)
+        return x.square().mean() + results[0].sin().mean() + results[1].cos().mean()
+
+
+def test_hooks_of_gradients_run_once() -> None:
+    check(make(Halved), ["blocks.1", "blocks.2", "blocks.3"], 4, carry=("blocks.0", "blocks.1"))
+
+
 class InPlace(nn.Module):
     """Writes into what the second stage receives."""
 

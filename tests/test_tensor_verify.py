@@ -209,3 +209,61 @@ def test_a_pipeline_over_a_mesh_passes() -> None:
         pipe.step(x, target=y)
 
     cases.run({"pp": 2, "tp": 2}, body)
+
+
+class Ignores(torch.autograd.Function):
+    """Gives no gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class Odd(nn.Module):
+    """A layer with two names, and a parameter whose gradient is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again, self.scale = self.down, nn.Parameter(torch.ones(6))
+        self.norm = nn.LayerNorm(6)
+        self.twice = nn.Sequential(self.norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(Ignores.apply(x, self.scale)) + self.twice(x)))
+
+
+class Odds(nn.Module):
+    """Blocks of which the first gets what every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Odd() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tied_layers_gradients_that_are_none_and_blocks_of_another_stage_pass(pp: int) -> None:
+    torch.manual_seed(0)
+    model = Odds()
+    plan = {"*.up": "colwise", "*.down": "rowwise", "*.again": "rowwise"}
+
+    def body(model: Odds, mesh: Any) -> None:
+        parallelize(model, plan, mesh["tp"], verify=True)
+        x = torch.ones(2, 6).cumsum(0)
+        if pp == 1:
+            model(x).backward()
+        else:
+            ringcomm.Pipeline(ringcomm.split(model, ["blocks.1"]), mesh["pp"], microbatches=2).step(x)
+
+    import mesh_cases as cases
+
+    cases.run({"pp": pp, "tp": 2}, body, model)  # type: ignore[arg-type]

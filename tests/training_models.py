@@ -385,7 +385,8 @@ class Output:
     nothing: None = None
 
 
-def _wrapped(kind: str, value: torch.Tensor, extra: torch.Tensor) -> Any:
+def wrapped(kind: str, value: torch.Tensor, extra: torch.Tensor) -> Any:
+    """What a block returns."""
     if kind == "dict":
         return {"value": value, "extra": [extra], "nothing": None}
     if kind == "dataclass":
@@ -429,7 +430,7 @@ class Wrapper(nn.Module):
         value = self.body(h, memory, bag)
         if self.fails:
             raise Boom
-        return _wrapped(self.block.output, value, value.sin().mean(-1))
+        return wrapped(self.block.output, value, value.sin().mean(-1))
 
 
 class Net(nn.Module):
@@ -476,10 +477,14 @@ class Net(nn.Module):
         if "shared" in program:
             h = unwrapped(self.alias(h, None, None, bag))[0]
         h = self.head(h + sum(saved))
-        total = h.float().sum() * 0
+        total = wide(h).sum() * 0
         for loss in losses:
-            total = total + loss.float()
-        return _wrapped(program.output, h, total)
+            total = total + wide(loss)
+        return wrapped(program.output, h, total)
+
+    def has_gradient(self, value: torch.Tensor) -> bool:
+        """Whether it takes hooks."""
+        return value.requires_grad
 
     def factor(self, number: int) -> torch.Tensor:
         """Of a weight that is read outside of its block."""
@@ -502,7 +507,7 @@ class Net(nn.Module):
             value = value * (factors[call.block] if call.block in factors else self.factor(call.block))
         if "detach" in call.flags:
             value = value + value.detach().sin()
-        if "grad_hook" in call.flags and value.requires_grad:
+        if "grad_hook" in call.flags and self.has_gradient(value):
             value.register_hook(lambda grad: grad * 0.5)
         return value
 
@@ -529,6 +534,11 @@ class Net(nn.Module):
         return block(*arguments)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In 32 bits or more."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _freeze(block: nn.Module, which: str) -> None:
     params = list(block.parameters())
     for p in params[:1] if which == "first" else params if which == "all" else []:
@@ -538,18 +548,25 @@ def _freeze(block: nn.Module, which: str) -> None:
 def build(program: Program, rank: int) -> Net:
     """The model with its initial values, which other ranks have too unless the program wants them to differ."""
     net = Net(program, rank)
-    generator = torch.Generator().manual_seed(program.seed * 8 + (rank if "init_differs" in program else 0))
+    generator = initialise(net, program.seed * 8 + (rank if "init_differs" in program else 0))
     with torch.no_grad():
-        for name, p in net.named_parameters():
-            p.uniform_(-0.7, 0.7, generator=generator)
-            if "norm.weight" in name:
-                p += 1
         if "no_broadcast" in program:  # torch's DDP then leaves the initial buffers as they are, too
             generator.manual_seed(program.seed)
         for name, buffer in net.named_buffers():
             if "mean" in name:
                 buffer.uniform_(-0.1, 0.1, generator=generator)
     return net.bfloat16() if "half" in program else net
+
+
+def initialise(net: nn.Module, seed: int, most: float = 0.7) -> torch.Generator:
+    """Gives all parameters values, and returns what drew them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.uniform_(-most, most, generator=generator)
+            if "norm.weight" in name:
+                p += 1
+    return generator
 
 
 def batch(program: Program, rank: int, step: int, number: int) -> torch.Tensor:
@@ -562,5 +579,5 @@ def batch(program: Program, rank: int, step: int, number: int) -> torch.Tensor:
 def loss_of(output: Any) -> torch.Tensor:
     """The loss: of the value, and of what came with it."""
     value, extra = unwrapped(output)
-    loss = (value.float() - 0.5).square().mean()
-    return loss if extra is None else loss + 0.1 * extra.float()
+    loss = (wide(value) - 0.5).square().mean()
+    return loss if extra is None else loss + 0.1 * wide(extra)

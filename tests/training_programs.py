@@ -237,7 +237,7 @@ class Program:
         return "\n".join(rows)
 
 
-class _Draw:
+class Draw:
     """Decisions of one program, each from a generator of its own."""
 
     def __init__(self, seed: int, allowed: Collection[str]) -> None:
@@ -263,12 +263,23 @@ class _Draw:
         return chosen if ok else self.dice(f"{name} else").choice([kind for kind in kinds if not kinds[kind]])
 
 
-def generate(seed: int, allowed: Collection[str] = FEATURES, edits: tuple[str, ...] = ()) -> Program:
-    """The program of a seed, made of the allowed features and changed by the edits."""
+def generate(
+    seed: int,
+    allowed: Collection[str] = FEATURES,
+    edits: tuple[str, ...] = (),
+    kinds: dict[str, str] = KINDS,
+    sizes: tuple[int, ...] = (2, 3, 3, 4, 5),
+) -> Program:
+    """The program of a seed, made of the allowed features and changed by the edits.
+
+    Args:
+        kinds: what its blocks can be.
+        sizes: how many blocks it can have.
+    """
     without = {edit.removeprefix("without ") for edit in edits if edit.startswith("without ")}
-    draw = _Draw(seed, [name for name in allowed if name not in without])
+    draw = Draw(seed, [name for name in allowed if name not in without])
     features = draw.features()
-    blocks = tuple(_block(draw, number, features) for number in range(draw.dice("blocks").choice((2, 3, 3, 4, 5))))
+    blocks = tuple(_block(draw, number, features, kinds) for number in range(draw.dice("blocks").choice(sizes)))
     dice = draw.dice("sizes")
     several = any(name.startswith("accumulate.") for name in features)
     program = Program(
@@ -297,16 +308,16 @@ def _outputs(features: set[str]) -> list[str]:
     return ["tensor", *(name.removeprefix("output.") for name in sorted(features) if name.startswith("output."))]
 
 
-def _block(draw: _Draw, number: int, features: set[str]) -> Block:
+def _block(draw: Draw, number: int, features: set[str], kinds: dict[str, str]) -> Block:
     dice = draw.dice(f"block {number}")
     chances = [dice.random() for _ in range(4)]
     tied = number - 1 if "tied" in features and number and chances[0] < 0.5 else None
     frozen = "" if "frozen" not in features or chances[1] > 0.4 else ("all" if chances[2] < 0.6 else "first")
-    kind = draw.kind(f"kind {number}", KINDS, features)
+    kind = draw.kind(f"kind {number}", kinds, features)
     return Block(number, kind, draw.dice(f"output {number}").choice(_outputs(features)), frozen, tied)
 
 
-def _calls(draw: _Draw, blocks: tuple[Block, ...], features: set[str]) -> tuple[Call, ...]:
+def _calls(draw: Draw, blocks: tuple[Block, ...], features: set[str]) -> tuple[Call, ...]:
     order = [block.number for block in blocks]
     if "unused_block" in features and len(order) > 1:
         order.remove(draw.dice("unused").choice(order))
@@ -332,7 +343,7 @@ _PER_CALL = {
 NO_GRAPH = {"no_grad_call", "memory"}  # of a frozen block: torch refuses to checkpoint what no gradient comes from
 
 
-def _call(draw: _Draw, number: int, block: Block, features: set[str]) -> Call:
+def _call(draw: Draw, number: int, block: Block, features: set[str]) -> Call:
     flags = {name for name, p in _PER_CALL.items() if name in features and draw.dice(f"{name} {number}").random() < p}
     dice = draw.dice(f"call {number}")
     style = dice.choice(("positional", "keywords", "nested"))

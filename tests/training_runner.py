@@ -163,14 +163,15 @@ class Plain:
                 p.grad = mean.view(p.shape).clone()
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        return _clip_by_exact_norm(list(self.net.parameters()), max_norm, norm_type)
+        return clip_by_exact_norm(list(self.net.parameters()), max_norm, norm_type)
 
     def restage(self, stage: int) -> None:
         for p in self.net.parameters():
             p.grad = None
 
 
-def _clip_by_exact_norm(params: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_by_exact_norm(params: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+    """The norm, from a sum without rounding."""
     values = [x for p in params if p.grad is not None for x in p.grad.double().reshape(-1).abs().tolist()]
     if norm_type == math.inf:
         norm = max(values, default=0.0)
@@ -651,7 +652,7 @@ class Failure:
         return f"{self.placement}: {self.kind}: {self.text}"
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """All bits, but those of what is not a number on both sides: which one a sum keeps of several is left open."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -667,7 +668,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def difference(program: Program, expected: list[Seen], got: list[Seen]) -> str:
     """The first thing that two placements saw otherwise; empty: none."""
-    equal = _close if "clip.torch" in program else _same_bits  # whose sum has no fixed order
+    equal = _close if "clip.torch" in program else same_bits  # whose sum has no fixed order
     for rank, (a, b) in enumerate(zip(expected, got, strict=True)):
         if [label for label, _ in a] != [label for label, _ in b]:
             odd = sorted({label for label, _ in a} ^ {label for label, _ in b})

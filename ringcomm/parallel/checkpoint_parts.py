@@ -159,7 +159,8 @@ class Held:
             return held
         known = places_of(flat)
         mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        if attached is not None or flat.stage > 0 or not all(place for places in mine for place in places):
+        foreign = attached is not None or flat.stage > 0 or not all(place for places in mine for place in places)
+        if foreign and any(mine):  # a frozen stage's optimizer has nothing
             raise InvalidArgumentError(
                 f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
                 "the one that ringcomm.shard returned with it; pass that"

@@ -11,7 +11,7 @@ from torch import nn
 from ringcomm.arguments import FLAG, expects
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.parallel.arguments import NORM, PARAMETERS
-from ringcomm.parallel.flat_model import FlatModel
+from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.group import FlatGroup
 from ringcomm.parallel.norm import total_norm
 from ringcomm.parallel.part import refuse_parts, renew_parts
@@ -94,16 +94,18 @@ def clip_grad_norm_(
 
 def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
     """The parameters that are meant, each once, and the flat model that they belong to."""
+    own = None  # of a module, also of a stage that is frozen
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
+        own = flat_model_of(parameters)
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
     found = list({id(p): p for p in parameters if p.requires_grad or p.grad is not None}.values())
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
-        return found, None
+        return found, own
     if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "

@@ -99,9 +99,10 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
-    """Raises for an optimizer that has nothing of a module."""
-    known = {id(p) for p in module.parameters()}
-    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+    """Raises for an optimizer that has nothing of a module; a frozen stage of a pipeline has one over nothing."""
+    known, has = {id(p) for p in module.parameters()}, [p for each in optimizer.param_groups for p in each["params"]]
+    trains = has or any(p.requires_grad for p in module.parameters())
+    if trains and not any(id(p) in known for p in has):
         raise InvalidArgumentError(
             f"{call}: rank {rank} got an optimizer with none of the module's parameters, expected some of them; make "
             "the optimizer from module.parameters()"

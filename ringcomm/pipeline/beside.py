@@ -150,18 +150,33 @@ def can_travel(value: Any) -> bool:
     return found
 
 
-def leave(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], left: Left, value: Any) -> None:
-    """Leaves ``value`` where the module has left its own.
+def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+    """The container at a place.
 
-    Raises: LookupError where there is no such place.
+    Raises: LookupError where there is none.
     """
-    name, *keys = left.place
+    name, *keys = place
     container: Any = {**dict(enumerate(args)), **kwargs} if name is None else model.get_submodule(name).__dict__
     for key in keys:
         container = container.__dict__ if key is None else container[key]
+    return container
+
+
+def leave(container: Any, left: Left, value: Any) -> None:
+    """Leaves ``value`` where the module has left its own."""
     if left.whole:
         container[:] = value
     elif isinstance(container, list):
         container.append(value)
     else:
         container[left.key] = value
+
+
+def restore(left: Left, container: Any, before: Any) -> None:
+    """Makes a container what it was; a module's attributes but for new ones."""
+    if isinstance(container, list):
+        container[:] = before
+        return
+    if len(left.place) > 1:
+        container.clear()
+    container.update(before)

@@ -171,7 +171,7 @@ def _uncut(
     if id(module) in seen:
         return
     inside = [each for each in (*at, *order) if each.startswith(f"{name}." if name else "")]
-    if not inside:
+    if not inside and not (_is_list(module) and name not in (*at, *order)):
         yield name, in_a_row
         return
     if name in at:
@@ -189,6 +189,12 @@ def _uncut(
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         yield from _uncut(child, path, at, order, seen, isinstance(module, (nn.Sequential, Chain)))
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module only holds others, which forward calls one by one: calls of itself show nothing of that."""
+    own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
+    return type(module).forward is nn.Module.forward and not own and any(True for _ in module.children())
 
 
 def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:

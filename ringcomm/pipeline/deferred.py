@@ -53,12 +53,14 @@ class Deferring(TorchFunctionMode):
     adds up their gradients before. For a forward pass, and for its backward pass too, in which checkpoints run theirs.
 
     Args:
-        kept: ids of parameters that have their gradients at once.
+        often: ids of parameters whose layers are torch's own, in which autograd adds up several gradients.
+        kept: ids of parameters that have their gradients at once; grows by what other functions take. What a checkpoint
+            keeps of a layer does not depend on that.
     """
 
-    def __init__(self, store: Store, kept: set[int]) -> None:
+    def __init__(self, store: Store, often: frozenset[int], kept: set[int]) -> None:
         super().__init__()
-        self.store, self.kept = store, kept
+        self.store, self.often, self.kept = store, often, kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +79,7 @@ class Deferring(TorchFunctionMode):
         own = [p for p in (weight, bias) if p is not None]
         if any_absent(own):
             return False
-        return all(p.is_leaf and id(p) not in self.kept for p in own) and weight.requires_grad
+        return all(p.is_leaf and id(p) not in self.often for p in own) and weight.requires_grad
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -128,5 +130,12 @@ class _Linear(torch.autograd.Function):
             now.append(gradient() if others else None)
             if wanted and not others:
                 ctx.deferring.store.waiting.append((p, gradient))
-        dx = rows.mm(values.t() if turned else values).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = _of_input(rows, values.t() if turned else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, *now, None, None
+
+
+def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As autograd computes it, which looks at how the input lies in memory: column by column here."""
+    inputs = x.reshape(-1, x.shape[-1])
+    turned = inputs.stride() == (1, inputs.shape[0])
+    return weight.t().mm(rows.t()).t() if turned else rows.mm(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
 from ringcomm.pipeline.absent import Absent, Maker, weightless, writable
-from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, leave, map_nest, tensors_inside
+from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, found_at, leave, map_nest, restore, tensors_inside
 from ringcomm.pipeline.cuts import Stages
 
 ANY = -1
@@ -55,13 +56,13 @@ class Call:
 
     Attributes:
         output: its shapes, or what is carried.
-        hooked: calls of submodules that have hooks, in the order of their ends: name, arguments as shapes, and
-            output as above.
+        hooked: calls of submodules, or of the module, that have hooks, in the order of their ends: name, arguments as
+            shapes, and the output that each hook got, as above.
         left: what it left beside its output.
     """
 
     output: Any
-    hooked: tuple[tuple[str, Any, Any], ...] = ()
+    hooked: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
     left: tuple[Left, ...] = ()
 
 
@@ -108,6 +109,7 @@ class _Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
+    noting: bool = False  # whether a call of a module is being noted
 
 
 class Local:
@@ -234,9 +236,18 @@ class Local:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
+                for x in run.carried:  # the stage before has come here, too, and its tensors have these hooks
+                    if x._backward_hooks is not None:
+                        x._backward_hooks.clear()
             self._refuse_absent(run, name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
-            return forward(*args, **kwargs) if last else self._noted(run, name, forward, args, kwargs)
+            if last or run.noting:  # a call inside of another one, which later stages do not come to
+                return forward(*args, **kwargs)
+            run.noting = True
+            try:
+                return self._noted(run, name, forward, args, kwargs)
+            finally:
+                run.noting = False
 
         return call
 
@@ -246,34 +257,49 @@ class Local:
         """A call of a module of this stage, which later stages are told of."""
         inside = self._inside[name]
         watch = Watch({**self._containers, **inside}, args, kwargs)
-        hooked: list[tuple[str, Any, Any]] = []
+        hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
         handles = [
-            each.register_forward_hook(partial(self._note_hooked, run, hooked, key), with_kwargs=True)
+            handle
             for key, each in inside.items()
-            if key != name and (len(each._forward_hooks) or len(each._forward_pre_hooks))
+            if any(map(_is_users, (*each._forward_pre_hooks.values(), *each._forward_hooks.values())))
+            for handle in self._note_hooks(run, hooked, key, each)
         ]
         try:
             output = forward(*args, **kwargs)
         finally:
             for handle in handles:
-                handle.remove()
+                handle()
         left = tuple(replace(each, value=self._carry(run, each.value, name)) for each in watch.left() if _travels(each))
-        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
+        shown = self._shown(run, output, name)
         run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
         return output
 
-    def _note_hooked(
-        self,
-        run: _Run,
-        hooked: list[tuple[str, Any, Any]],
-        name: str,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
-        shown = self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
-        hooked.append((name, Shape.of((args, kwargs)), shown))
+    def _note_hooks(
+        self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
+    ) -> list[Callable[[], None]]:
+        """Notes calls of a module in ``hooked``; gives what ends that."""
+        seen: list[Any] = []
+
+        def noting(hook: Callable[..., Any], *call: Any) -> Any:
+            seen.append(self._shown(run, call[-1], name))
+            return hook(*call)
+
+        def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            hooked.append((name, Shape.of((args, kwargs)), tuple(seen)))
+            seen.clear()
+
+        hooks = module._forward_hooks
+        theirs = {number: hook for number, hook in hooks.items() if _is_users(hook)}
+        hooks.update({number: partial(noting, hook) for number, hook in theirs.items()})
+
+        def restored() -> None:
+            hooks.update({number: hook for number, hook in theirs.items() if number in hooks})
+
+        return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
+
+    def _shown(self, run: _Run, output: Any, name: str) -> Any:
+        """What later stages are told of a result."""
+        return self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
 
     def _is_carried(self, name: str) -> bool:
         return name in self.stages.carry
@@ -299,30 +325,22 @@ class Local:
         calls, number = run.about.calls.get(name, ()), run.shadowed[name]
         run.shadowed[name] += 1
         call = calls[min(number, len(calls) - 1)] if calls else Call(run.about.usual)
+        places = []
         for each in call.left:
             try:
-                leave(self.model, args, kwargs, each, self._made(each.value, name))
+                places.append(found_at(self.model, args, kwargs, each.place))
             except LookupError:
                 raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
-        for inner, inputs, output in call.hooked:
-            args_inside, kwargs_inside = self._made(inputs, inner)
-            self._run_hooks(self.model.get_submodule(inner), args_inside, kwargs_inside, self._made(output, inner))
-        return self._run_hooks(self.model.get_submodule(name), args, kwargs, self._made(call.output, name))
-
-    def _run_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the hooks of a module that is not run here make of its output."""
-        for number, hook in [*module._forward_pre_hooks.items()]:
-            with_kwargs = number in module._forward_pre_hooks_with_kwargs
-            changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
-            if changed is not None and with_kwargs:
-                args, kwargs = changed
-            elif changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-        for number, hook in [*module._forward_hooks.items()]:
-            with_kwargs = number in module._forward_hooks_with_kwargs
-            changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
-            output = output if changed is None else changed
-        return output
+            leave(places[-1], each, self._made(each.value, name))
+        there = [(place, copy.copy(place)) for place in places]
+        for inner, inputs, outputs in call.hooked:
+            its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
+            made = [self._made(output, inner) for output in outputs]
+            _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
+        result = self._made(call.output, name)
+        for each, (place, before) in zip(call.left, there, strict=True):  # what hooks left is among it: once is enough
+            restore(each, place, before)
+        return result
 
     def _made(self, tree: Any, origin: str = "") -> Any:
         """A nest of shapes with tensors in their places; with those that were carried."""
@@ -354,7 +372,7 @@ class Local:
                 facts.append(("carried", carried[id(x)]))
             elif i < positional or i in named:
                 facts.append(("sent", len(sent)))
-                sent.append(x if torch.is_grad_enabled() else x.detach())
+                sent.append(_sendable(x))
             else:
                 facts.append(("own", _checksum(x)))
         if not sent and not run.carried:
@@ -364,7 +382,7 @@ class Local:
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         calls = {} if run.about is None else dict(run.about.calls)
         calls |= {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
-        sent += [x if torch.is_grad_enabled() else x.detach() for x in run.carried]
+        sent += map(_sendable, run.carried)
         return sent, About(tuple(facts), inputs, usual, calls, len(run.carried))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -418,6 +436,27 @@ class Local:
         )
 
 
+def _is_users(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the user's: what ours do belongs to the module."""
+    return not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("ringcomm.")
+
+
+def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
+    """Hooks of a module that is not run here, with the output that each got there."""
+    for number, hook in [*module._forward_pre_hooks.items()]:
+        if _is_users(hook):
+            with_kwargs = number in module._forward_pre_hooks_with_kwargs
+            changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    theirs = [(number, hook) for number, hook in module._forward_hooks.items() if _is_users(hook)]
+    for (number, hook), output in zip(theirs, outputs, strict=False):
+        with_kwargs = number in module._forward_hooks_with_kwargs
+        _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+
+
 def _travels(left: Left) -> bool:
     """Whether what was left is to be left on later stages too. Raises where it should be and cannot."""
     if can_travel(left.value):
@@ -447,6 +486,11 @@ def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
         return others.get(id(x), x)
 
     return tree_map(each, nest, is_leaf=is_container) if others else nest
+
+
+def _sendable(x: torch.Tensor) -> torch.Tensor:
+    """Without a gradient where none is taken, and in a view that was made without one: it has none to hand on."""
+    return x if torch.is_grad_enabled() and not (x.is_leaf and x._is_view()) else x.detach()
 
 
 def _has_values(x: Any) -> bool:

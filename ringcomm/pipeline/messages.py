@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import pickle
 import struct
 from collections.abc import Sequence
@@ -16,9 +19,12 @@ from ringcomm.pipeline.local import About
 HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
 _LENGTH = struct.Struct("<q")
 _TAG = 1 << 20  # the first of the tags used here
+_MOST_DIMS = 5  # of gradients whose order in memory is told
 
-Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Of each tensor: shape, type, and whether its gradient is wanted."""
+Order = tuple[int, ...]
+"""Dimensions from the outermost in memory to the innermost: bits of products depend on it."""
+Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Order], ...]
+"""Of each tensor: shape, type, whether its gradient is wanted, and how it lies in memory."""
 
 
 class Sent(NamedTuple):
@@ -52,7 +58,7 @@ class Messages:
     def send(self, tensors: Sequence[torch.Tensor], about: About, stage: int, rank: int) -> None:
         """Sends a stage's inputs to its rank."""
         key = ("to", stage, torch.is_grad_enabled())
-        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _order(x)) for x in tensors)
         told = self._told.get(key)
         if told is not None and facts != told[0]:
             raise ShapeError(
@@ -68,8 +74,8 @@ class Messages:
             self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
             if self.static_shapes:
                 self._told[key] = facts, about.of_any()
-        for x in tensors:
-            self._send(x.detach(), rank, _forward(stage))
+        for x, (_, _, _, order) in zip(tensors, facts, strict=True):
+            self._send(x.detach().permute(order), rank, _forward(stage))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], About]:
         """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
@@ -81,30 +87,31 @@ class Messages:
                 self._told[key] = told[0], told[1].of_any()
         facts, about = told
         tag = _forward(stage)
-        return [self._receive(shape, dtype, wanted, rank, tag) for shape, dtype, wanted in facts], about
+        return [self._receive(shape, dtype, wanted, rank, tag, order) for shape, dtype, wanted, order in facts], about
 
-    def send_gradients(self, received: Sequence[torch.Tensor], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells first."""
-        wanted = [x for x in received if x.requires_grad]
-        if wanted:
-            there = torch.tensor([x.grad is not None for x in wanted], device=self.device)
-            self._send(there.to(torch.uint8), rank, _backward(stage), counts=False)
-        for x in wanted:
-            if x.grad is not None:
-                self._send(x.grad, rank, _backward(stage))
+    def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
+        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells that first, and how
+        it lies in memory."""
+        orders = [() if x is None else _order(x, _MOST_DIMS) for x in wanted]
+        if len(wanted):
+            codes = [0 if x is None else 1 + _orders(x.dim()).index(o) for x, o in zip(wanted, orders, strict=True)]
+            self._send(torch.tensor(codes, dtype=torch.uint8, device=self.device), rank, _backward(stage), counts=False)
+        for x, order in zip(wanted, orders, strict=True):
+            if x is not None:
+                self._send(x.permute(order), rank, _backward(stage))
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
         """The gradients of what was sent to a stage; None where that stage had no use for it."""
         tag = _backward(stage)
-        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if sent else []
+        codes = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if sent else []
         return [
-            self._receive(x.shape, x.dtype, False, rank, tag) if its else None
-            for x, its in zip(sent, there, strict=True)
+            self._receive(x.shape, x.dtype, False, rank, tag, _orders(len(x.shape))[code - 1]) if code else None
+            for x, code in zip(sent, codes, strict=True)
         ]
 
-    def send_beside(self, x: torch.Tensor, rank: int, number: int) -> None:
+    def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
         """Sends a tensor beside those of the schedule, in the ``number``th row of such."""
-        self._send(x, rank, _TAG - 1 - number)
+        self._send(x, rank, _TAG - 1 - number, counts)
 
     def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
         """Receives one."""
@@ -127,11 +134,19 @@ class Messages:
             self._sending.append((self.comm.isend(x, rank, tag), x))
 
     def _receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, rank: int, tag: int
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool,
+        rank: int,
+        tag: int,
+        order: Order | None = None,
     ) -> torch.Tensor:
-        x = torch.empty(shape, dtype=dtype, device=self.device)
+        order = tuple(range(len(shape))) if order is None else order
+        strides = {dim: math.prod(shape[inner] for inner in order[i + 1 :]) for i, dim in enumerate(order)}
+        x = torch.empty_strided(shape, [strides[dim] for dim in range(len(shape))], dtype=dtype, device=self.device)
         if x.numel():
-            self.comm.recv(x, rank, tag)
+            self.comm.recv(x.permute(order), rank, tag)
         return x.requires_grad_(requires_grad)
 
     def _send_head(self, packed: bytes, rank: int, tag: int) -> None:
@@ -149,6 +164,19 @@ class Messages:
         return (first + more)[_LENGTH.size : _LENGTH.size + length]
 
 
+@functools.cache
+def _orders(dims: int) -> list[Order]:
+    """All, of as many dimensions as a byte can tell them of; else the usual one."""
+    return [*itertools.permutations(range(dims))] if dims <= _MOST_DIMS else [tuple(range(dims))]
+
+
+def _order(x: torch.Tensor, most: int = 64) -> Order:
+    """The usual one of tensors with gaps, or with more than ``most`` dimensions."""
+    usual = tuple(range(x.dim()))
+    order = tuple(sorted(usual, key=lambda dim: -x.stride(dim)))
+    return order if not x.is_contiguous() and x.dim() <= most and x.permute(order).is_contiguous() else usual
+
+
 def _forward(stage: int) -> int:
     return _TAG + 2 * stage
 
@@ -158,4 +186,4 @@ def _backward(stage: int) -> int:
 
 
 def _text(facts: Facts) -> str:
-    return ", ".join(f"{shape} of {dtype}" for shape, dtype, _ in facts)
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype, *_ in facts)

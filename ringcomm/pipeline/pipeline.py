@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -325,11 +326,12 @@ class _Step:
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.kept = {id(p) for p in pipe._local.used_often()} | pipe._ties.standins
+        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.standins)
+        self.kept = {*self.often}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
-        self._open: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[Sent] | torch.Tensor]] = {}
+        self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
         self._stores: dict[tuple[int, int], Store] = {}
 
     def do(self, action: Action) -> None:
@@ -364,7 +366,7 @@ class _Step:
     def _deferring(self, stage: int, number: int) -> Deferring | None:
         if not self.train or not self.schedule.splits_backward:
             return None
-        return Deferring(self._stores.setdefault((stage, number), Store()), self.kept)
+        return Deferring(self._stores.setdefault((stage, number), Store()), self.often, self.kept)
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
         (args, kwargs, target), share = self.inputs[number]
@@ -374,6 +376,7 @@ class _Step:
             share = about.share
         if self.flat is not None:  # as the whole model would have them on every rank
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
+        gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():
             output, after = self.pipe._local.run(stage, args, kwargs, received, about)
             if after is None:
@@ -381,7 +384,7 @@ class _Step:
         if self.train:
             self._refuse_cut_off(stage, received, output)
             self.ties.ran(stage, number)
-            self._open[stage, number] = (received, output if after is None else Sent.of(output))
+            self._open[stage, number] = (gradients, output if after is None else Sent.of(output))
         if after is None:
             return
         after = replace(after, share=share)
@@ -446,7 +449,7 @@ class _Step:
         return self.messages.receive_gradients(sent, stage + 1, source)
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        received, sent = self._open.pop((stage, number))
+        found, sent = self._open.pop((stage, number))
         roots: list[tuple[Any, torch.Tensor | None]] = [*self.ties.of_later_stages(stage, number)]
         if isinstance(sent, torch.Tensor):
             roots.append((sent, None))
@@ -456,10 +459,22 @@ class _Step:
             backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
         before = self.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
-            self._parcels["backward", stage, number] = [x.grad for x in received if x.requires_grad]
+            self._parcels["backward", stage, number] = found
         elif before is not None:
-            self.messages.send_gradients(received, stage, before)
+            self.messages.send_gradients(found, stage, before)
         self.ties.passed(stage, number)  # behind the gradients, which are taken first there
+
+
+_Gradients = list[torch.Tensor | None]
+
+
+def _gradients_of(received: Sequence[torch.Tensor]) -> _Gradients:
+    """What backward will find for those that want a gradient, as it lies in memory: ``x.grad`` lies like ``x``."""
+    wanted = [x for x in received if x.requires_grad]
+    found: _Gradients = [None] * len(wanted)
+    for i, x in enumerate(wanted):
+        x.register_hook(partial(found.__setitem__, i))
+    return found
 
 
 def _needs_output_alone(loss: Callable[..., Any]) -> bool:

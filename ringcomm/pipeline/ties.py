@@ -164,8 +164,20 @@ class _Held(ABC):
     def _received(self, like: torch.Tensor, rank: int, stage: int = 0) -> torch.Tensor:
         return self.messages.receive_beside(like.new_empty(like.shape), rank, self._row(stage))
 
-    def _accumulate(self, grad: torch.Tensor) -> None:
-        torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
+    def _send_sum(self, total: torch.Tensor | None, rank: int, stage: int = 0) -> None:
+        """A gradient, and before it a byte that says whether there is one."""
+        there = torch.tensor([total is not None], dtype=torch.uint8, device=self.messages.device)
+        self.messages.send_beside(there, rank, self._row(stage), counts=False)
+        if total is not None:
+            self._send(total, rank, stage)
+
+    def _received_sum(self, like: torch.Tensor, rank: int, stage: int = 0) -> torch.Tensor | None:
+        there = self._received(torch.empty(1, dtype=torch.uint8, device=self.messages.device), rank, stage)
+        return self._received(like, rank, stage) if bool(there) else None
+
+    def _accumulate(self, grad: torch.Tensor | None) -> None:
+        if grad is not None:  # a use that got none leaves none
+            torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
 
     def ran(self, stage: int, microbatch: int) -> None:  # noqa: B027
         """A forward pass of a stage that uses it has run."""
@@ -201,17 +213,16 @@ class _Summed(_Held):
     def settle(self) -> None:
         """Two messages for each further rank."""
         total = self.standin.grad if self.total is None else self.total
-        if total is None:
-            wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
-            total = torch.zeros_like(self.standin, dtype=wide, requires_grad=False)
+        wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
+        like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.standin.shape)
         if self.at_home:
+            for theirs in [self._received_sum(like, rank) for rank in self.others]:
+                total = theirs if total is None else total if theirs is None else total + theirs
             for rank in self.others:
-                total = total + self._received(total, rank)
-            for rank in self.others:
-                self._send(total, rank)
+                self._send_sum(total, rank)
         else:
-            self._send(total, self.home)
-            total = self._received(total, self.home)
+            self._send_sum(total, self.home)
+            total = self._received_sum(like, self.home)
         self._accumulate(total)
 
 
@@ -223,9 +234,11 @@ class _Exact(_Held):
         """A step begins."""
         super().enter()
         self.owed = 0  # sums that the first stage's rank has yet to send
-        self.sums: list[torch.Tensor] = []  # at home: they are sent at the end, as a device takes messages in order
+        self.sums: list[
+            torch.Tensor | None
+        ] = []  # at home: they are sent at the end, as a device takes messages in order
         self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
-        self.found: dict[tuple[int, int], torch.Tensor] = {}  # from stages on this rank to others on it
+        self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # from stages on this rank to others on it
 
     def ran(self, stage: int, microbatch: int) -> None:
         """Makes one more use of it, the last one in this graph: autograd adds its gradient first."""
@@ -239,13 +252,13 @@ class _Exact(_Held):
         behind = self.tie.stages[self.tie.stages.index(stage) + 1]
         rank = self.rank_of[behind]
         here = rank == self.messages.comm.rank
-        total = self.found.pop((behind, microbatch)) if here else self._received(self.standin, rank, behind)
-        return self.edges.pop((stage, microbatch)), total
+        total = self.found.pop((behind, microbatch)) if here else self._received_sum(self.standin, rank, behind)
+        edge = self.edges.pop((stage, microbatch))
+        return None if total is None else (edge, total)
 
     def passed(self, stage: int, microbatch: int) -> None:
         """The sum goes to the stage before; on the first stage it is complete."""
-        grad, self.standin.grad = self.standin.grad, None
-        total = torch.zeros_like(self.standin, requires_grad=False) if grad is None else grad
+        total, self.standin.grad = self.standin.grad, None
         self.owed += not self.at_home and stage == self.here[0]
         if stage == self.tie.stages[0]:
             self.sums.append(total)
@@ -255,12 +268,12 @@ class _Exact(_Held):
         if rank == self.messages.comm.rank:
             self.found[stage, microbatch] = total
         else:
-            self._send(total, rank, stage)
+            self._send_sum(total, rank, stage)
 
     def settle(self) -> None:
         """The sums of all micro-batches, in their order."""
         for total in self.sums:
             for rank in self.others:
-                self._send(total, rank)
+                self._send_sum(total, rank)
         for _ in range(self.owed):
-            self._accumulate(self._received(self.standin, self.home))
+            self._accumulate(self._received_sum(self.standin, self.home))

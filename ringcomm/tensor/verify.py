@@ -76,7 +76,7 @@ class Verifier:
         blocks: bool,
     ) -> None:
         self.module, self.region, self.summed, self.alike = module, region, summed, alike
-        self.gradients: dict[str, list[Digest]] = {}
+        self.gradients: dict[str, list[Digest | None]] = {}
         self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
         self.hooked: dict[int, torch.Tensor] = {}
         self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
@@ -98,7 +98,7 @@ class Verifier:
         for name, p in module.named_parameters():
             if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
                 self.hooked[id(p)] = p
-                p.register_hook(lambda gradient, name=name: self._note(name, digest(gradient)))
+                p.register_hook(lambda gradient, name=name: self._note(name, gradient))
         if self.alike:
             found = [(path, x) for path, x in tree_leaves_with_path((args, kwargs)) if _is_plain(x)]
             mine = {f"input {keystr(path[1:])}": [digest(x) if torch.is_tensor(x) else x] for path, x in found}
@@ -108,14 +108,16 @@ class Verifier:
         for path, y in tree_leaves_with_path(output):
             if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
                 name, made = f"output {keystr(path)}", digest(y)
-                y.register_hook(lambda gradient, name=name, made=made: self._note(name, [*digest(gradient), made]))
+                y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
 
-    def _note(self, name: str, found: Digest) -> None:
+    def _note(self, name: str, gradient: torch.Tensor | None, *more: Digest) -> None:
+        """Of a parameter, or of an output, whose own digest comes with it; a function of autograd may give none."""
         if self.end() is None:  # also after a pass that raised, whose end autograd has let go of
             self.gradients = {}
             end = partial(type(self)._after_backward, self)
             self.end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
+        found = None if gradient is None else [*digest(gradient), *more]
         self.gradients.setdefault(f"gradient of {name}", []).append(found)
 
     def _after_backward(self) -> None:
@@ -201,7 +203,8 @@ class _Block:
             with _gathered(block):
                 values = {name: self._uncut(p) for name, p in block.named_parameters(remove_duplicate=False)}
             values |= dict(block.named_buffers(remove_duplicate=False))
-            expected = _tensors(torch.func.functional_call(self.before, values, _apart(args), _apart(kwargs)))
+            call = torch.func.functional_call  # which gets a value for each name of a tied parameter
+            expected = _tensors(call(self.before, values, _apart(args), _apart(kwargs), tie_weights=False))
         for each, training in modes:
             each.training = training
         shares = [_difference(a, b) for a, b in zip(mine, expected, strict=False)]
