@@ -16,6 +16,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ringcomm.tensor import Colwise, Heads
+
 KINDS = {
     "seq2seq": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForSeq2SeqLM),
     "masked": (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, transformers.AutoModelForMaskedLM),
@@ -219,12 +221,18 @@ COUNTED = (
 )
 
 
+GPT2: dict[str, Any] = {
+    "*.c_attn": Colwise(parts=3), "*.attn": "heads", "*.attn.c_proj": "rowwise", "*.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise", "*.wte": "vocab", "lm_head": "colwise_gather_output",
+}  # fmt: skip
+
+
 def plan_of(model: nn.Module) -> dict[str, Any]:
     """A plan by the names that most models give to their layers: pairs of layers cut along outputs and inputs, the
     heads of the modules around them, and the norms of heads. Units for which these names are not enough stay whole:
     those with position biases of their own, or parameters that would have to be cut, too. Empty: there are no pairs."""
-    from ringcomm.tensor import Heads
-
+    if type(model).__name__ == "GPT2LMHeadModel":
+        return GPT2
     linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     plan: dict[str, Any] = {}
     for unit in _units(model, linear):

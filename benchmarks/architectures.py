@@ -101,7 +101,7 @@ class Family:
                 losses.append(total)
                 optimizer.step()
                 optimizer.zero_grad()
-            self._trained[key] = losses, {k: p.detach() for k, p in named(model).items()}
+            self._trained[key] = losses, values(model)
         return self._trained[key]
 
     def copies(self, world_size: int) -> list[nn.Module]:
@@ -110,7 +110,7 @@ class Family:
     def compare(self, ranks: Sequence[tuple[list[float], Mapping[str, nn.Parameter]]], expected: Any) -> None:
         """Raises `Wrong` where the ranks' losses or weights are others, or no rank has a weight."""
         losses, weights = expected
-        before, seen = named(self.model), set()
+        before, seen = values(self.model), set()
         most = max(float((x - before[name]).abs().max()) for name, x in weights.items() if x.numel())
         for rank, (found, parameters) in enumerate(ranks):
             for step, (a, b) in enumerate(zip(found, losses, strict=True)):
@@ -126,7 +126,8 @@ class Family:
                 off = float((p.detach() - wanted).abs().max()) if wanted.numel() else 0.0
                 if not off <= self.tolerance * max(moved, 1e-3 * most):
                     raise Wrong(f"rank {rank}: {name} moved by {moved:.2g} and is off by {off:.2g}")
-        missing = {id(x) for x in before.values()} - {id(before[name]) for name in seen if name in before}
+        whole = named(self.model)
+        missing = {id(x) for x in whole.values()} - {id(whole[name]) for name in seen if name in whole}
         if missing:
             raise Wrong(f"{len(missing)} parameters are on no rank")
 
@@ -141,6 +142,10 @@ class Nothing(Exception):
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in named(model).items()}
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -187,7 +192,7 @@ def on_ranks(world_size: int, fn: Callable[[Any, list[int]], Any]) -> list[Any]:
 
 
 def steps(
-    family: Family, model: nn.Module, batches: Sequence[Any], done: list[int], loss_of: Any = own_loss
+    model: nn.Module, batches: Sequence[Any], done: list[int], loss_of: Any = own_loss
 ) -> tuple[list[float], dict[str, nn.Parameter]]:
     """Trains a model as one process would."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
@@ -205,7 +210,7 @@ def tensor(family: Family, plan: Any) -> None:
     ours = family.copies(2)
 
     def rank_main(comm: Any, done: list[int]) -> Any:
-        return steps(family, ringcomm.parallelize(ours[comm.rank], plan, comm), family.batches, done)
+        return steps(ringcomm.parallelize(ours[comm.rank], plan, comm), family.batches, done)
 
     family.compare(on_ranks(2, rank_main), family.trained(own_loss, 1))
 
@@ -223,15 +228,29 @@ def our_plan(family: Family) -> dict[str, Any]:
     return plan
 
 
-def pipeline(family: Family, at: str) -> None:
-    ours, order = family.copies(2), order_of(family, at)
+def pipeline(family: Family, at: str) -> str:
+    """Cut in two; what stages of a block need from before the cut is carried, as a refusal advises by name."""
+    order, carry = order_of(family, at), []
+    while True:
+        try:
+            return _pipeline(family, at, order, carry)
+        except Refused as refused:
+            named = re.search(r"depends on a result of (\S+) that has not", str(refused))
+            if named is None or named[1] in carry:
+                raise
+            carry.append(named[1])
+
+
+def _pipeline(family: Family, at: str, order: list[str], carry: list[str]) -> str:
+    ours = family.copies(2)
 
     def rank_main(comm: Any, done: list[int]) -> Any:
-        stages = ringcomm.split(ours[comm.rank], [at], order=order)
+        stages = ringcomm.split(ours[comm.rank], [at], order=order, carry=carry)
         pipe = ringcomm.Pipeline(stages, comm, microbatches=2, ties="exact")
         return _steps_of(pipe, torch.optim.SGD(pipe.parameters(), lr=RATE), family.batches, done)
 
     family.compare(on_ranks(2, rank_main), family.trained(own_loss, 2))
+    return f"at {at}{', order=' * bool(order)}{', carry=' * bool(carry)}"
 
 
 def _steps_of(pipe: Any, optimizer: Any, batches: Sequence[Any], done: list[int]) -> Any:
@@ -379,9 +398,9 @@ Cell = tuple[str, str]
 """works, refused, wrong, error or -; and what was said."""
 
 
-def cell(fn: Callable[..., None], *args: Any) -> Cell:
+def cell(fn: Callable[..., str | None], *args: Any) -> Cell:
     try:
-        fn(*[each() if callable(each) else each for each in args])
+        return "works", fn(*[each() if callable(each) else each for each in args]) or ""
     except Nothing as nothing:
         return "-", str(nothing)
     except Refused as refused:
@@ -392,7 +411,6 @@ def cell(fn: Callable[..., None], *args: Any) -> Cell:
         return "error", str(failed)
     except Exception as error:
         return "error", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    return "works", ""
 
 
 def try_family(name: str, kind: str, say: Callable[[str, Cell], None]) -> None:
@@ -408,7 +426,7 @@ def try_family(name: str, kind: str, say: Callable[[str, Cell], None]) -> None:
     say("built", ("works", f"{sum(p.numel() for p in family.model.parameters())}"))
     cells: dict[str, Cell] = {}
 
-    def add(column: str, fn: Callable[..., None], *args: Any) -> None:
+    def add(column: str, fn: Callable[..., str | None], *args: Any) -> None:
         cells[column] = cell(fn, *args)
         say(column, cells[column])
 
@@ -435,9 +453,11 @@ def _child(name: str, kind: str, pipe: Connection) -> None:
         try_family(name, kind, lambda column, found: pipe.send((column, found)))
 
 
-def table_of(wanted: Sequence[tuple[str, str]], jobs: int, limit: float) -> dict[str, dict[str, Cell]]:
+def try_all(
+    wanted: Sequence[tuple[str, str]], jobs: int, limit: float, keep: Callable[[str, dict[str, Cell]], None]
+) -> None:
     """The cells of each family, each in a process of its own."""
-    fork, done = multiprocessing.get_context("fork"), {}
+    fork = multiprocessing.get_context("fork")
     left, running = list(wanted), {}
     while left or running:
         while left and len(running) < jobs:
@@ -463,10 +483,9 @@ def table_of(wanted: Sequence[tuple[str, str]], jobs: int, limit: float) -> dict
                 for column in COLUMNS if cells.get("built", ("works",))[0] == "works" else ():
                     cells.setdefault(column, ("error", str(over)))
                 cells.setdefault("built", ("-", str(over)))
-                done[name] = cells
+                keep(name, cells)
                 del running[name]
                 print(name, *(f"{c}: {cells[c][0]}" for c in COLUMNS if c in cells), sep=" | ", flush=True)
-    return done
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -475,6 +494,43 @@ def table_of(wanted: Sequence[tuple[str, str]], jobs: int, limit: float) -> dict
 def _kind_of(said: str) -> str:
     """A sentence without its names and numbers: what it refuses."""
     return re.sub(r"\b\S*[._]\S*|\b[A-Z]\w+|\d+|'[^']*'|\([^)]*\)", "", said)[:90]
+
+
+HEAD = """# Which models of transformers can be cut how
+
+Every text family of the installed transformers (keys of its automatic mappings for causal, masked and
+encoder-decoder models) that builds from a small configuration, with random values and without dropout.
+Made by
+
+    {command}
+
+with {versions}, on CPU, ranks as threads.
+
+{counts}
+
+* **tp, its plan**: 2 ranks, `parallelize(model, None, comm)`: the plan that transformers gives the model.
+* **tp, our plan**: 2 ranks, a plan by the names of layers (`plan_of` in `architecture_models.py`), for models without
+  one, too.
+* **pp, middle**: 2 ranks, cut before the middle one of all blocks.
+* **pp, elsewhere**: 2 ranks, cut before some other module, also inside of a block; with `order=` where modules are
+  registered in another order than they are called in, and `carry=` where a refusal names a module whose result is
+  needed behind the cut.
+* **cp**: 2 ranks, each with a part of the sequence, in `context_parallel`.
+* **together**: pp 2 x dp 2 x tp 2, ZeRO 1, with a plan that works alone.
+* **generate**: 2 ranks of tp: greedy tokens, with a cache that grows and, where one process can, with a static one.
+
+**works**: two steps of SGD leave the losses and weights of one process (generate: the same tokens). In float64, to
+1e-9 of how far a weight moved; 1e-5 where the model computes in float32 at some place (norms, routers); 1e-3 for models
+that cannot run in float64. **refused**: every rank raised an error of ringcomm before the first step was done; what it
+said is below the table. **-**: nothing to try: no plan, no tokens to generate, or one process fails too.
+"""
+
+
+def head_of(done: Mapping[str, Mapping[str, Cell]], command: str) -> list[str]:
+    built = [name for name, cells in done.items() if cells["built"][0] == "works"]
+    versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
+    counts = f"{len(done)} families were tried, {len(built)} were built; the others are at the end, with the reason."
+    return HEAD.format(command=command, versions=versions, counts=counts).splitlines()
 
 
 def page(done: Mapping[str, Mapping[str, Cell]], kinds: Mapping[str, str]) -> list[str]:
@@ -490,7 +546,8 @@ def page(done: Mapping[str, Mapping[str, Cell]], kinds: Mapping[str, str]) -> li
                 who.append(name)
                 row.append(f"refused [{number}]")
             else:
-                row.append(state if state in ("works", "-") else f"**{state}**")
+                how = said.partition(",")[1:] if state == "works" else ()
+                row.append(f"works{''.join(how)}" if state == "works" else state if state == "-" else f"**{state}**")
         rows.append(f"| {name} | {kinds[name]} | {' | '.join(row)} |")
     counts = {state: {c: sum(cells[c][0] == state for cells in built.values()) for c in COLUMNS} for state in STATES}
     lines = [
@@ -529,7 +586,8 @@ def main() -> None:
     p.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
     p.add_argument("--jobs", type=int, default=1, help="families at a time")
     p.add_argument("--limit", type=float, default=120.0, help="seconds for a family")
-    p.add_argument("--json", type=Path, help="also the cells, with all sentences, into this file")
+    p.add_argument("--json", type=Path, help="also the cells, with all sentences, into this file, after each family")
+    p.add_argument("--resume", action="store_true", help="leave out the families that are in that file already")
     p.add_argument("--write", action="store_true", help=f"into {RESULTS.parent.name}/{RESULTS.name}")
     a = p.parse_args()
     kinds = dict(models.families())
@@ -538,15 +596,22 @@ def main() -> None:
         raise SystemExit(f"architectures: got {', '.join(unknown)}, expected names such as {', '.join([*kinds][:3])}")
     torch.set_num_threads(1)
     began = time.monotonic()
-    done = table_of([(name, kinds[name]) for name in a.only or sorted(kinds)], a.jobs, a.limit)
+    done = json.loads(a.json.read_text()) if a.resume and a.json else {}
+
+    def keep(name: str, cells: dict[str, Cell]) -> None:
+        done[name] = cells
+        if a.json:
+            a.json.write_text(json.dumps(done, indent=1))
+
+    left = [(name, kinds[name]) for name in a.only or sorted(kinds) if name not in done]
+    try_all(left, a.jobs, a.limit, keep)
     lines = page(done, kinds)
-    if a.json:
-        a.json.write_text(json.dumps(done, indent=1))
     if a.only:
         print("\n".join(lines))
     if a.write:
-        head = ["# architectures", ""]
-        RESULTS.write_text("\n".join([*head, *lines]) + "\n")
+        words = [sys.argv[0], *sys.argv[1:]]
+        command = f"OMP_NUM_THREADS=1 python benchmarks/{Path(words[0]).name} {' '.join(words[1:])}"
+        RESULTS.write_text("\n".join([*head_of(done, command), *lines]) + "\n")
     states = [cells[c][0] for cells in done.values() for c in COLUMNS if c in cells]
     print(f"{time.monotonic() - began:.0f} s;", *(f"{states.count(state)} {state}" for state in STATES))
     if "wrong" in states or "error" in states:
