@@ -71,6 +71,7 @@ class Family:
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
+        self.cuts: dict[str, dict[str, list[str]]] = {}  # by the name of a module: options of split
         self._trained: dict[Any, tuple[list[float], dict[str, torch.Tensor]]] = {}
         try:
             self._build(torch.float64)
@@ -84,7 +85,7 @@ class Family:
             loss = copy.deepcopy(self.model)(**self.batches[0]).loss
         if not torch.isfinite(loss):
             raise ValueError(f"a loss of {loss.item()} in one process")
-        self.tolerance = (1e-5 if types.narrow else 1e-9) if dtype == torch.float64 else 1e-3
+        self.tolerance = (1e-4 if types.narrow else 1e-9) if dtype == torch.float64 else 1e-3
 
     def trained(self, loss_of: Callable[[nn.Module, Any], torch.Tensor], pieces: int) -> Any:
         """Losses, weights at the end and how far each moved, in one process that takes batches in pieces."""
@@ -229,28 +230,31 @@ def our_plan(family: Family) -> dict[str, Any]:
 
 
 def pipeline(family: Family, at: str) -> str:
-    """Cut in two; what stages of a block need from before the cut is carried, as a refusal advises by name."""
-    order, carry = order_of(family, at), []
+    """Cut in two. What a refusal advises is tried: the order of calls, and to carry what it names."""
+    options = family.cuts.setdefault(at, {})
     while True:
         try:
-            return _pipeline(family, at, order, carry)
+            return _pipeline(family, at, options)
         except Refused as refused:
             named = re.search(r"depends on a result of (\S+) that has not", str(refused))
-            if named is None or named[1] in carry:
+            if named is not None and named[1] not in options.get("carry", ()):
+                options["carry"] = [*options.get("carry", ()), named[1]]
+            elif "order=[...]" in str(refused) and "order" not in options and order_of(family, at):
+                options["order"] = order_of(family, at)
+            else:
                 raise
-            carry.append(named[1])
 
 
-def _pipeline(family: Family, at: str, order: list[str], carry: list[str]) -> str:
+def _pipeline(family: Family, at: str, options: Mapping[str, list[str]]) -> str:
     ours = family.copies(2)
 
     def rank_main(comm: Any, done: list[int]) -> Any:
-        stages = ringcomm.split(ours[comm.rank], [at], order=order, carry=carry)
+        stages = ringcomm.split(ours[comm.rank], [at], **options)
         pipe = ringcomm.Pipeline(stages, comm, microbatches=2, ties="exact")
         return _steps_of(pipe, torch.optim.SGD(pipe.parameters(), lr=RATE), family.batches, done)
 
     family.compare(on_ranks(2, rank_main), family.trained(own_loss, 2))
-    return f"at {at}{', order=' * bool(order)}{', carry=' * bool(carry)}"
+    return ", ".join([f"at {at}", *(f"{option}=" for option in options)])
 
 
 def _steps_of(pipe: Any, optimizer: Any, batches: Sequence[Any], done: list[int]) -> Any:
@@ -286,12 +290,11 @@ def elsewhere(family: Family) -> str:
 
 def together(family: Family, plan: Any) -> None:
     ours, at = family.copies(8), middle(family)
-    order = order_of(family, at)
 
     def rank_main(comm: Any, done: list[int]) -> Any:
         mesh = ringcomm.init_mesh(pp=2, dp=2, tp=2, comm=comm)
         model = ringcomm.parallelize(ours[comm.rank], plan, mesh["tp"])
-        stages = ringcomm.split(model, [at], order=order)
+        stages = ringcomm.split(model, [at], **family.cuts.get(at, {}))
         pipe = ringcomm.Pipeline(stages, mesh["pp"], microbatches=2, ties="exact")
         optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
         ringcomm.shard(pipe, optimizer, stage=1, mesh=mesh)
@@ -520,7 +523,7 @@ with {versions}, on CPU, ranks as threads.
 * **generate**: 2 ranks of tp: greedy tokens, with a cache that grows and, where one process can, with a static one.
 
 **works**: two steps of SGD leave the losses and weights of one process (generate: the same tokens). In float64, to
-1e-9 of how far a weight moved; 1e-5 where the model computes in float32 at some place (norms, routers); 1e-3 for models
+1e-9 of how far a weight moved; 1e-4 where the model computes in float32 at some place (norms, routers); 1e-3 for models
 that cannot run in float64. **refused**: every rank raised an error of ringcomm before the first step was done; what it
 said is below the table. **-**: nothing to try: no plan, no tokens to generate, or one process fails too.
 """

@@ -13,6 +13,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
 from ringcomm.pipeline.cuts import Chain
 from ringcomm.pipeline.microbatches import Whole, joined
 from ringcomm.pipeline.pipeline import Pipeline
@@ -769,3 +770,42 @@ def test_modules_registered_in_another_order_than_called(at: list[str]) -> None:
 def test_modules_that_order_does_not_name_keep_their_places() -> None:
     stages = ringcomm.split(make(Net, 2, tied=False), ["blocks", "position"], order=["token", "blocks", "position"])
     assert stages.stage_of == {"token": 0, "blocks": 1, "position": 2, "norm": 2, "head": 2}
+
+
+class Latent(nn.Module):
+    """Whose layer gives two things at once, one of which goes to the next module, the other one past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(6, 10), nn.LayerNorm(4), nn.Linear(10, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, past = self.down(x).split([4, 6], dim=-1)
+        return self.up(torch.cat([self.norm(inner), past], -1))
+
+
+@pytest.mark.parametrize("carry", [[], ["down"]])
+def test_a_cut_before_a_module_that_takes_a_part_of_a_result(carry: list[str]) -> None:
+    """Without carry the rest is missing, which is said by name."""
+    torch.manual_seed(0)
+    model = Latent()
+    x, y = torch.randn(4, 3, 6), tokens(4, 3)
+    whole = copy.deepcopy(model)
+    for part in range(2):
+        (cross_entropy(whole(x.chunk(2)[part]), y.chunk(2)[part]) / 2).backward()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(comm: Communicator) -> Gradients:
+        pipe = Pipeline(
+            ringcomm.split(models[comm.rank], ["norm"], carry=carry), comm, microbatches=2, loss=cross_entropy
+        )
+        pipe.step(x, target=y)
+        return gradients(pipe)
+
+    if carry:
+        assert differing(ringcomm.run_ranks(rank, 2, timeout=30), gradients(whole)) == []
+    else:
+        with pytest.raises(
+            InvalidArgumentError, match="comes to up with what depends on a result of down that has not"
+        ):
+            ringcomm.run_ranks(rank, 2, timeout=30)

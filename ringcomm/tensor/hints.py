@@ -83,7 +83,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
     heads, or has parameters, of the whole model."""
     if region.world_size == 1 or not layers:
         return
-    owners = {id(module.get_submodule(name.rpartition(".")[0])): name for name, new in layers.items() if _is_inner(new)}
+    inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
     own, forward = vars(module).get("forward"), module.forward
 
     @wraps(forward)
@@ -95,7 +95,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         except RingcommError:
             raise
         except Exception as error:
-            said = _said_of(error, module, owners)
+            said = _said_of(error, inner)
             if said is None:
                 raise
             raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
@@ -116,19 +116,20 @@ def _is_inner(new: nn.Module) -> bool:
     )
 
 
-def _said_of(error: Exception, module: nn.Module, owners: Mapping[int, str]) -> str | None:
+def _said_of(error: Exception, inner: Mapping[int, str]) -> str | None:
     """Of an error inside of a module whose layers are cut; None: of another one."""
-    trace, owner = error.__traceback__, None
+    trace, found = error.__traceback__, None
     while trace is not None:
         each = trace.tb_frame.f_locals.get("self")
-        owner = each if isinstance(each, nn.Module) and id(each) in owners else owner
+        layers = [inner[id(x)] for x in each.children() if id(x) in inner] if isinstance(each, nn.Module) else []
+        found = (type(each).__name__, layers[0]) if layers else found
         trace = trace.tb_next
-    if owner is None:
+    if found is None:
         return None
-    name = next(name for name, each in module.named_modules() if each is owner)
+    kind, layer = found
     return (
-        f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of {name}, "
-        f"a {type(owner).__name__} whose {owners[id(owner)]} is cut, expected a module that computes with what a rank "
-        "has: it may count heads, or have parameters, of the whole model; divide these ('heads', Heads((...)), "
-        "'colwise'), or leave its layers out of the plan"
+        f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of "
+        f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that computes "
+        "with what a rank has: it may count heads, or have parameters, of the whole model; divide these ('heads', "
+        "Heads((...)), 'colwise'), or leave its layers out of the plan"
     )
