@@ -598,7 +598,9 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"architectures: got {', '.join(unknown)}, expected names such as {', '.join([*kinds][:3])}")
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     began = time.monotonic()
+    models.build("llama", "causal")  # imports what all families need, once
     done = json.loads(a.json.read_text()) if a.resume and a.json else {}
 
     def keep(name: str, cells: dict[str, Cell]) -> None:
