@@ -23,7 +23,7 @@ KINDS = {
     "masked": (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, transformers.AutoModelForMaskedLM),
     "causal": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
 }
-WORDS, LAYERS, MOST = 64, 4, 6_000_000
+WORDS, LAYERS, MOST = 64, 4, 8_000_000
 """Vocabulary; layers of a decoder, two of each side of an encoder-decoder; parameters."""
 OTHER_INPUTS = ("vision_config", "audio_config", "vq_config", "audio_encoder_config", "encoder_config")
 
@@ -85,15 +85,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": WORDS, "position_embedding_type": "rotary", "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
-    "encoder-decoder": {"pad_token_id": 0},
+    "encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 2},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8},
     "kimi_linear": {"num_experts_per_token": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mpnet": {"relative_attention_num_buckets": 32},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "layers_block_type": None},
-    "cohere_compass_text": {"layer_types": None, "sliding_window_pattern": 2},
+    "zamba2": {
+        "hybrid_layer_ids": [1, 3],
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "layers_block_type": None,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """What the names of numbers do not tell."""
@@ -234,7 +249,8 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     if type(model).__name__ == "GPT2LMHeadModel":
         return GPT2
     linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-    plan: dict[str, Any] = {}
+    found: list[tuple[type[nn.Module], dict[str, Any]]] = []
+    unfit: set[type[nn.Module]] = set()  # as a whole: T5's position biases lie in the first block alone
     for unit in _units(model, linear):
         inside = [name for name in linear if name.startswith(f"{unit}.")]
         columns = [name for name in inside if _ends(name, COLUMNS)]
@@ -249,15 +265,17 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
             fits = fits and (norm or owner.startswith(tuple(f"{each}.dense" for each in rows)) or _behind(owner, rows))
             if norm:
                 chosen[owner] = "summed"
+        kind = type(model.get_submodule(unit))
         if not fits:
+            unfit.add(kind)
             continue
         for owner in {name.rpartition(".")[0] for name in columns}:
             module = model.get_submodule(owner)
             counts = tuple(each for each in COUNTED if type(getattr(module, each, None)) is int)
             if counts and len(columns) >= 3:
                 chosen[owner] = Heads(counts)
-        plan |= chosen
-    return plan
+        found.append((kind, chosen))
+    return {name: style for kind, chosen in found if kind not in unfit for name, style in chosen.items()}
 
 
 def _ends(name: str, ends: tuple[str, ...]) -> bool:
