@@ -614,8 +614,8 @@ def main() -> None:
     if a.only:
         print("\n".join(lines))
     if a.write:
-        words = [sys.argv[0], *sys.argv[1:]]
-        command = f"OMP_NUM_THREADS=1 python benchmarks/{Path(words[0]).name} {' '.join(words[1:])}"
+        only = f" --only {' '.join(a.only)}" if a.only else ""
+        command = f"OMP_NUM_THREADS=1 python benchmarks/architectures.py{only} --write"
         RESULTS.write_text("\n".join([*head_of(done, command), *lines]) + "\n")
     states = [cells[c][0] for cells in done.values() for c in COLUMNS if c in cells]
     print(f"{time.monotonic() - began:.0f} s;", *(f"{states.count(state)} {state}" for state in STATES))
