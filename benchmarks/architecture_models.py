@@ -209,13 +209,11 @@ def takes(model: nn.Module, name: str) -> bool:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The names of the model's blocks, in the order of their registration."""
-    lists = [
-        (name, each) for name, each in model.named_modules()
-        if isinstance(each, nn.ModuleList) and len(each) > 1 and len({type(child) for child in each}) < len(each) + 1
-    ]  # fmt: skip
+    """The names of the model's blocks, in the order of their registration: of the lists with most parameters."""
+    lists = [(n, each) for n, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
     outer = [(n, each) for n, each in lists if not any(n.startswith(f"{other}.") for other, _ in lists if other != n)]
-    large = [(n, each) for n, each in outer if sum(p.numel() for p in each.parameters()) > 1000]
+    sizes = {name: sum(p.numel() for p in each.parameters()) for name, each in outer}
+    large = [(name, each) for name, each in outer if 4 * sizes[name] >= max(sizes.values())]
     return [f"{name}.{i}" for name, each in large for i in range(len(each))]
 
 

@@ -251,7 +251,8 @@ def _pipeline(family: Family, at: str, options: Mapping[str, list[str]]) -> str:
     def rank_main(comm: Any, done: list[int]) -> Any:
         stages = ringcomm.split(ours[comm.rank], [at], **options)
         pipe = ringcomm.Pipeline(stages, comm, microbatches=2, ties="exact")
-        return _steps_of(pipe, torch.optim.SGD(pipe.parameters(), lr=RATE), family.batches, done)
+        mine = [*pipe.parameters()] or [nn.Parameter(torch.zeros(1))]  # a stage may have none
+        return _steps_of(pipe, torch.optim.SGD(mine, lr=RATE), family.batches, done)
 
     family.compare(on_ranks(2, rank_main), family.trained(own_loss, 2))
     return ", ".join([f"at {at}", *(f"{option}=" for option in options)])
@@ -565,7 +566,7 @@ def page(done: Mapping[str, Mapping[str, Cell]], kinds: Mapping[str, str]) -> li
         "",
     ]
     for number, said, who in notes.values():
-        lines += [f"[{number}] {', '.join(sorted(set(who)))}:", "", "```", *_wrapped(said), "```", ""]
+        lines += [*_wrapped(f"[{number}] {', '.join(sorted(set(who)))}:"), "", "```", *_wrapped(said), "```", ""]
     for state in ("wrong", "error"):
         bad = [(n, c, cells[c][1]) for n, cells in built.items() for c in COLUMNS if cells[c][0] == state]
         if bad:

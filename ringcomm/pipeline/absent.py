@@ -54,6 +54,8 @@ class Absent(torch.Tensor):
             return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _read(func, args)
+        if _writes(func) and args and isinstance(args[0], Absent) and _is_repeated(args[0]):
+            return args[0]  # a weight of another stage, in whose one element nothing is written
         result = super().__torch_function__(func, types, args, kwargs)
         if type(result) in (tuple, list):  # parts of one tensor, which autograd lets nobody write into
             result = type(result)(_apart(x) if isinstance(x, Absent) else x for x in result)
@@ -169,6 +171,12 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return func is _Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _is_repeated(x: torch.Tensor) -> bool:
+    """Whether several elements are the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
 
 
 def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
