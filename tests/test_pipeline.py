@@ -812,7 +812,7 @@ def test_a_cut_before_a_module_that_takes_a_part_of_a_result(carry: list[str]) -
 
 
 class Writing(nn.Module):
-    """Writes into its inputs, as FSMT does into its labels, and into a weight of the first stage, as Gemma 3n does."""
+    """Writes into its inputs, as FSMT does, and into a weight of the first stage, as Gemma 3n does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -820,23 +820,23 @@ class Writing(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.first.weight.data.clamp_(-1, 1)
-        y.masked_fill_(y == -100, 0)
+        x.masked_fill_(x == -100, 0)
         return cross_entropy(self.last(self.first(x)), y)
 
 
 def test_code_that_writes_into_inputs_and_weights() -> None:
     torch.manual_seed(0)
     model = Writing()
-    x, y = tokens(6, 3), tokens(6, 3, seed=2).index_fill(1, torch.tensor([1]), -100)
-    whole, batch = copy.deepcopy(model), y.clone()
+    x, y = tokens(6, 3).index_fill(1, torch.tensor([1]), -100), tokens(6, 3, seed=2)
+    whole, batch = copy.deepcopy(model), x.clone()
     for part in range(3):
-        (whole(x.chunk(3)[part], batch.chunk(3)[part]) / 3).backward()
+        (whole(batch.chunk(3)[part], y.chunk(3)[part]) / 3).backward()
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def rank(comm: Communicator) -> tuple[Gradients, torch.Tensor]:
-        mine = y.clone()
+        mine = x.clone()
         pipe = Pipeline(ringcomm.split(models[comm.rank], ["last"]), comm, microbatches=3)
-        pipe.step(x, y=mine)
+        pipe.step(mine, y=y)
         return gradients(pipe), mine
 
     done = ringcomm.run_ranks(rank, 2, timeout=30)
