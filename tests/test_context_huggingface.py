@@ -324,6 +324,45 @@ def test_models_that_are_refused(what: str, layout: str) -> None:
         on_ranks(rank, 2)
 
 
+class Sinusoidal(nn.Module):
+    """Takes rows of a table of its own, as M2M100 does for all sequences at once, or of activations, as mixtures do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("table", torch.randn(20, 8))
+
+    def forward(self, q: torch.Tensor, at: torch.Tensor) -> None:
+        F.scaled_dot_product_attention(q, q, q)
+        if self.how == "index_select":
+            self.table.index_select(0, at.reshape(-1))
+        elif self.how == "getitem":
+            self.table[at]
+        else:
+            torch.randn(20, 8).index_select(0, at.reshape(-1))
+
+
+@pytest.mark.parametrize("how", ["index_select", "getitem", "activations"])
+def test_positions_in_a_table_that_is_no_embedding(how: str) -> None:
+    models = [Sinusoidal(how) for _ in range(2)]
+    q = torch.ones(2, 1, 4, 4)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        where = positions(8, comm)
+        with context_parallel(comm):
+            models[comm.rank](q, where.expand(2, -1) + 2)
+            models[comm.rank](q, torch.tensor([5, 5, 1, 7]))  # no positions
+            for first in (0, 1) if how != "activations" else ():
+                with pytest.raises(
+                    InvalidArgumentError, match=f"positions {first} to {first + 3} in the model .Sinuso"
+                ):
+                    models[comm.rank](q, torch.arange(first, first + 4).expand(2, -1))
+            if how == "activations":
+                models[comm.rank](q, torch.arange(4).expand(2, -1))
+
+    on_ranks(rank, 2)
+
+
 def test_packed_sequences_are_refused_where_one_process_would_part_them() -> None:
     model = model_of("Llama")
     tokens, _, _, _ = text("")

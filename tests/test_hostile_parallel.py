@@ -59,7 +59,7 @@ ELSEWHERE = {
         [f"tensor.{name}" for name in ("Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise")],
         "a wish, which parallelize looks at",
     ),
-    **dict.fromkeys(["tensor.Experts", "tensor.SequenceRegion", "tensor.Vocab"], "a wish, which parallelize looks at"),
+    **dict.fromkeys([f"tensor.{name}" for name in ("Experts", "Latent", "SequenceRegion", "Vocab")], "the same"),
 }
 
 

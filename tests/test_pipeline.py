@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
 from ringcomm.pipeline.cuts import Chain
 from ringcomm.pipeline.microbatches import Whole, joined
 from ringcomm.pipeline.pipeline import Pipeline
@@ -824,3 +825,75 @@ def test_modules_registered_in_another_order_than_called(at: list[str]) -> None:
 def test_modules_that_order_does_not_name_keep_their_places() -> None:
     stages = ringcomm.split(make(Net, 2, tied=False), ["blocks", "position"], order=["token", "blocks", "position"])
     assert stages.stage_of == {"token": 0, "blocks": 1, "position": 2, "norm": 2, "head": 2}
+
+
+class Latent(nn.Module):
+    """Whose layer gives two things at once, one of which goes to the next module, the other one past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(6, 10), nn.LayerNorm(4), nn.Linear(10, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, past = self.down(x).split([4, 6], dim=-1)
+        return self.up(torch.cat([self.norm(inner), past], -1))
+
+
+@pytest.mark.parametrize("carry", [[], ["down"]])
+def test_a_cut_before_a_module_that_takes_a_part_of_a_result(carry: list[str]) -> None:
+    """Without carry the rest is missing, which is said by name."""
+    torch.manual_seed(0)
+    model = Latent()
+    x, y = torch.randn(4, 3, 6), tokens(4, 3)
+    whole = copy.deepcopy(model)
+    for part in range(2):
+        (cross_entropy(whole(x.chunk(2)[part]), y.chunk(2)[part]) / 2).backward()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(comm: Communicator) -> Gradients:
+        pipe = Pipeline(
+            ringcomm.split(models[comm.rank], ["norm"], carry=carry), comm, microbatches=2, loss=cross_entropy
+        )
+        pipe.step(x, target=y)
+        return gradients(pipe)
+
+    if carry:
+        assert differing(ringcomm.run_ranks(rank, 2, timeout=30), gradients(whole)) == []
+    else:
+        with pytest.raises(
+            InvalidArgumentError, match="comes to up with what depends on a result of down that has not"
+        ):
+            ringcomm.run_ranks(rank, 2, timeout=30)
+
+
+class Writing(nn.Module):
+    """Writes into its inputs, as FSMT does, and into a weight of the first stage, as Gemma 3n does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.first.weight.data.clamp_(-1, 1)
+        x.masked_fill_(x == -100, 0)
+        return cross_entropy(self.last(self.first(x)), y)
+
+
+def test_code_that_writes_into_inputs_and_weights() -> None:
+    torch.manual_seed(0)
+    model = Writing()
+    x, y = tokens(6, 3).index_fill(1, torch.tensor([1]), -100), tokens(6, 3, seed=2)
+    whole, batch = copy.deepcopy(model), x.clone()
+    for part in range(3):
+        (whole(batch.chunk(3)[part], y.chunk(3)[part]) / 3).backward()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(comm: Communicator) -> tuple[Gradients, torch.Tensor]:
+        mine = x.clone()
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["last"]), comm, microbatches=3)
+        pipe.step(mine, y=y)
+        return gradients(pipe), mine
+
+    done = ringcomm.run_ranks(rank, 2, timeout=30)
+    assert differing([found for found, _ in done], gradients(whole)) == []
+    assert all(torch.equal(mine, batch) for _, mine in done)

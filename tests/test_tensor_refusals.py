@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,28 +96,83 @@ class Gated(nn.Module):
         self.gate, self.out, self.norm = nn.Linear(12, 3), nn.Linear(12, 12), nn.LayerNorm(4)
 
 
-def warned(kind: Callable[[], nn.Module], plan: Plan) -> list[str]:
+class Vector(Gated):
+    """Whose norm is a value for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.sink = nn.Identity(), nn.Parameter(torch.ones(3))
+
+
+def raised(kind: Callable[[], nn.Module], plan: Plan) -> set[str]:
     models = [kind() for _ in range(3)]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm), 3)
-    return [str(each.message) for each in found]
+
+    def rank(comm: Any) -> str:
+        try:
+            parallelize(models[comm.rank], plan, comm)
+        except InvalidArgumentError as error:
+            return str(error).replace(f"rank {comm.rank}", "rank")
+        return ""
+
+    return {*on_ranks(rank, 3)}
 
 
 def test_a_sum_that_looks_forgotten() -> None:
     """A norm of heads, whose gradient would be wrong; not one as wide as the input, nor what the plan names."""
-    plan = {"gate": "colwise", "out": "rowwise"}
-    found = warned(Gated, plan)
-    assert len(found) == 3
-    assert set(found) == {
-        "parallelize: norm.weight of shape (4,) lies beside layers that are cut, and no style names norm; if ranks use "
-        "it on their own heads or features, its style is 'summed', else 'replicate'"
+    plan: Plan = {"gate": "colwise", "out": "rowwise"}
+    assert raised(Gated, plan) == {
+        "parallelize: rank got norm.weight of shape (4,), which lies beside layers that are cut, and no style for it, "
+        "expected one; pass 'summed' for norm if ranks use it on their own heads or features, else 'replicate'"
     }
-    assert warned(Gated, {**plan, "norm": "summed"}) == []
-    assert warned(Gated, {**plan, "norm": "replicate"}) == []
-    assert warned(Gated, {"gate": "colwise"}) == []
-    assert warned(lambda: make(normed=False), TENSOR) == []
-    assert len(warned(make, TENSOR)) == 3 * 2  # both layers of each rank
+    assert raised(Gated, {**plan, "norm": "summed"}) == {""}
+    assert raised(Gated, {**plan, "norm": "replicate"}) == {""}
+    assert raised(Gated, {"gate": "colwise"}) == {""}
+    (said,) = raised(Vector, plan)
+    assert said.startswith("parallelize: rank got sink of shape (3,), which lies")
+    assert "pass 'colwise' for it if it has a value for each head" in said
+    assert raised(Vector, {**plan, "sink": "colwise"}) == {""}
+    assert raised(lambda: make(normed=False), TENSOR) == {""}
+    (said,) = raised(make, TENSOR)
+    assert "layers.0.attention.q_norm.weight" in said
+
+
+class Counting(nn.Module):
+    """Which computes with the number of its heads, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.count = nn.Linear(6, 6), nn.Linear(6, 6), 3
+
+    def forward(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
+        y = self.inner(x)
+        return self.outer(y.view(-1, self.count, 2).flatten(1) if counts else y)
+
+
+def test_a_module_that_computes_with_numbers_of_the_whole_model() -> None:
+    """Says so in the first forward pass that ends; later errors are the module's own."""
+    models = [nn.Sequential() for _ in range(3)]
+    for model in models:
+        model.unit = Counting()
+        model.forward = model.unit.forward
+
+    def rank(comm: Any) -> str:
+        model = parallelize(models[comm.rank], {"unit.inner": "colwise", "unit.outer": "rowwise"}, comm)
+        x = torch.ones(2, 6)
+        with pytest.raises(InvalidArgumentError) as found:
+            model(x, True)
+        with pytest.raises(TypeError):  # not in a module that is cut
+            model()
+        model(x, False)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(x, True)
+        assert model.forward == model.unit.forward
+        return str(found.value).replace(f"rank {comm.rank}", "rank")
+
+    (said,) = {*on_ranks(rank, 3)}
+    assert said.startswith(
+        "parallelize: rank got RuntimeError (shape '[-1, 3, 2]' is invalid for input of size 4) in the"
+    )
+    assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that computes with what" in said
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
@@ -141,7 +195,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, a LayerNorm without"),
     (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
     (Counted, {"linear": "colwise"}, {}, None, ""),
-    (Gated, {"gate": "colwise", "out": "rowwise"}, {}, None, ""),
+    (Gated, {"gate": "colwise", "out": "rowwise"}, {}, InvalidArgumentError, r"norm\.weight .*, which lies"),
     (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight whole, tied to token\.weight, which is"),
     (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
     (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,
@@ -272,5 +326,5 @@ def test_a_sequence_that_does_not_divide() -> None:
 def test_every_style_has_a_name() -> None:
     assert {type(style).__name__ for style in STYLES.values()} == {
         "Colwise", "Rowwise", "Vocab", "Heads", "Summed", "OnSequence", "SequenceRegion", "GatherSequence", "Whole",
-        "Experts",
+        "Experts", "Latent",
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch_ranks
-from tensor_cases import close, on_ranks, sent, unlike
+from tensor_cases import close, on_ranks, part, sent, unlike
 from torch import nn
 
 import ringcomm
@@ -217,31 +217,78 @@ def test_experts_in_float32_with_grouped_products() -> None:
     check(mixture("Mixtral", "grouped_mm").float(), None, 2, True, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        (
-            "GptOss",
-            r"experts, a GptOssExperts with .*gate_up_proj_bias.* and is_transposed=True, expected gate_up_proj",
-        ),
-        ("Mixtral", r"24 outputs of .*experts\.gate_up_proj, expected 5 equal parts"),
-    ],
-)
-def test_experts_that_cannot_be_cut(kind: str, sentence: str) -> None:
+def test_experts_that_cannot_be_cut() -> None:
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(
+    config = transformers.MixtralConfig(
         vocab_size=40, hidden_size=40, intermediate_size=24, num_hidden_layers=1, head_dim=8, num_attention_heads=5,
         num_key_value_heads=5, num_local_experts=4, pad_token_id=None, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.MixtralForCausalLM(config)
     models = [copy.deepcopy(model) for _ in range(5)]
 
     def rank(comm: Any) -> None:
-        with pytest.raises((InvalidArgumentError, UnsupportedError), match=sentence):
+        with pytest.raises(
+            InvalidArgumentError, match=r"24 outputs of .*experts\.gate_up_proj, expected 5 equal parts"
+        ):
+            parallelize(models[comm.rank], {"*.mlp.experts": "experts"}, comm)
+        models[comm.rank].model.layers[0].mlp.experts.has_post_expert_norm = True
+        with pytest.raises(UnsupportedError, match=r"a MixtralExperts with .* and has_post_expert_norm=True, expected"):
             parallelize(models[comm.rank], {"*.mlp.experts": "experts"}, comm)
 
     on_ranks(rank, 5)
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+OWN_PLANS: dict[str, dict[str, Any]] = {
+    "Apertus": {},  # activations with parameters, which the plan forgets
+    "Beam": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},  # a bias for each head
+    "Lfm2": {"tie_word_embeddings": True},  # an embedding that is tied to a layer of the plan, which forgets it
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # experts that lie transposed, with biases
+    "AriaText": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},  # transposed
+    "NemotronH": {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+                  "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 16,
+                  "layers_block_type": ["moe", "full_attention"]},  # experts without a gate
+    "DeepseekV3": {**LATENT, "n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1,
+                   "topk_group": 1, "first_k_dense_replace": 1},
+    "MiniCPM3": LATENT,  # latent attention
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_PLANS)
+def test_what_own_plans_name_or_forget(kind: str) -> None:
+    import transformers
+
+    options = {"tie_word_embeddings": False, **OWN_PLANS[kind]}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=4 if "kv_lora_rank" in options else 2, max_position_embeddings=32, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = spread(getattr(transformers, f"{kind}ForCausalLM")(config))
+    model.set_experts_implementation("eager")
+    check_used(model, None, 2)
+
+
+def check_used(whole: nn.Module, plan: Any, world_size: int) -> None:
+    """As `check`, where some parameters have no gradient, or one that is rounding alone."""
+    others = [copy.deepcopy(whole).train() for _ in range(world_size)]
+    loss, logits = run(whole.train())
+    grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    most = max(float(grad.abs().max()) for grad in grads.values())
+
+    def rank(comm: Any) -> None:
+        model = parallelize(others[comm.rank], plan, comm)
+        found, mine = run(model)
+        assert close(mine, logits, slack=IN_FLOAT32)
+        assert close(found, loss, slack=IN_FLOAT32)
+        for name, p in model.named_parameters():
+            if name in grads:
+                wanted = part(grads[name], p)
+                assert float((p.grad - wanted).abs().max()) <= 1e-6 * max(float(wanted.abs().max()), 1e-3 * most), name
+
+    on_ranks(rank, world_size)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -63,7 +63,7 @@ def test_sequence_parallel_passes() -> None:
 
 def test_a_forgotten_sum() -> None:
     model, plan = qwen()
-    forgetful = {name: style for name, style in plan.items() if not name.endswith("q_norm")}
+    forgetful = {name: "replicate" if name.endswith("q_norm") else style for name, style in plan.items()}
     models = [copy.deepcopy(model) for _ in range(2)]
     whole = copy.deepcopy(model)
     run(whole)

@@ -29,6 +29,8 @@ _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_t
 _LAYERS = {F.linear, torch.addmm}
 _SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__getitem__: 1}
+"""What takes rows of a table, and the place of their numbers among the arguments."""
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
@@ -100,6 +102,28 @@ def _module() -> str:
     return f"{next(names, '') or 'the model'} ({type(found[0]).__name__})"
 
 
+def _is_own_table(x: Any) -> bool:
+    """Whether a tensor is a parameter or buffer of the module whose forward is running, of two dimensions."""
+    frame = sys._getframe(2)
+    own = frame.f_locals.get("self")
+    return (
+        isinstance(own, torch.nn.Module)
+        and x.dim() == 2
+        and any(x is y for y in (*own.buffers(False), *own.parameters(False)))
+    )
+
+
+def _rows(numbers: Any) -> torch.Tensor:
+    """Numbers of rows; those of several sequences one behind the other as a sequence in each row."""
+    if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        return torch.empty(0)
+    if numbers.dim() == 1 and len(numbers):
+        apart = numbers != numbers[0] + torch.arange(len(numbers), device=numbers.device)
+        length = int(apart.int().argmax()) or len(numbers)
+        return numbers.view(-1, length) if len(numbers) % length == 0 else numbers
+    return numbers
+
+
 class _Mode(TorchFunctionMode):
     """One context.
 
@@ -146,6 +170,8 @@ class _Mode(TorchFunctionMode):
         self._refuse_mixing(func, args, options)
         if func is F.embedding:
             self._refuse_places(args[0] if args else options["input"])
+        elif func in _PICKS and len(args) > _PICKS[func] and _is_own_table(args[0]):
+            self._refuse_places(_rows(args[_PICKS[func]]))
         result = func(*args, **options)
         weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
         if weights and isinstance(result, torch.Tensor) and result.dim() > 2:

@@ -54,14 +54,18 @@ class Absent(torch.Tensor):
             return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _read(func, args)
+        if _writes(func) and args and isinstance(args[0], Absent) and _is_repeated(args[0]):
+            return args[0]  # a weight of another stage, in whose one element nothing is written
         result = super().__torch_function__(func, types, args, kwargs)
+        if type(result) in (tuple, list):  # parts of one tensor, which autograd lets nobody write into
+            result = type(result)(_apart(x) if isinstance(x, Absent) else x for x in result)
         if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], Absent)):
             with torch._C.DisableTorchFunctionSubclass():
                 return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, Absent) else x, result)
-        _spread(func, args, kwargs)
+        origin = next((x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, Absent) and x.origin), "")
+        _spread(func, args, kwargs, origin)
         if func not in _FACTS and not _is_fact(func) and not _is_of_tensors(func, result):
             raise _read(func, args)
-        origin = next((x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, Absent) and x.origin), "")
         if origin:
             for x in tree_leaves(result):
                 if isinstance(x, Absent):
@@ -92,6 +96,12 @@ class _Filled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return None, grad
+
+
+def _apart(x: Absent) -> Absent:
+    """The same memory, no view of another tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.data.as_subclass(Absent)
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
@@ -163,15 +173,22 @@ def _writes(func: Any) -> bool:
     return func is _Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def _spread(func: Any, args: Any, kwargs: Any) -> None:
+def _is_repeated(x: torch.Tensor) -> bool:
+    """Whether several elements are the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
+
+
+def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
     """A plain tensor into which something absent is written is absent too."""
     written = [args[0]] if args and _writes(func) else []
     written += tree_leaves(kwargs.get("out"))
     with torch._C.DisableTorchFunctionSubclass():
         for x in written:
             for each in (x, getattr(x, "_base", None)):
-                if type(each) is torch.Tensor:
+                if each is not None and type(each) is torch.Tensor:
                     each.__class__ = Absent
+                    each.__dict__["origin"] = origin
 
 
 def any_absent(tree: Any) -> bool:

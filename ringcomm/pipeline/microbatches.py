@@ -77,7 +77,10 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
                 "pass a tensor to be cut, or Whole(list)"
             )
         return leaf
-    return leaf.tensor_split(count) if torch.is_tensor(leaf) else [leaf] * count
+    if not torch.is_tensor(leaf):
+        return [leaf] * count
+    parts = leaf.tensor_split(count)  # which count as one where code writes into them, as FSMT does into its labels
+    return parts if leaf.requires_grad else [part.data for part in parts]
 
 
 def joined(outputs: Sequence[Any]) -> Any:

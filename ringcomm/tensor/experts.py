@@ -4,6 +4,8 @@ part of each expert."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,49 +19,90 @@ from ringcomm.tensor.layers import cut, own_part, refuse_hooks
 from ringcomm.tensor.regions import Region, f, f_bar
 from ringcomm.tensor.styles import Experts
 
-OTHER_FORMS = {"is_transposed": True, "has_bias": True, "is_concatenated": False, "has_post_expert_norm": True}
-"""What transformers says of experts that cannot be cut like this."""
+BIAS = "_bias"
+"""What transformers adds to the name of an expert's weight for that of its bias."""
 
 
 def cut_experts(found: nn.Module, region: Region, name: str, style: Experts) -> nn.Module:
     """Takes the module's place: another of its class, with this rank's part of the features within each expert. What
     goes in is used whole by all ranks, and what the ranks compute is added."""
     refuse_hooks(found, region, name)
-    p = _weights(found, region, name, style)
+    form = _form_of(found, region, name, style)
+    p = dict(found.named_parameters())
     made = copy.copy(found)
     made.__dict__ = {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(found).items()}
-    features = [p[style.outer].shape[2]]
-    outputs, inputs = f"parallelize: outputs of {name}.{style.inner}", f"parallelize: inputs of {name}.{style.outer}"
-    own_part(made, style.inner, p[style.inner], cut(features * style.parts, region, outputs), 1)
-    own_part(made, style.outer, p[style.outer], cut(features, region, inputs), 2)
-    if region.world_size > 1:
-        made.register_forward_pre_hook(partial(_enter, region), with_kwargs=True)
-        made.register_forward_hook(lambda module, args, y: f_bar(y, region.comm))
+    outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
+    part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], region, outputs)
+    own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
+    own_part(made, form.outer, p[form.outer], cut([form.features], region, inputs), 1 if form.turned else 2)
+    if form.inner + BIAS in p:
+        own_part(made, form.inner + BIAS, p[form.inner + BIAS], part, 1)
+    if region.world_size > 1:  # no hooks: a pipeline runs those of earlier stages' modules, too
+        made.forward = partial(_forward, region, made, made.forward, form.outer + BIAS)
     return made
 
 
-def _enter(region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _forward(
+    region: Region, module: nn.Module, forward: Callable[..., torch.Tensor], bias: str, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """The forward pass of the class, between what all ranks have alike. The bias of the outputs, which every rank adds,
+    counts once."""
     renew_parts([module])
-    return tree_map(lambda x: f(x, region.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda x: f(x, region.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
+    )
+    whole = module._parameters.get(bias)
+    if whole is None:
+        return f_bar(forward(*args, **kwargs), region.comm)
+    share = whole.detach() / region.world_size + (whole - whole.detach())  # whose gradient is the whole one's
+    vars(module)[bias] = share  # before the parameter
+    try:
+        return f_bar(forward(*args, **kwargs), region.comm)
+    finally:
+        del vars(module)[bias]
 
 
-def _weights(found: nn.Module, region: Region, name: str, style: Experts) -> dict[str, nn.Parameter]:
-    """The parameters of a module of experts.
+@dataclass(frozen=True)
+class _Form:
+    """How a module keeps the weights of its experts.
 
-    Raises: UnsupportedError: others than those of the style.
+    Attributes:
+        inner, outer, parts: as of the style.
+        features: of an expert.
+        apart: whether what is fused lies one behind the other; else it is interleaved.
+        turned: whether weights lie (experts, inputs, outputs).
     """
+
+    inner: str
+    outer: str
+    parts: int
+    features: int
+    apart: bool
+    turned: bool
+
+
+def _form_of(found: nn.Module, region: Region, name: str, style: Experts) -> _Form:
+    """Raises: UnsupportedError: other parameters, or shapes, than those of the style."""
     p = dict(found.named_parameters())
-    said = next((each for each, odd in OTHER_FORMS.items() if getattr(found, each, not odd) is odd), None)
-    known = said is None and p.keys() == {style.inner, style.outer} and all(each.dim() == 3 for each in p.values())
+    inner, parts = style.inner, style.parts
+    if style == Experts() and inner not in p and "up_proj" in p:  # experts without a gate
+        inner, parts = "up_proj", 1
+    known = {inner, style.outer} <= p.keys() <= {inner, style.outer, inner + BIAS, style.outer + BIAS}
+    known = known and p[inner].dim() == p[style.outer].dim() == 3 and not getattr(found, "has_post_expert_norm", False)
     if known:
-        experts, outputs, _ = p[style.inner].shape
-        known = p[style.outer].shape[::2] == (experts, outputs // style.parts) and outputs % style.parts == 0
-    if not known:
-        shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
-        raise UnsupportedError(
-            f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}"
-            f"{f' and {said}={getattr(found, said)}' if said else ''}, expected {style.inner} of (experts, "
-            f"{style.parts} x features, inputs) and {style.outer} of (experts, outputs, features) alone; leave it out "
-            "of the plan, or pass tensor.styles.Experts with the names of its parameters"
-        )
-    return p
+        (count, *sides), (_, *others) = p[inner].shape, p[style.outer].shape
+        turned = getattr(found, "is_transposed", sides[0] == others[1] != others[0])
+        outputs, features = (sides[1], others[0]) if turned else (sides[0], others[1])
+        biases = {inner + BIAS: (count, outputs), style.outer + BIAS: (count, others[1] if turned else others[0])}
+        known = p[style.outer].shape[0] == count and outputs == parts * features
+        known = known and all(tuple(p[key].shape) == shape for key, shape in biases.items() if key in p)
+        if known:
+            return _Form(inner, style.outer, parts, features, getattr(found, "is_concatenated", True), turned)
+    shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
+    norm = " and has_post_expert_norm=True" if getattr(found, "has_post_expert_norm", False) else ""
+    raise UnsupportedError(
+        f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
+        f"expected {inner} of (experts, {parts} x features, inputs) and {style.outer} of (experts, outputs, features), "
+        f"their last two dimensions perhaps the other way round, and their biases; leave it out of the plan, or pass "
+        "tensor.styles.Experts with the names of its parameters"
+    )

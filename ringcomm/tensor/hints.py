@@ -1,28 +1,30 @@
-"""Warnings about plans that look as if something was forgotten: they would train on wrong values without an error."""
+"""Plans that look as if something was forgotten: they would train on wrong values without an error, or end in one of
+torch's."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import wraps
+from typing import Any
 
+import torch
 from torch import nn
 
+from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from ringcomm.tensor.regions import Region
 
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes whose modules, as a rule, compute with them."""
 
 
-def warn_of_forgotten(
-    module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module], named: Collection[str]
-) -> None:
-    """Warns of modules that count heads which no style divides though their layers are cut, and of parameters beside
-    layers that are cut, such as those of a norm of heads, that no style sums.
+def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
+    """Warns of modules that count heads which no style divides though their layers are cut.
 
     Args:
         layers: what takes the place of the layers of the module, which is as it was.
         divided: modules whose heads a style divides.
-        named: all that the plan names.
     """
     known = {id(each) for each in divided}
     for name, new in layers.items():
@@ -39,30 +41,95 @@ def warn_of_forgotten(
                 "'replicate'",
                 stacklevel=4,
             )
+
+
+def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: Collection[str], rank: int) -> None:
+    """Refuses parameters beside layers that are cut, such as those of a norm of heads, of which no style says whether
+    their gradients are summed: those between a layer cut along its outputs and one cut along its inputs, in the same
+    module, and as long as no vector outside of the two.
+
+    Args:
+        layers: what takes the place of the layers of the module, which is as it was.
+        named: all that the plan names.
+    Raises: InvalidArgumentError
+    """
     for above in dict.fromkeys(name.rpartition(".")[0] for name in layers):
-        _warn_of_sums(module, above, layers, named)
+        inside = {name: each for name, each in layers.items() if name.rpartition(".")[0] == above}
+        columns = [
+            each for each in inside.values() if isinstance(each, ColumnParallelLinear) and not each.gather_output
+        ]
+        rows = [each for each in inside.values() if isinstance(each, RowParallelLinear) and each.input_is_parallel]
+        whole = {each.in_features for each in columns} | {each.out_features for each in rows}
+        for name, p in module.get_submodule(above).named_parameters() if columns and rows else ():
+            full = f"{above}.{name}" if above else name
+            around = [full[:at] for at, letter in enumerate(full) if letter == "."]
+            inner = [each for each in around if len(each) > len(above)]
+            nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # to other layers
+            known = nearer or any(each in named for each in (full, *around))
+            if p.dim() < 2 and p.requires_grad and p.numel() not in whole and not known:
+                advice = (
+                    f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else 'replicate'"
+                    if inner
+                    else f"pass 'colwise' for it if it has a value for each head, else leave out the layers of {above}"
+                )
+                raise InvalidArgumentError(
+                    f"parallelize: rank {rank} got {full} of shape {tuple(p.shape)}, which lies beside layers that are "
+                    f"cut, and no style for it, expected one; {advice}"
+                )
 
 
-def _warn_of_sums(module: nn.Module, above: str, layers: Mapping[str, nn.Module], named: Collection[str]) -> None:
-    """Of parameters between a layer cut along its outputs and one cut along its inputs: in the same module, and as long
-    as no vector outside of the two."""
-    inside = {name: each for name, each in layers.items() if name.rpartition(".")[0] == above}
-    columns = [each for each in inside.values() if isinstance(each, ColumnParallelLinear) and not each.gather_output]
-    rows = [each for each in inside.values() if isinstance(each, RowParallelLinear) and each.input_is_parallel]
-    if not columns or not rows or rows[0].region.world_size == 1:
+def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Region) -> None:
+    """Until a forward pass of the module has ended, errors in modules whose layers are cut say so: such a module counts
+    heads, or has parameters, of the whole model."""
+    if region.world_size == 1 or not layers:
         return
-    whole = {each.in_features for each in columns} | {each.out_features for each in rows}
-    for name, p in module.get_submodule(above).named_parameters():
-        full = f"{above}.{name}" if above else name
-        around = [full[:at] for at, letter in enumerate(full) if letter == "."]
-        inner = [each for each in around if len(each) > len(above)]
-        if any(layer.startswith(f"{each}.") for each in inner for layer in layers):
-            continue  # nearer to other layers
-        if p.dim() < 2 and p.requires_grad and p.numel() not in whole and not any(each in named for each in around):
-            warnings.warn(
-                f"parallelize: {full} of shape {tuple(p.shape)} lies beside layers that are cut, and no style names "
-                f"{around[-1] if around else 'it'}; if ranks use it on their own heads or features, its style is "
-                "'summed', else 'replicate'",
-                stacklevel=5,
-            )
-            return
+    inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
+    own, forward = vars(module).get("forward"), module.forward
+
+    @wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except RingcommError:
+            raise
+        except Exception as error:
+            said = _said_of(error, inner)
+            if said is None:
+                raise
+            raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
+        if vars(module).get("forward") is explained:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        return output
+
+    module.forward = explained
+
+
+def _is_inner(new: nn.Module) -> bool:
+    """Whether a rank's own outputs come out of a layer, or go into it."""
+    return (isinstance(new, ColumnParallelLinear) and not new.gather_output) or (
+        isinstance(new, RowParallelLinear) and new.input_is_parallel
+    )
+
+
+def _said_of(error: Exception, inner: Mapping[int, str]) -> str | None:
+    """Of an error inside of a module whose layers are cut; None: of another one."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        each = trace.tb_frame.f_locals.get("self")
+        layers = [inner[id(x)] for x in each.children() if id(x) in inner] if isinstance(each, nn.Module) else []
+        found = (type(each).__name__, layers[0]) if layers else found
+        trace = trace.tb_next
+    if found is None:
+        return None
+    kind, layer = found
+    return (
+        f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of "
+        f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that computes "
+        "with what a rank has: it may count heads, or have parameters, of the whole model; divide these ('heads', "
+        "Heads((...)), 'colwise'), or leave its layers out of the plan"
+    )

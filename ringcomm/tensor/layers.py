@@ -497,7 +497,10 @@ def _scale_of(embedding: Any) -> torch.Tensor | float | None:
         tokens[1] = embedding.num_embeddings - 1
         tried = {"weight": rows, **({"embed_scale": torch.tensor(3.0)} if torch.is_tensor(scale) else {})}
         factor = 3.0 if torch.is_tensor(scale) else float(scale)
-        found = torch.func.functional_call(embedding, tried, (tokens,))
+        try:
+            found = torch.func.functional_call(embedding, tried, (tokens,))
+        except Exception:
+            return None
         return scale if torch.equal(found, rows[tokens] * factor) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,25 @@ from ringcomm.arguments import FLAG, expects, that
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.parallel.arguments import MODULE, matches
-from ringcomm.parallel.part import copy_part, part_of
+from ringcomm.parallel.part import Part, copy_part, part_of
 from ringcomm.parallel.ranks import exchange
 from ringcomm.parallel.uncut import keep_uncut
 from ringcomm.tensor.dropout import ShardedDropout
 from ringcomm.tensor.experts import cut_experts
-from ringcomm.tensor.hints import warn_of_forgotten
+from ringcomm.tensor.hints import explain_first, refuse_unsummed, warn_of_forgotten
 from ringcomm.tensor.layers import (
     DIM,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    cut,
     form_of,
+    own_part,
     refuse_changed,
 )
 from ringcomm.tensor.outputs import CutOutputs
 from ringcomm.tensor.regions import Region
-from ringcomm.tensor.sequence import gather_before, sum_gradients, surround
+from ringcomm.tensor.sequence import gather_before, sum_gradients, sum_last_outputs, surround
 from ringcomm.tensor.styles import (
     FOREIGN,
     HEADS,
@@ -41,6 +43,7 @@ from ringcomm.tensor.styles import (
     Experts,
     GatherSequence,
     Heads,
+    Latent,
     OnSequence,
     Rowwise,
     SequenceRegion,
@@ -52,9 +55,12 @@ from ringcomm.tensor.styles import (
 from ringcomm.tensor.verify import Verifier
 
 __all__ = [
-    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "Experts", "GatherSequence", "Heads", "OnSequence",
+    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "Experts", "GatherSequence", "Heads", "Latent", "OnSequence",
     "Rowwise", "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
 ]  # fmt: skip
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+ACTIVATIONS = "transformers.activations"
 
 
 @expects("parallelize", module=MODULE)
@@ -107,9 +113,8 @@ def parallelize(
         _agree(comm, -1)
         raise
     _agree(comm, asked)
-    layers = {site.names[0]: site.new for site in sites if site.new is not None}
-    divided = [site.found for site in sites if isinstance(site.style, (Heads, Whole))]
-    warn_of_forgotten(module, layers, divided, {name for site in sites for name in site.names})
+    layers = _layers(sites)
+    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             comm.broadcast(_apart(tensor.detach()), 0)
@@ -122,7 +127,13 @@ def parallelize(
         site.put(module, region, sequence_dim or 0)
     if verifier is not None:
         verifier.start()
+    explain_first(module, layers, region)
     return module
+
+
+def _layers(sites: Sequence[_Site]) -> dict[str, nn.Module]:
+    """By name, what takes a module's place."""
+    return {site.names[0]: site.new for site in sites if site.new is not None}
 
 
 @dataclass
@@ -130,14 +141,16 @@ class _Site:
     """A module that a plan names.
 
     Attributes:
-        names: of the module; several where it is used in several places.
+        names: of the module; several where it is used in several places. Or of a parameter.
         new: what takes its place; None: it stays.
+        key: of a parameter, which is cut, in the module.
     """
 
     names: list[str]
     found: nn.Module
     style: Style
     new: nn.Module | None = None
+    key: str = ""
 
     def fill(self) -> None:
         """Takes over the values of the module, which are rank 0's by now."""
@@ -156,8 +169,14 @@ class _Site:
             setattr(module.get_submodule(parent), key, self.new)
         for each in _heads(self, region):
             setattr(self.found, each, getattr(self.found, each) // region.world_size)
+        if self.key:
+            p = self.found._parameters[self.key]
+            assert p is not None
+            own_part(self.found, self.key, p, _part_of_vector(p, region, self.names[0]))
         if isinstance(self.style, (OnSequence, Summed)):
             sum_gradients(self.found, region)
+        elif isinstance(self.style, Latent):
+            sum_last_outputs(self.found, region, _last_outputs(module, self, region.rank))
         elif isinstance(self.style, GatherSequence):
             gather_before(self.found, region, dim)
         elif isinstance(self.style, SequenceRegion):
@@ -194,9 +213,12 @@ def _prepared(
     _check_sequence(module, chosen, sequence_dim, region.rank)
     _refuse_forgotten(module, chosen, region.rank)
     sites: dict[int, _Site] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, style in chosen.items():
-        found = module.get_submodule(name)
-        site = sites.setdefault(id(found), _Site([], found, style))
+        owner, _, key = name.rpartition(".")
+        key = key if name in parameters else ""
+        found = module.get_submodule(owner if key else name)
+        site = sites.setdefault(id(parameters[name] if key else found), _Site([], found, style, key=key))
         site.names.append(name)
         if site.style != style:
             raise InvalidArgumentError(
@@ -208,6 +230,8 @@ def _prepared(
         site.new = _made(module, site, region, chosen, sequence_dim, overlap)
         _heads(site, region)
     _keep_ties(module, list(sites.values()), region.rank)
+    if region.world_size > 1:
+        refuse_unsummed(module, _layers([*sites.values()]), [*chosen], region.rank)
     return list(sites.values())
 
 
@@ -246,11 +270,14 @@ def _agree(comm: Communicator, asked: int) -> None:
 def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> dict[str, Style]:
     """The style of each module that the plan names."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)][1:]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     chosen: dict[str, Style] = {}
     by: dict[str, str] = {}
     for pattern, wish in plan.items():
         style = _style(pattern, wish, rank)
         found = [name for name in names if matches(pattern, name)]
+        if not found and style == Colwise():
+            found = [name for name in parameters if matches(pattern, name)]
         if not found:
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got {shown(pattern)}, which no module matches, expected names such as "
@@ -290,21 +317,37 @@ def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
             f"parallelize: rank {rank} got no plan and a {type(module).__name__} without one, expected styles by the "
             "names of submodules; pass a plan"
         )
-    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     experts = [pattern for pattern, style in plan.items() if style == "moe_tp_experts"]
-    found = {}
+    found: dict[str, str | Style] = {}
     for pattern, style in plan.items():
-        if any(matches(pattern, name) for name in modules):
-            found[pattern] = style
-        elif pattern.rpartition(".")[0] in experts:  # its parameters, which are cut with it
+        vectors = [p.dim() == 1 for name, p in parameters.items() if matches(pattern, name)]
+        if style == "local_params" or pattern.rpartition(".")[0] in experts:  # said of what is cut with its parameters
             continue
-        elif any(matches(pattern, name) for name in parameters):
+        if any(matches(pattern, name) for name in modules) or (style == "colwise" and vectors and all(vectors)):
+            found[pattern] = style
+        elif vectors:
             raise UnsupportedError(
                 f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
-                "expected modules only; pass a plan"
+                "expected modules, and parameters of one dimension; pass a plan"
             )
-    return found
+    return found | _left_out(modules, found)
+
+
+def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
+    """What plans of transformers do not name: embeddings that are tied to a layer that is cut, and activations with
+    parameters, which ranks use on their own features."""
+    layers = {name: style for pattern, style in plan.items() for name in modules if matches(pattern, name)}
+    outputs = [modules[name]._parameters.get("weight") for name, style in layers.items() if style in GATHERED]
+    more: dict[str, str | Style] = {}
+    for name, each in modules.items():
+        beside = [layers.get(f"{name.rpartition('.')[0]}.{key}") for key in modules[name.rpartition(".")[0]]._modules]
+        if isinstance(each, nn.Embedding) and name not in layers and any(each.weight is weight for weight in outputs):
+            more[name] = "vocab"
+        elif type(each).__module__ == ACTIVATIONS and "colwise" in beside and name not in layers:
+            more |= {name: "summed"} if any(True for _ in each.parameters()) else {}
+    return more
 
 
 def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim: int | None, rank: int) -> None:
@@ -385,6 +428,12 @@ def _made(
 ) -> nn.Module | None:
     """What takes a module's place; None: it stays."""
     name, found, style = site.names[0], site.found, site.style
+    if site.key:
+        _part_of_vector(found._parameters[site.key], region, name)
+        return None
+    if isinstance(style, Latent):
+        _last_outputs(module, site, region.rank)
+        return None
     above = _ancestors(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
     entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
@@ -418,6 +467,33 @@ def _made(
         refuse_changed(found, nn.Dropout, region, name)
         return ShardedDropout(float(found.p), region.comm, dim)
     return None
+
+
+def _part_of_vector(p: Any, region: Region, name: str) -> Part:
+    """This rank's values of a parameter with one for each head."""
+    if p.dim() != 1 or p.is_meta:
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got the parameter {name} of shape {tuple(p.shape)} on {p.device}, "
+            "expected one dimension, and memory; leave it out of the plan, with the layers beside it"
+        )
+    return cut([p.shape[0]], region, f"parallelize: values of {name}")
+
+
+def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
+    """How many outputs of a layer of latent attention go to a rank's own heads."""
+    assert isinstance(site.style, Latent)
+    name = site.names[0]
+    owner = module.get_submodule(name.rpartition(".")[0])
+    for each in (
+        site.style.last,
+        *(getattr(x, "qk_rope_head_dim", 0) for x in (owner, getattr(owner, "config", None))),
+    ):
+        if type(each) is int and each > 0 and isinstance(site.found, nn.Linear):
+            return each
+    raise InvalidArgumentError(
+        f"parallelize: rank {rank} got {name} as latent, a {type(site.found).__name__} of which no qk_rope_head_dim is "
+        "known, expected a linear layer, and how many of its outputs go to a rank's own heads; pass Latent(last=...)"
+    )
 
 
 def _head_width(attention: nn.Module) -> int:
@@ -463,7 +539,7 @@ def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
 
 def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
     """Refuses layers whose owner multiplies with their weights without calling them."""
-    if not isinstance(site.style, (Colwise, Rowwise, Heads)):
+    if not isinstance(site.style, (Colwise, Rowwise, Heads)) or site.key:
         return
     for name in site.names:
         for owner in (site.found, module.get_submodule(name.rpartition(".")[0])):

@@ -1,15 +1,16 @@
-"""What `ringcomm.parallelize` hangs on modules that stay: sums of gradients, and the borders of a sequence region."""
+"""What `ringcomm.parallelize` does to modules that stay: sums of gradients, and the borders of a sequence region."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ringcomm.errors import UnsupportedError
-from ringcomm.tensor.regions import Region, g, gather, scatter
+from ringcomm.tensor.regions import Region, f, g, gather, scatter
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,6 +35,18 @@ def _sum_gradient(p: nn.Parameter, region: Region) -> None:
     p.requires_grad_(True)
     p._ringcomm_summed = p.register_hook(lambda gradient: region.all_reduce(gradient))
     p.requires_grad_(not frozen)
+
+
+def sum_last_outputs(layer: nn.Module, region: Region, count: int) -> None:
+    """The gradients of the layer's last outputs, which ranks use on their own heads, are summed. It is no hook: a
+    pipeline runs those of earlier stages' modules, too."""
+    if region.world_size > 1:
+        layer.forward = partial(_with_last_summed, layer.forward, region, count)
+
+
+def _with_last_summed(forward: Callable[..., torch.Tensor], region: Region, count: int, *args: Any) -> torch.Tensor:
+    y = forward(*args)
+    return torch.cat([y[..., :-count], f(y[..., -count:], region.comm)], -1)
 
 
 def gather_before(module: nn.Module, region: Region, dim: int) -> None:

@@ -14,7 +14,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Colwise:
-    """A linear layer cut along its outputs.
+    """A linear layer cut along its outputs; or a parameter of one dimension, with a value for each head.
 
     Args:
         gather_output, parts, pad: as of ColumnParallelLinear; a number for ``parts`` are that many equal ones.
@@ -81,6 +81,18 @@ class Summed:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """A linear layer that all ranks have whole, whose last outputs go to a rank's own heads without another layer in
+    between, such as the rotated part of the keys in latent attention: the gradients of these outputs are summed.
+
+    Args:
+        last: how many outputs; 0: ``qk_rope_head_dim`` of the module that the layer belongs to, or of its config.
+    """
+
+    last: int = 0
+
+
+@dataclass(frozen=True)
 class OnSequence:
     """A module that works on this rank's part of the sequence: norms, whose gradients are summed, and dropout."""
 
@@ -110,7 +122,7 @@ class Whole:
 
 
 Cut = Colwise | Rowwise | Vocab | Heads | Experts | Dropout
-Style = Cut | Summed | OnSequence | SequenceRegion | GatherSequence | Whole
+Style = Cut | Summed | Latent | OnSequence | SequenceRegion | GatherSequence | Whole
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -127,6 +139,8 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": Experts(),
     "summed": Summed(),
     "replicated_with_grad_allreduce": Summed(),
+    "latent": Latent(),
+    "mla_kv_a_proj": Latent(),
     "sequence": OnSequence(),
     "sequence_parallel": OnSequence(),
     "sequence_region": SequenceRegion(),
@@ -136,7 +150,7 @@ STYLES: dict[str, Style] = {
 """The names of styles in a plan; also those that transformers uses in its models' ``_tp_plan``."""
 
 FOREIGN = (
-    "packed_rowwise", "embedding_colwise", "mla_kv_a_proj", "all_reduce", "local_params", "moe_identity_expert",
-    "grouped_gemm", "ep_router", "ep_dispatch_experts",
+    "packed_rowwise", "embedding_colwise", "all_reduce", "local_params", "moe_identity_expert", "grouped_gemm",
+    "ep_router", "ep_dispatch_experts",
 )  # fmt: skip
-"""Styles of transformers that are not here: of experts that are dealt out, and of latent attention."""
+"""Styles of transformers that are not here, such as those of experts that are dealt out."""
