@@ -450,6 +450,25 @@ def test_a_step_without_a_reduction_is_refused_by_name(stage: int) -> None:
     everywhere(check, stages=(stage,))
 
 
+class Casting(nn.Linear):
+    """Casts its parameters in its forward pass, as routers of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(torch.float32)
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_forward_casts(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), Casting(3, 3)).double()
+        ringcomm.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, comm)
+        with pytest.raises(InvalidArgumentError, match=r"1\.(weight|bias) was set to a tensor of .* torch\.float32"):
+            model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
+    alone(rank, 2)
+
+
 def test_a_gradient_in_place_of_the_reduced_one_is_taken() -> None:
     def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
         loss_of(model, comm.rank, 0).backward()

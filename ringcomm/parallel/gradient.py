@@ -130,10 +130,7 @@ class Gradient:
         self.group.noted[:] = arrived, self.contributed
         self.in_place = self.plain and not self.tree and self.has_local
         if self.has_reduced or self.has_local:
-            views = self._local_views() if self.in_place else None
-            with torch._C.DisableTorchFunctionSubclass():
-                for i, p in enumerate(self.group.params):
-                    p.grad = None if views is None else views[i]
+            self._put(self._local_views() if self.in_place else [None] * len(self.shown))
 
     def collect(self, apart: bool = False, leaf: int | None = None) -> None:
         """After the last gradient of a backward pass: adds them to the local sums.
@@ -194,9 +191,17 @@ class Gradient:
         else:
             self.shown = [self._shown(i) for i in range(len(self.shown))]
         if self.has_reduced or self.has_local:
+            self._put(self.shown)
+
+    def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Makes them what `p.grad` is."""
+        try:
             with torch._C.DisableTorchFunctionSubclass():
-                for p, shown in zip(self.group.params, self.shown, strict=True):
-                    p.grad = shown
+                for p, grad in zip(self.group.params, grads, strict=True):
+                    p.grad = grad
+        except RuntimeError:
+            self.group.rebound("backward")  # raises where forward has cast a parameter
+            raise
 
     def _shown(self, i: int) -> torch.Tensor | None:
         if self.has_reduced and i in self.has:
