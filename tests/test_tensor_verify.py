@@ -267,3 +267,24 @@ def test_tied_layers_gradients_that_are_none_and_blocks_of_another_stage_pass(pp
     import mesh_cases as cases
 
     cases.run({"pp": pp, "tp": 2}, body, model)  # type: ignore[arg-type]
+
+
+class Uneven(nn.Module):
+    """No blocks of a kind, so that the model is compared as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(torch.tanh(self.first(x)))).square().mean()
+
+
+def test_a_model_that_a_pipeline_has_parts_of_passes() -> None:
+    import mesh_cases as cases
+
+    def body(model: Uneven, mesh: Any) -> None:
+        parallelize(model, {"up": "colwise", "down": "rowwise"}, mesh["tp"], verify=True)
+        ringcomm.Pipeline(ringcomm.split(model, ["up"]), mesh["pp"], microbatches=2).step(torch.ones(2, 6))
+
+    cases.run({"pp": 2, "tp": 2}, body, Uneven())  # type: ignore[arg-type]

@@ -193,8 +193,9 @@ class _Block:
 
     def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.handle.remove()
-        if not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
-            return  # of a pipeline, which has not come to this block
+        elsewhere = any(getattr(each, "_ringcomm_elsewhere", False) for each in block.modules())
+        if elsewhere or not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
+            return  # of a pipeline, which has not come to this block, or has a part of it
         modes = [(each, each.training) for each in (*block.modules(), *self.before.modules())]
         with torch.no_grad():
             block.eval()
