@@ -525,8 +525,9 @@ with {versions}, on CPU, ranks as threads.
 
 **works**: two steps of SGD leave the losses and weights of one process (generate: the same tokens). In float64, to
 1e-9 of how far a weight moved (or of a thousandth of how far any weight moved, if that is more); 1e-4 where the model
-computes in float32 at some place (norms, routers); 1e-3 for models that cannot run in float64. **refused**: every rank raised an error of ringcomm before the first step was done; what it
-said is below the table. **-**: nothing to try: no plan, no tokens to generate, or one process fails too.
+computes in float32 at some place (norms, routers); 1e-3 for models that cannot run in float64. **refused**: every rank
+raised an error of ringcomm before the first step was done; what it said is below the table. **-**: nothing to try: no
+plan, no tokens to generate, or one process fails too.
 """
 
 
