@@ -101,7 +101,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
     },
-    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
+    "reformer": {"axial_pos_embds": False, "is_decoder": False},  # positions of any length
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 64,

@@ -524,9 +524,10 @@ with {versions}, on CPU, ranks as threads.
 * **generate**: 2 ranks of tp: greedy tokens, with a cache that grows and, where one process can, with a static one.
 
 **works**: two steps of SGD leave the losses and weights of one process (generate: the same tokens). In float64, to
-1e-9 of how far a weight moved; 1e-4 where the model computes in float32 at some place (norms, routers); 1e-3 for models
-that cannot run in float64. **refused**: every rank raised an error of ringcomm before the first step was done; what it
-said is below the table. **-**: nothing to try: no plan, no tokens to generate, or one process fails too.
+1e-9 of how far a weight moved (or of a thousandth of how far any weight moved, if that is more); 1e-4 where the model
+computes in float32 at some place (norms, routers); 1e-3 for models that cannot run in float64. **refused**: every rank
+raised an error of ringcomm before the first step was done; what it said is below the table. **-**: nothing to try: no
+plan, no tokens to generate, or one process fails too.
 """
 
 
@@ -534,7 +535,7 @@ def head_of(done: Mapping[str, Mapping[str, Cell]], command: str) -> list[str]:
     built = [name for name, cells in done.items() if cells["built"][0] == "works"]
     versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
     counts = f"{len(done)} families were tried, {len(built)} were built; the others are at the end, with the reason."
-    return HEAD.format(command=command, versions=versions, counts=counts).splitlines()
+    return [*HEAD.format(command=command, versions=versions, counts=counts).splitlines(), ""]
 
 
 def page(done: Mapping[str, Mapping[str, Cell]], kinds: Mapping[str, str]) -> list[str]:

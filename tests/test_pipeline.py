@@ -897,3 +897,50 @@ def test_code_that_writes_into_inputs_and_weights() -> None:
     done = ringcomm.run_ranks(rank, 2, timeout=30)
     assert differing([found for found, _ in done], gradients(whole)) == []
     assert all(torch.equal(mine, batch) for _, mine in done)
+
+
+class Recomputing(nn.Module):
+    """Blocks in a torch.autograd.Function, as Reformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.blocks, self.head = (
+            nn.Embedding(11, 6),
+            nn.ModuleList(Block(6) for _ in range(2)),
+            nn.Linear(6, 11),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(Blocks.apply(self.token(x), self.blocks))
+
+
+class Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, blocks: nn.ModuleList) -> torch.Tensor:
+        ctx.blocks, ctx.x = blocks, x.detach()
+        for block in blocks:
+            x = block(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = y = ctx.x.requires_grad_()
+            for block in ctx.blocks:
+                y = block(y)
+            y.backward(grads[0])
+        return x.grad, None
+
+
+def test_a_cut_inside_of_an_autograd_function() -> None:
+    """Is refused: its gradients would be lost without a word."""
+    models = [make(Recomputing) for _ in range(2)]
+
+    def rank(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"]), comm, microbatches=2, loss=cross_entropy)
+        pipe.step(tokens(4), target=tokens(4))
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"a call of blocks\.1, with which .* outside of any torch.autograd.Func"
+    ):
+        ringcomm.run_ranks(rank, 2, timeout=30)

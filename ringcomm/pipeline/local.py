@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -413,10 +414,13 @@ class Local:
         return replaced
 
     def _refuse_no_grad(self, run: _Run, name: str, tensors: Sequence[Any]) -> None:
-        if run.grads and not torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
+        if not run.grads or torch.is_grad_enabled():
+            return
+        if any(torch.is_tensor(x) and x.requires_grad for x in tensors) or _in_function():
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got a call of {name}, with which a stage begins, that takes no gradients, "
-                "expected one that does, as what it is called with has; checkpoint with use_reentrant=False"
+                "expected one that does, outside of any torch.autograd.Function; checkpoint with use_reentrant=False, "
+                "or cut elsewhere"
             )
 
     def _arrived(self, name: str, own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -522,6 +526,17 @@ def _empty(module: nn.Module, device: torch.device) -> None:
                 if tensor is not None:
                     del held[key]
                     each.__dict__[key] = weightless(tensor, device if tensor.is_meta else tensor.device)
+
+
+def _in_function() -> bool:
+    """Whether a torch.autograd.Function computes, in whose backward pass nobody would send gradients."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
