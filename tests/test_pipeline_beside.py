@@ -627,3 +627,15 @@ def test_a_filled_tensor_keeps_its_place_and_may_be_written_into() -> None:
     h *= 3
     h.sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 3.0))
+
+
+def test_a_tensor_that_gets_its_values_late_takes_hooks() -> None:
+    """It was a view, of which autograd lost the function that made it: the hook ended the process."""
+    x = torch.ones(1, 4, 8, requires_grad=True)
+    own = Maker().make((1, 4, 8), torch.float32, torch.device("cpu"))
+    own.fill(x)
+    own.register_hook(lambda gradient: gradient * 0.5)
+    (own * 2).sum().backward()
+    assert not own._is_view()
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [1.0]

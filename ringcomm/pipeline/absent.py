@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -101,7 +101,14 @@ class _Filled(torch.autograd.Function):
 def _apart(x: Absent) -> Absent:
     """The same memory, no view of another tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        return x.data.as_subclass(Absent)
+        return _turned(x.data)
+
+
+def _turned(x: torch.Tensor) -> Absent:
+    """The same object as an absent tensor: `as_subclass` would make a view, and autograd takes what is written into
+    one for written into its base."""
+    x.__class__ = Absent
+    return cast(Absent, x)
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +211,7 @@ class Maker:
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = "") -> Absent:
         """Of a shape. ``origin``: the module whose result it is."""
-        made = self._tensor(shape, dtype, device).as_subclass(Absent)
+        made = _turned(self._tensor(shape, dtype, device))
         made.origin = origin
         return made
 
