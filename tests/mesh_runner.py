@@ -185,8 +185,6 @@ def has_bits(program: Program) -> bool:
             return False
         if place.schedule == "zero-bubble" and "function" in kinds:
             return False
-        if place.size("pp") > 1 and "conv" in kinds:  # whose result is transposed
-            return False
         if place.size("pp") > 1 and "exact" not in program and _is_tied(program):
             return False
     return "each" not in program

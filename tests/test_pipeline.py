@@ -262,6 +262,29 @@ def test_tensors_keep_their_order_in_memory(at: str, rows: int, schedule: str) -
     assert differing(on_ranks(model, [at], 2, step, microbatches=4, schedule=schedule), expected) == []
 
 
+class Strided(Transposed):
+    """Notes the strides of the gradient of the transposed result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv[0](x).transpose(1, 2)
+        h.register_hook(lambda gradient: noted.append(gradient.stride()))  # on the rank that has it alone
+        return self.last(h).square().mean()
+
+
+noted: list[tuple[int, ...]] = []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_keep_their_strides(rows: int) -> None:
+    """Also those of a dimension of length 1: what a convolution does depends on them."""
+    model, x = make(Strided).double(), torch.randn(rows, 6, 5, dtype=torch.float64)
+    noted.clear()
+    plain(model, [lambda net: net(x)], 1)
+    expected = noted.pop()
+    on_ranks(model, ["last"], 2, lambda pipe, rank: pipe.step(x), microbatches=1)
+    assert noted == [expected]
+
+
 def test_a_step_may_be_repeated_and_gradients_add_up() -> None:
     model, batches = make(Net, 4), [tokens(4, seed=s) for s in range(3)]
     every = [part for x in batches for part in x.chunk(2)]

@@ -57,8 +57,9 @@ class Absent(torch.Tensor):
         if _writes(func) and args and isinstance(args[0], Absent) and _is_repeated(args[0]):
             return args[0]  # a weight of another stage, in whose one element nothing is written
         result = super().__torch_function__(func, types, args, kwargs)
-        if type(result) in (tuple, list):  # parts of one tensor, which autograd lets nobody write into
-            result = type(result)(_apart(x) if isinstance(x, Absent) else x for x in result)
+        if type(result) in (tuple, list):
+            result = type(result)(map(_apart, result))
+        result = _apart(result)
         if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], Absent)):
             with torch._C.DisableTorchFunctionSubclass():
                 return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, Absent) else x, result)
@@ -98,10 +99,10 @@ class _Filled(torch.autograd.Function):
         return None, grad
 
 
-def _apart(x: Absent) -> Absent:
-    """The same memory, no view of another tensor."""
+def _apart(x: Any) -> Any:
+    """In the place of an absent view one that is no view of another tensor, so that it can be filled."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _turned(x.data)
+        return _turned(x.data) if isinstance(x, Absent) and x._is_view() else x
 
 
 def _turned(x: torch.Tensor) -> Absent:

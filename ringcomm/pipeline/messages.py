@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import pickle
 import struct
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +18,11 @@ from ringcomm.pipeline.local import About
 HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
 _LENGTH = struct.Struct("<q")
 _TAG = 1 << 20  # the first of the tags used here
-_MOST_DIMS = 5  # of gradients whose order in memory is told
 
-Order = tuple[int, ...]
-"""Dimensions from the outermost in memory to the innermost: bits of products depend on it."""
-Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Order], ...]
-"""Of each tensor: shape, type, whether its gradient is wanted, and how it lies in memory."""
+Strides = tuple[int, ...]
+"""How a tensor without gaps lies in memory, on which bits of products depend: also those of dimensions of length 1."""
+Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
+"""Of each tensor: shape, type, whether its gradient is wanted, and strides."""
 
 
 class Sent(NamedTuple):
@@ -58,7 +56,7 @@ class Messages:
     def send(self, tensors: Sequence[torch.Tensor], about: About, stage: int, rank: int) -> None:
         """Sends a stage's inputs to its rank."""
         key = ("to", stage, torch.is_grad_enabled())
-        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _order(x)) for x in tensors)
+        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
         told = self._told.get(key)
         if told is not None and facts != told[0]:
             raise ShapeError(
@@ -74,8 +72,8 @@ class Messages:
             self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
             if self.static_shapes:
                 self._told[key] = facts, about.of_any()
-        for x, (_, _, _, order) in zip(tensors, facts, strict=True):
-            self._send(x.detach().permute(order), rank, _forward(stage))
+        for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
+            self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], About]:
         """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
@@ -87,26 +85,29 @@ class Messages:
                 self._told[key] = told[0], told[1].of_any()
         facts, about = told
         tag = _forward(stage)
-        return [self._receive(shape, dtype, wanted, rank, tag, order) for shape, dtype, wanted, order in facts], about
+        return [
+            self._receive(shape, dtype, wanted, rank, tag, strides) for shape, dtype, wanted, strides in facts
+        ], about
 
     def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells that first, and how
-        it lies in memory."""
-        orders = [() if x is None else _order(x, _MOST_DIMS) for x in wanted]
-        if len(wanted):
-            codes = [0 if x is None else 1 + _orders(x.dim()).index(o) for x, o in zip(wanted, orders, strict=True)]
-            self._send(torch.tensor(codes, dtype=torch.uint8, device=self.device), rank, _backward(stage), counts=False)
-        for x, order in zip(wanted, orders, strict=True):
-            if x is not None:
-                self._send(x.permute(order), rank, _backward(stage))
+        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells that first, and then
+        come the strides of those that are there."""
+        tag, there = _backward(stage), [x for x in wanted if x is not None]
+        strides = [_strides(x) for x in there]
+        for told, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
+            self._send(torch.tensor(told, dtype=dtype, device=self.device), rank, tag, counts=False)
+        for x, its in zip(there, strides, strict=True):
+            self._send(x.permute(_order(its)), rank, tag)
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
         """The gradients of what was sent to a stage; None where that stage had no use for it."""
         tag = _backward(stage)
-        codes = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist() if sent else []
+        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
+        dims = sum(len(x.shape) for x, its in zip(sent, there, strict=True) if its)
+        strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
         return [
-            self._receive(x.shape, x.dtype, False, rank, tag, _orders(len(x.shape))[code - 1]) if code else None
-            for x, code in zip(sent, codes, strict=True)
+            self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
+            for x, its in zip(sent, there, strict=True)
         ]
 
     def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
@@ -140,13 +141,12 @@ class Messages:
         requires_grad: bool,
         rank: int,
         tag: int,
-        order: Order | None = None,
+        strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        order = tuple(range(len(shape))) if order is None else order
-        strides = {dim: math.prod(shape[inner] for inner in order[i + 1 :]) for i, dim in enumerate(order)}
-        x = torch.empty_strided(shape, [strides[dim] for dim in range(len(shape))], dtype=dtype, device=self.device)
+        strides = _usual_strides(shape) if strides is None else strides
+        x = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         if x.numel():
-            self.comm.recv(x.permute(order), rank, tag)
+            self.comm.recv(x.permute(_order(strides)), rank, tag)
         return x.requires_grad_(requires_grad)
 
     def _send_head(self, packed: bytes, rank: int, tag: int) -> None:
@@ -164,17 +164,18 @@ class Messages:
         return (first + more)[_LENGTH.size : _LENGTH.size + length]
 
 
-@functools.cache
-def _orders(dims: int) -> list[Order]:
-    """All, of as many dimensions as a byte can tell them of; else the usual one."""
-    return [*itertools.permutations(range(dims))] if dims <= _MOST_DIMS else [tuple(range(dims))]
+def _strides(x: torch.Tensor) -> Strides:
+    """Those of a tensor; of one with gaps those that it would have without."""
+    return x.stride() if x.permute(_order(x.stride())).is_contiguous() else _usual_strides(x.shape)
 
 
-def _order(x: torch.Tensor, most: int = 64) -> Order:
-    """The usual one of tensors with gaps, or with more than ``most`` dimensions."""
-    usual = tuple(range(x.dim()))
-    order = tuple(sorted(usual, key=lambda dim: -x.stride(dim)))
-    return order if not x.is_contiguous() and x.dim() <= most and x.permute(order).is_contiguous() else usual
+def _usual_strides(shape: Sequence[int]) -> Strides:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _forward(stage: int) -> int:
