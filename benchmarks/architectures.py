@@ -452,6 +452,7 @@ def try_family(name: str, kind: str, say: Callable[[str, Cell], None]) -> None:
 
 
 def _child(name: str, kind: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # torch replaces its pool in a forked process, in the first call: not in several threads
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         try_family(name, kind, lambda column, found: pipe.send((column, found)))
