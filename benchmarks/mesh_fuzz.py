@@ -93,11 +93,11 @@ def page(counts: Counts, seconds: float, asked: int) -> str:
         "",
         f"`python benchmarks/mesh_fuzz.py {' '.join(sys.argv[1:])}`",
         "",
-        f"{counts.programs} of {asked} programs in {seconds:.0f} s: {compared} had the losses, gradients' norms and "
-        f"final weights of one process that runs the plain model on the whole batch (float64, rtol 1e-9), "
-        f"{counts.bitwise} of them also bit by bit those of one that runs the same micro-batches; {refused} "
-        f"({refused / max(1, counts.programs):.1%}) were refused by a sentence before the first step on all ranks; "
-        f"{len(counts.failed)} failed. The longest took {counts.longest_s:.1f} s; a call that waits for "
+        f"{counts.programs} of {asked} programs in {seconds:.0f} s: {compared} had the losses, gradients' norms and",
+        "final weights of one process that runs the plain model on the whole batch (float64, rtol 1e-9),",
+        f"{counts.bitwise} of them also bit by bit those of one that runs the same micro-batches; {refused}",
+        f"({refused / max(1, counts.programs):.1%}) were refused by a sentence before the first step on all ranks;",
+        f"{len(counts.failed)} failed. The longest took {counts.longest_s:.1f} s; a call that waits for",
         f"{CALL_LIMIT_S:.0f} s or a program of {PROGRAM_LIMIT_S} s would have failed.",
         "",
         "## Failures",

@@ -17,35 +17,13 @@ import training_programs
 from training_programs import Block, Call, Draw
 
 # What a block can be: kinds of `training_models` and `mesh_models` whose results do not depend on how a batch is cut.
-KINDS = {
-    "residual": "",
-    "gated": "",
-    "heads": "",
-    "dense": "",
-    "twice": "block.twice",
-    "layer_norm": "block.layer_norm",
-    "group_norm": "block.group_norm",
-    "film": "memory",
-    "attribute": "block.attribute",
-    "appends": "container.list",
-    "cache": "container.dict",
-    "scalar": "block.scalar",
-    "weight_norm": "block.weight_norm",
-    "tokens": "block.tokens",
-    "nested": "block.nested",
-    "alias": "block.alias",
-    "lora": "block.lora",
-    "function": "block.function",
-    "undefined": "block.undefined",
-    "view": "block.view",
-    "mixture": "",
-}
-MIXING = {
-    "lstm": "block.rnn",
-    "conv": "block.conv",
-    "attention": "block.attention",
-    "cross": "memory",
-}
+_NAMES = (
+    "residual", "gated", "heads", "dense", "twice", "layer_norm", "group_norm", "film", "attribute", "appends",
+    "cache", "scalar", "weight_norm", "tokens", "nested", "alias", "lora", "function", "undefined", "view",
+    "mixture",
+)  # fmt: skip
+KINDS = {name: training_programs.KINDS.get(name, "") for name in _NAMES}
+MIXING = {name: training_programs.KINDS[name] for name in ("lstm", "conv", "attention", "cross")}
 """What mixes tokens in ways that context parallel refuses."""
 MODEL = (
     "memory", "skip", "repeat", "tied", "unused_block", "unused_argument", "unused_output", "step_skip", "frozen",

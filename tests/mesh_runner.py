@@ -343,7 +343,7 @@ def on_meshes(program: Program) -> list[Seen]:
     Raises: Refused, or what a rank raised.
     """
     before: Seen = Seen()
-    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path, last = Path(folder) / "saved", len(program.places) - 1
         for number, place in enumerate(program.places):
             first = 0 if number == 0 else 1
@@ -356,9 +356,6 @@ def on_meshes(program: Program) -> list[Seen]:
                 raise AssertionError("ranks saw other losses or norms")
             before = found[0]
     return found
-
-
-_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def _at(program: Program, place: Place, steps: range, load: Path | None, save: Path | None) -> list[Seen]:

@@ -79,7 +79,9 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
         return leaf
     if not torch.is_tensor(leaf):
         return [leaf] * count
-    parts = leaf.tensor_split(count)  # which count as one where code writes into them, as FSMT does into its labels
+    # Views of one tensor have one version: where code writes into a part, as FSMT does into its labels, autograd would
+    # take what it has saved of the other parts for changed.
+    parts = leaf.tensor_split(count)
     return parts if leaf.requires_grad else [part.data for part in parts]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -211,13 +212,14 @@ class _Summed(_Held):
             self.standin.grad = None
 
     def settle(self) -> None:
-        """Two messages for each further rank."""
+        """For each further rank one sum there and one back, where there is any."""
         total = self.standin.grad if self.total is None else self.total
         wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
         like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.standin.shape)
         if self.at_home:
-            for theirs in [self._received_sum(like, rank) for rank in self.others]:
-                total = theirs if total is None else total if theirs is None else total + theirs
+            sums = [total, *(self._received_sum(like, rank) for rank in self.others)]
+            there = [each for each in sums if each is not None]
+            total = reduce(torch.add, there) if there else None
             for rank in self.others:
                 self._send_sum(total, rank)
         else:
@@ -234,9 +236,8 @@ class _Exact(_Held):
         """A step begins."""
         super().enter()
         self.owed = 0  # sums that the first stage's rank has yet to send
-        self.sums: list[
-            torch.Tensor | None
-        ] = []  # at home: they are sent at the end, as a device takes messages in order
+        # At home: they are sent at the end, as a device takes messages in order.
+        self.sums: list[torch.Tensor | None] = []
         self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
         self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # from stages on this rank to others on it
 

@@ -345,8 +345,9 @@ def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style])
         beside = [layers.get(f"{name.rpartition('.')[0]}.{key}") for key in modules[name.rpartition(".")[0]]._modules]
         if isinstance(each, nn.Embedding) and name not in layers and any(each.weight is weight for weight in outputs):
             more[name] = "vocab"
-        elif type(each).__module__ == ACTIVATIONS and "colwise" in beside and name not in layers:
-            more |= {name: "summed"} if any(True for _ in each.parameters()) else {}
+        trains = type(each).__module__ == ACTIVATIONS and any(True for _ in each.parameters())
+        if trains and "colwise" in beside and name not in layers:
+            more[name] = "summed"
     return more
 
 
