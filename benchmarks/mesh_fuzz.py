@@ -45,6 +45,7 @@ class Counts:
 
     programs: int = 0
     bitwise: int = 0
+    unstable: int = 0
     longest_s: float = 0.0
     features: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -54,6 +55,7 @@ class Counts:
     def add(self, other: Counts) -> None:
         """Takes in those of a worker."""
         self.programs, self.bitwise = self.programs + other.programs, self.bitwise + other.bitwise
+        self.unstable += other.unstable
         self.longest_s = max(self.longest_s, other.longest_s)
         self.features.update(other.features)
         self.refused.update(other.refused)
@@ -79,7 +81,7 @@ def run(seeds: range, shrinks: bool) -> Counts:
         if failure is not None:
             smaller = Runner().shrunk(program, failure) if shrinks else program
             counts.failed.append(f"program {seed} fails: {failure}\n{smaller}")
-    counts.programs, counts.bitwise = len(seeds), runner.bitwise
+    counts.programs, counts.bitwise, counts.unstable = len(seeds), runner.bitwise, runner.unstable
     counts.refused, counts.examples = runner.refused, runner.examples
     return counts
 
@@ -87,7 +89,7 @@ def run(seeds: range, shrinks: bool) -> Counts:
 def page(counts: Counts, seconds: float, asked: int) -> str:
     """The result page."""
     refused = sum(counts.refused.values())
-    compared = counts.programs - refused - len(counts.failed)
+    compared = counts.programs - refused - counts.unstable - len(counts.failed)
     rows = [
         "# Random models on random meshes",
         "",
@@ -97,6 +99,7 @@ def page(counts: Counts, seconds: float, asked: int) -> str:
         "final weights of one process that runs the plain model on the whole batch (float64, rtol 1e-9),",
         f"{counts.bitwise} of them also bit by bit those of one that runs the same micro-batches; {refused}",
         f"({refused / max(1, counts.programs):.1%}) were refused by a sentence before the first step on all ranks;",
+        f"{counts.unstable} diverge, so that one process has other numbers too when its weights are moved by 4e-16;",
         f"{len(counts.failed)} failed. The longest took {counts.longest_s:.1f} s; a call that waits for",
         f"{CALL_LIMIT_S:.0f} s or a program of {PROGRAM_LIMIT_S} s would have failed.",
         "",

@@ -32,6 +32,13 @@ def test_random_programs_have_the_numbers_and_the_bits_of_one_process() -> None:
             pytest.fail(f"program {seed}: {failure}\n{program}\nmade smaller:\n{runner.shrunk(program, failure)}")
     assert runner.bitwise >= PROGRAMS // 10
     assert sum(runner.refused.values()) <= MOST_REFUSED * PROGRAMS
+    assert runner.unstable <= PROGRAMS // 10
+
+
+def test_a_program_that_diverges_is_told_from_one_with_other_numbers() -> None:
+    runner, program = Runner(), generate(3000023)
+    assert runner.failure(program) is None
+    assert runner.unstable == 1
 
 
 def test_a_program_is_a_function_of_its_seed_and_its_edits() -> None:
