@@ -147,6 +147,46 @@ def test_every_schedule_carries(schedule: str) -> None:
     check(make(LeavingNet, "list"), at, 2, schedule=schedule, static_shapes=True)
 
 
+class Recurrent(nn.Module):
+    """LSTMs, which make the list of their parameters anew in the forward pass after these were replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(DIM, DIM, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x.unsqueeze(1))[0].squeeze(1)
+        return self.head(x).square().mean()
+
+
+def test_recurrent_layers_leave_nothing_when_their_parameters_were_replaced() -> None:
+    model, models = make(Recurrent), [make(Recurrent) for _ in range(2)]
+    batches = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+
+    def rank(comm: Communicator) -> list[float]:
+        stages = ringcomm.split(models[comm.rank], ["blocks.1", "blocks.2", "blocks.3"])
+        cut = Pipeline(stages, comm, microbatches=2, schedule="interleaved")
+        cut.load_state_dict({name: x.clone() for name, x in cut.state_dict().items()}, assign=True)
+        optimizer, found = torch.optim.SGD(cut.parameters(), lr=0.5), []
+        for x in batches:
+            found.append(float(cut.step(x)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    expected, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.5)
+    for x in batches:
+        losses = [model(each) / 2 for each in x.chunk(2)]
+        expected.append(float(sum(each.detach() for each in losses)))
+        for each in losses:
+            each.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ringcomm.run_ranks(rank, 2, ranks="threads", timeout=60) == [expected] * 2
+
+
 class Skips(nn.Module):
     """A skip over both cuts, and a block that is called twice."""
 

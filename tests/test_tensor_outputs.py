@@ -177,7 +177,9 @@ def test_outputs_are_watched_once() -> None:
 
     def rank(comm: Any) -> None:
         model = parallelize(models[comm.rank], {"0": "colwise"}, comm)
+        before = dict(vars(model[0]))
         assert type(model(torch.ones(4))) is not torch.Tensor
+        assert vars(model[0]) == before  # a pipeline hands on what a module leaves in its attributes
         assert type(model(torch.ones(4))) is torch.Tensor
 
     on_ranks(rank, 2)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-_OWN = {*vars(nn.Module()), "_ringcomm_elsewhere"}  # attributes of every module
+# Attributes of every module, and those in which torch's recurrent layers keep their own parameters once more.
+_OWN = {*vars(nn.Module()), "_ringcomm_elsewhere", "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 Place = tuple[Any, ...]
 """Where a container is: the name of a module, or None for the arguments of the call; then keys."""

@@ -137,10 +137,10 @@ class ColumnParallelLinear(_ParallelLinear):
              backward a reduce_scatter of its gradient.
 
     Attributes:
-        unseen: looks at what is made of the first output; None: nothing does.
+        watched: looks at what is made of the first output; None: nothing does.
     """
 
-    unseen: CutOutputs | None = None
+    watched: CutOutputs | None = None
 
     @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
@@ -225,8 +225,7 @@ class ColumnParallelLinear(_ParallelLinear):
             y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         if self.gather_output:
             return self._whole(gather(y, comm))
-        unseen, self.unseen = self.unseen, None
-        return y if unseen is None else unseen.watch(y)
+        return y if self.watched is None else self.watched.watch_first(y)
 
     @property
     def is_one(self) -> bool:

@@ -24,7 +24,7 @@ FUSED = (2, 3)
 """How many outputs are fused in one layer, as a rule: gate and up; queries, keys and values."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CutOutputs:
     """How the outputs of a layer were cut.
 
@@ -34,6 +34,7 @@ class CutOutputs:
         whole: outputs of all ranks.
         divided: the numbers of heads, as this rank computes with them, of the modules around the layer.
         width: of a head; 1: unknown.
+        done: whether the first output was looked at.
     """
 
     name: str
@@ -42,9 +43,17 @@ class CutOutputs:
     whole: int
     divided: frozenset[int]
     width: int = 1
+    done: bool = False
+
+    def watch_first(self, y: torch.Tensor) -> torch.Tensor:
+        """The layer's output; the first one as `watch` gives it."""
+        if self.done or torch.compiler.is_compiling():
+            return y
+        self.done = True
+        return self.watch(y)
 
     def watch(self, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output, as one that refuses to be parted elsewhere."""
+        """The layer's output, or what has the same outputs, as one that refuses to be parted elsewhere."""
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
         watched = y.as_subclass(_Watched)

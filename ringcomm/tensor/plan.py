@@ -515,7 +515,7 @@ def _watch_outputs(module: nn.Module, sites: list[_Site], region: Region) -> Non
         if isinstance(new, ColumnParallelLinear) and region.world_size > 1:
             heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
             width = _head_width(module.get_submodule(name.rpartition(".")[0]))
-            new.unseen = CutOutputs(name, region.rank, tuple(new.local_extents), new.out_features, heads, width)
+            new.watched = CutOutputs(name, region.rank, tuple(new.local_extents), new.out_features, heads, width)
 
 
 def _verifier(module: nn.Module, sites: list[_Site], region: Region, sequence_dim: int | None) -> Verifier:
