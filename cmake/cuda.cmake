@@ -87,6 +87,8 @@ endif()
 message(STATUS "CUDA engine: ${cuda_build}")
 
 add_library(ringcomm_cuda STATIC ${cuda_sources} ${kernel_sources})
+set_source_files_properties(${kernel_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+set_source_files_properties(csrc/cuda/runtime.cpp PROPERTIES COMPILE_DEFINITIONS "RINGCOMM_CUDA_BUILD=\"${cuda_build}\"")
 target_link_libraries(ringcomm_cuda PUBLIC ringcomm_core ${CMAKE_DL_LIBS})
 if(RINGCOMM_EMULATE)
   target_sources(ringcomm_cuda PRIVATE ${emulator_sources})

@@ -1,4 +1,5 @@
-"""The emulated CUDA engine for Python tests: builds it once, and runs functions in a Python that has it.
+"""The native builds of the tests, once for each kind, and the emulated CUDA engine for Python tests: functions run in a
+Python that has it.
 
 As a module: `call("cuda_cases", "lists", 3)`. As a script, and in every process that such a script starts: puts the
 emulated `_C` in the place of the installed one before anything else imports it.
@@ -12,6 +13,8 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +25,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "emulated"
 MODULE = "RINGCOMM_TEST_MODULE"  # path of the emulated `_C`, for children
+# The core then takes half the time to compile and no more to run; the plain build is optimized as the installed one is.
+INSTRUMENTED = ("-DCMAKE_BUILD_TYPE=Instrumented", "-DCMAKE_CXX_FLAGS_INSTRUMENTED=-O1 -DNDEBUG")
+PLAIN = {"CMAKE_BUILD_TYPE": "Release", "RINGCOMM_ONLY": "", "RINGCOMM_CXX11_ABI": "1", "RINGCOMM_SANITIZE": ""}
+"""CMake's settings of a build whose core the plain build of the tests can use."""
+
+
+EMULATES = platform.machine() == "x86_64"
 
 
 def tool(name: str) -> str:
@@ -31,7 +40,7 @@ def tool(name: str) -> str:
 
     path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if path is None:
-        pytest.skip(f"the emulated engine is built with {name}; pip install {name}")
+        pytest.skip(f"the C++ tests and the emulated engine are built with {name}; pip install {name}")
     return path
 
 
@@ -44,24 +53,53 @@ def building(folder: Path) -> Iterator[None]:
         yield
 
 
+def run(*words: str, limit_s: float) -> None:
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+def installed() -> Path | None:
+    """The build that the installed package came from, if there is one whose core the tests can use."""
+    for settings in sorted((ROOT / "build").glob(f"{sys.implementation.cache_tag}-*/CMakeCache.txt"), reverse=True):
+        known = dict(re.findall(r"^(\w+):\w+=(.*)$", settings.read_text(), re.MULTILINE))
+        if all(known.get(name) == value for name, value in PLAIN.items()):
+            return settings.parent
+    return None
+
+
 @cache
+def build(kind: str, *targets: str) -> Path:
+    """Builds all C++ tests and `_C`, or some targets, for this kind of sanitizer; the folder."""
+    import pybind11
+    import pytest
+
+    if sys.platform != "linux":
+        pytest.skip("the engines need Linux")
+    at = ROOT / "build" / (f"tests-{kind.replace(',', '-')}" if kind else "emulated")
+    cmake, other = tool("cmake"), None if kind else installed()
+    version = (ROOT / "ringcomm" / "__init__.py").read_text().partition('__version__ = "')[2].partition('"')[0]
+    if other is not None:
+        with building(other):
+            run(cmake, "--build", str(other), "--target", "ringcomm_core", "ringcomm_bind", limit_s=800)
+    with building(at):
+        run(
+            *(cmake, "-S", str(ROOT), "-B", str(at), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
+            *("-DRINGCOMM_BUILD_TESTS=ON", f"-DRINGCOMM_SANITIZE={kind}", "-DRINGCOMM_BUILD_BENCHMARKS=OFF"),
+            *("-DRINGCOMM_CUDA=OFF", f"-DRINGCOMM_EMULATE={'ON' if EMULATES else 'OFF'}"),
+            f"-DRINGCOMM_BUILT={other or ''}",
+            f"-DRINGCOMM_BUILD_PYTHON={'OFF' if kind else 'ON'}",
+            *("-DRINGCOMM_TORCH_DIR=", f"-DPython_EXECUTABLE={sys.executable}"),
+            *(f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}", f"-DRINGCOMM_VERSION={version}"),
+            *(INSTRUMENTED if kind else ()),
+            limit_s=200,
+        )
+        run(cmake, "--build", str(at), *(word for target in targets for word in ("--target", target)), limit_s=800)
+    return at
+
+
 def module() -> Path:
     """The built `_C`."""
-    import pybind11
-
-    version = (ROOT / "ringcomm" / "__init__.py").read_text().partition('__version__ = "')[2].partition('"')[0]
-    configure = [
-        *(tool("cmake"), "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
-        *("-DRINGCOMM_EMULATE=ON", "-DRINGCOMM_BUILD_PYTHON=ON", "-DRINGCOMM_BUILD_TESTS=OFF", "-DRINGCOMM_TORCH_DIR="),
-        f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11.get_include()}",
-        f"-DRINGCOMM_VERSION={version}",
-    ]
-    with building(BUILD):
-        for words in (configure, [tool("cmake"), "--build", str(BUILD), "--target", "_C"]):
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return BUILD / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    return build("", "_C") / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
 def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **environment: str) -> str:

@@ -4,61 +4,20 @@ them in build/, once for each kind."""
 from __future__ import annotations
 
 import os
-import platform
 import re
-import shutil
 import subprocess
-import sys
-import sysconfig
-from functools import cache
-from pathlib import Path
 
-import emulated
 import pytest
+from emulated import EMULATES, ROOT, build, run
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = {  # what to instrument: world sizes of engine_test
     "": ["1", "2", "3", "5", "8"],
     "address,undefined": ["1", "2", "3"],
     "thread": ["2", "3"],  # threads only: it does not see across processes
 }
-# The core then takes half the time to compile and no more to run; the plain build is optimized as the installed one is.
-INSTRUMENTED = ("-DCMAKE_BUILD_TYPE=Instrumented", "-DCMAKE_CXX_FLAGS_INSTRUMENTED=-O1 -DNDEBUG")
-EMULATES = platform.machine() == "x86_64"
 EMULATED = sorted(path.stem for pattern in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{pattern}*_test.cpp"))
 needs_x86 = pytest.mark.skipif(not EMULATES, reason="the emulated GPU switches stacks in x86-64 assembly")
 ANNOUNCED = re.compile(r"^//\s+(\d+)\s+(\S+)\s+(\w+)\s+(.*)$", re.MULTILINE)  # a line of cuda_faults.h
-
-
-def tool(name: str) -> str:
-    path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
-    if path is None:
-        pytest.skip(f"the C++ tests need {name}; pip install {name}")
-    return path
-
-
-def run(*words: str, limit_s: int) -> None:
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-
-
-@cache
-def build(kind: str) -> Path:
-    """All C++ tests, instrumented. The plain build is that of tests/emulated.py too."""
-    if sys.platform != "linux":
-        pytest.skip("the engines need Linux")
-    at = ROOT / "build" / (f"tests-{kind.replace(',', '-')}" if kind else "emulated")
-    cmake, ninja = tool("cmake"), tool("ninja")
-    with emulated.building(at):
-        run(
-            *(cmake, "-S", str(ROOT), "-B", str(at), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
-            *("-DRINGCOMM_BUILD_TESTS=ON", f"-DRINGCOMM_SANITIZE={kind}", "-DRINGCOMM_BUILD_BENCHMARKS=OFF"),
-            *("-DRINGCOMM_CUDA=OFF", f"-DRINGCOMM_EMULATE={'ON' if EMULATES else 'OFF'}"),
-            *(INSTRUMENTED if kind else ()),
-            limit_s=200,
-        )
-        run(cmake, "--build", str(at), limit_s=800)
-    return at
 
 
 @pytest.mark.timeout(900)

@@ -3,7 +3,6 @@ and what is said of a library that is not there or too old. tests/cpp/cuda_nccl_
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,12 +22,7 @@ needs_cuda_build = pytest.mark.skipif("no CUDA engine" in _C.why_no_nccl(""), re
 @pytest.fixture(scope="module")
 def fake() -> Path:
     """The fake libnccl.so.2, built beside the emulated `_C`."""
-    emulated.module()
-    with emulated.building(emulated.BUILD):
-        words = [emulated.tool("cmake"), "--build", str(emulated.BUILD), "--target", "fake_nccl"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return emulated.BUILD / "fake_nccl" / "libnccl.so.2"
+    return emulated.build("", "_C", "fake_nccl") / "fake_nccl" / "libnccl.so.2"
 
 
 def run(fake: Path, function: str, *arguments: object, devices: int = 4, **environment: str) -> str:

@@ -27,7 +27,7 @@ namespace py = pybind11;
 namespace ringcomm {
 namespace {
 
-using Parts = std::vector<std::pair<std::uintptr_t, std::size_t>>;
+using PartList = std::vector<std::pair<std::uintptr_t, std::size_t>>;
 constexpr const char* kCapsule = "ringcomm.Engine";
 
 // ---- errors --------------------------------------------------------------------------------------------------------
@@ -44,11 +44,7 @@ void translate(std::exception_ptr pending) {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
-#if defined(RINGCOMM_CUDA_BUILD)
-constexpr const char *kEngines = "cpu, cuda", *kCuda = RINGCOMM_CUDA_BUILD;
-#else
-constexpr const char *kEngines = "cpu", *kCuda = "not built";
-#endif
+const char* engines() { return cuda_build().empty() ? "cpu" : "cpu, cuda"; }
 
 std::unique_ptr<Engine> make_engine(const std::string& kind, int rank, int world_size, std::int64_t timeout_ms,
                                     std::size_t slot_bytes, int device, int channels) {
@@ -59,7 +55,7 @@ std::unique_ptr<Engine> make_engine(const std::string& kind, int rank, int world
   options.channels = channels;
   if (kind == "cpu") return make_cpu_engine(rank, world_size, options);
   if (kind != "cuda")
-    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine '", kind, "', this build has: ", kEngines,
+    fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine '", kind, "', this build has: ", engines(),
          "; pass engine='cpu' or install a build that has it");
   if (const std::string why = why_no_cuda(); !why.empty())
     fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine 'cuda', which cannot run here: ", why,
@@ -75,7 +71,7 @@ Enum checked(int value, Enum last, const char* what) {
   return static_cast<Enum>(value);
 }
 
-std::vector<Part> to_parts(const std::optional<Parts>& parts) {
+std::vector<Part> to_parts(const std::optional<PartList>& parts) {
   std::vector<Part> result;
   if (parts)
     for (const auto& [address, count] : *parts) result.push_back({reinterpret_cast<void*>(address), count});
@@ -83,7 +79,7 @@ std::vector<Part> to_parts(const std::optional<Parts>& parts) {
 }
 
 // A call as Python gives it: the arguments of run and submit, in order.
-using OptionalParts = std::optional<Parts>;
+using OptionalParts = std::optional<PartList>;
 using Fields = std::tuple<int, int, int, int, int, int, std::uintptr_t, std::uintptr_t, std::size_t, double,
                           std::int64_t, OptionalParts, OptionalParts, std::uintptr_t>;
 
@@ -323,7 +319,7 @@ PyMethodDef kRunPlain = {
 
 // ---- sums that do not depend on the order --------------------------------------------------------------------------
 
-std::vector<Span> to_spans(const Parts& spans) {
+std::vector<Span> to_spans(const PartList& spans) {
   std::vector<Span> result;
   for (const auto& [address, count] : spans) result.push_back({reinterpret_cast<const void*>(address), count});
   return result;
@@ -332,12 +328,12 @@ std::vector<Span> to_spans(const Parts& spans) {
 void define_norm(py::module_& m) {
   m.def(
       "abs_max",
-      [](const Parts& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
+      [](const PartList& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
       py::arg("spans"), py::arg("dtype"), py::call_guard<py::gil_scoped_release>(),
       "The largest magnitude in (address, count) pairs of floats; NaN if there is one; 0 without elements.");
   m.def(
       "fold_sums",
-      [](const Parts& spans, int dtype, int exponent) {
+      [](const PartList& spans, int dtype, int exponent) {
         const FoldSums sums = fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
         return std::vector<std::int64_t>(sums.limbs, sums.limbs + kFoldLimbs);
       },
@@ -439,8 +435,8 @@ py::dict build_info() {
   info["version"] = RINGCOMM_VERSION;
   info["build_type"] = RINGCOMM_BUILD_TYPE;
   info["compiler"] = __VERSION__;
-  info["engines"] = kEngines;
-  info["cuda"] = kCuda;
+  info["engines"] = engines();
+  info["cuda"] = cuda_build().empty() ? "not built" : cuda_build();
   info["instruction_sets"] = RINGCOMM_ISAS;
 #if defined(RINGCOMM_ONLY_DTYPE)
   info["only"] = "one pair of dtype and reduce op (RINGCOMM_ONLY)";

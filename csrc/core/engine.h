@@ -219,5 +219,7 @@ std::unique_ptr<Engine> make_cuda_engine(int rank, int world_size, const EngineO
 
 // Whether make_cuda_engine can work here: empty, or one sentence that says why not ("no driver: ...").
 std::string why_no_cuda();
+// What the CUDA engine was compiled for, such as "built for sm_80 sm_90 + PTX 80 by nvcc 13.0"; empty: there is none.
+std::string cuda_build();
 
 }  // namespace ringcomm

@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "core/sync.h"
+#include "core/types.h"
 
 namespace ringcomm {
 
@@ -103,7 +104,7 @@ struct Board {
 
   // The writer, holding credit for `ticket`, takes the next `nbytes` (<= slot_bytes) of the area for its payload.
   RINGCOMM_HD char* open(std::uint64_t ticket, std::size_t nbytes, std::size_t& cursor) const {
-    const std::size_t taken = (nbytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+    const std::size_t taken = round_up(nbytes, kLineBytes);
     if (nbytes <= kTinyBytes) {  // an odd number of lines apart: not all in one set of the cache
       header(ticket)->offset = static_cast<std::uint32_t>(ticket % depth) * (kTinyBytes + kLineBytes);
       return payload(ticket);

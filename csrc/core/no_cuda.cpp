@@ -10,6 +10,8 @@ std::string why_no_cuda() {
   return concat("this build has no CUDA engine: ", RINGCOMM_NO_CUDA, "; install CUDA 12 or newer, then ringcomm again");
 }
 
+std::string cuda_build() { return ""; }
+
 std::unique_ptr<Engine> make_cuda_engine(int rank, int, const EngineOptions&) {
   fail(ErrorCode::kUnsupported, "Engine: rank ", rank, " asked for engine 'cuda', but ", why_no_cuda());
 }

@@ -10,6 +10,10 @@
 
 namespace ringcomm {
 
+RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
 // X(enumerator, C++ type, public name). The one list of element types.
 #define RINGCOMM_FOR_EACH_DTYPE(X)                        \
   X(kFloat32, float, "float32")                           \

@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "core/schedule.h"
+#include "core/types.h"
 
 namespace ringcomm::cpu {
 
@@ -14,8 +15,6 @@ constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are 
 constexpr std::size_t kMostBytes = std::size_t{1} << 62;
 constexpr std::size_t kAlign = 4096;  // pages are given back whole
 constexpr std::size_t kHugePage = 2u << 20;
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

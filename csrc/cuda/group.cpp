@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/sync.h"
+#include "core/types.h"
 
 namespace ringcomm::cuda {
 
@@ -15,8 +16,6 @@ constexpr std::size_t kTableBytes = sizeof(char*) * kMaxRanks * kMaxArenas;
 constexpr std::size_t kAlign = 512;                // of what allocate gives: whole sectors, whole vectors
 constexpr std::size_t kSmallestArena = 32u << 20;  // later ones are larger: there can be kMaxArenas
 constexpr std::size_t kDoublings = 4, kArenasOfASize = 8;
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // The host page, and after it a line of ones for stop() to copy from.
 struct PageAndOnes {

@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/seal.h"
+#include "core/types.h"
 
 namespace ringcomm::cuda {
 
@@ -53,8 +54,6 @@ void set_number(Layout& layout, const std::string& setting) {
     fail(ErrorCode::kInvalid, "communicator: expected RINGCOMM_CUDA_LAYOUT like \"", text_of(Layout{}), "\", got \"",
          setting, "\" in it; correct or unset it");
 }
-
-std::uint64_t round_up(std::uint64_t n, std::uint64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "core/error.h"
+#include "core/types.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm::cuda {
@@ -16,8 +17,6 @@ namespace {
 
 // The driver packs small allocations into blocks of this size, and an IPC handle opens the whole block.
 constexpr std::size_t kBlockBytes = 2u << 20;
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // The kind that the environment asks for; kPrivate: it leaves the choice to us.
 HandleKind wanted_kind(int rank) {

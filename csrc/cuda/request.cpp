@@ -10,7 +10,7 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr auto kHeartbeat = std::chrono::milliseconds(20);
-constexpr int kYields = 32, kLongestNapUs = 500;
+constexpr int kYieldsBeforeNap = 32, kLongestNapUs = 500;
 // A call that has been enqueued has its own limit on the device, which begins when the stream comes to it.
 constexpr auto kGrace = std::chrono::seconds(10);
 
@@ -18,12 +18,12 @@ constexpr auto kGrace = std::chrono::seconds(10);
 
 bool await_mark(const Mark& mark, int rank, Clock::time_point end) {
   for (int idle = 0; !reached(mark, rank); ++idle) {
-    if (idle < kYields) {
+    if (idle < kYieldsBeforeNap) {
       sched_yield();
       continue;
     }
     if (Clock::now() >= end) return false;
-    usleep(std::min(kLongestNapUs, 10 * (idle - kYields + 1)));
+    usleep(std::min(kLongestNapUs, 10 * (idle - kYieldsBeforeNap + 1)));
   }
   return true;
 }

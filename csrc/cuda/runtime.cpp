@@ -16,6 +16,8 @@ std::string version(int number) { return concat(number / 1000, '.', number % 100
 
 }  // namespace
 
+std::string cuda_build() { return RINGCOMM_CUDA_BUILD; }
+
 std::string why_no_cuda() {
   int devices = 0, driver = 0, runtime = 0;
   const cudaError_t status = cudaGetDeviceCount(&devices);

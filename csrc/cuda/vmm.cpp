@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/types.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm::cuda {
@@ -169,7 +170,7 @@ VmmRange vmm_create(int device, std::size_t nbytes, int rank) {
   std::size_t granularity = 0;
   driver.check(driver.granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                "cuMemGetAllocationGranularity", rank);
-  const std::size_t rounded = (nbytes + granularity - 1) / granularity * granularity;
+  const std::size_t rounded = round_up(nbytes, granularity);
   CUmemGenericAllocationHandle allocation = 0;
   driver.check(driver.create(&allocation, rounded, &properties, 0), "cuMemCreate", rank);
   return map(allocation, rounded, device, rank);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/types.h"
 
 namespace ringcomm::nccl {
 
@@ -15,7 +16,7 @@ constexpr std::size_t kTermAlign = 16;
 constexpr auto kGrace = std::chrono::seconds(10);
 
 cudaStream_t to_stream(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-std::size_t room_of(const Terms& terms) { return (terms.mine.size() + kTermAlign - 1) / kTermAlign * kTermAlign; }
+std::size_t room_of(const Terms& terms) { return round_up(terms.mine.size(), kTermAlign); }
 std::size_t bytes_of(const std::vector<Message>& messages) {
   std::size_t nbytes = 0;
   for (const Message& message : messages) nbytes += message.nbytes;
