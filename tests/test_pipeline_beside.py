@@ -4,6 +4,7 @@ sentence that names the module."""
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -586,6 +587,251 @@ def test_what_cannot_be_carried_is_refused() -> None:
 def test_carry_names_modules_of_a_stage(carry: list[str]) -> None:
     with pytest.raises(InvalidArgumentError, match="names no module that lies in one stage"):
         ringcomm.split(make(Skips), ["blocks.2"], carry=carry)
+
+
+class Tracks(nn.Module):
+    """A block that notes something where ``how`` says."""
+
+    def __init__(self, how: str, shared: Any) -> None:
+        super().__init__()
+        self.how, self.shared, self.own = how, shared, SimpleNamespace(total=0.0, seen=[])
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, beside: Any = None) -> torch.Tensor:
+        x = x + torch.tanh(self.inner(x))
+        mean = x.square().mean()
+        if self.how == "object in an attribute":
+            self.own.total = mean
+        elif self.how == "shared object":
+            self.shared.seen.append(mean)
+        elif self.how == "counter of an object":
+            x = x * (1 + self.shared.total)
+            self.shared.total += 1
+        elif self.how == "deque":
+            beside.append(mean)
+        elif self.how == "set":
+            beside.add(len(beside))
+        elif self.how == "taken away":
+            x = x + beside.pop("once", 0)
+        elif self.how == "buffer":
+            self.shared.note(mean)
+        elif self.how in ("argument", "argument by name"):
+            beside += mean
+        return x
+
+
+class TrackedNet(nn.Module):
+    """Uses at its end what its blocks have noted; ``reads``: also between two of them."""
+
+    def __init__(self, how: str, reads: bool = False) -> None:
+        super().__init__()
+        self.how, self.reads = how, reads
+        self.shared = SimpleNamespace(total=0.0, seen=[], note=self.note)
+        self.register_buffer("noted", torch.zeros(()))
+        self.blocks = nn.ModuleList(Tracks(how, self.shared) for _ in range(4))
+
+    def note(self, mean: torch.Tensor) -> None:
+        self.noted = self.noted + mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shared.total, self.noted, between = 0.0, x.new_zeros(()), x.new_ones(())
+        self.shared.seen.clear()
+        made: dict[str, Callable[[], Any]] = {"deque": deque, "set": set, "taken away": lambda: {"once": 2.0}}
+        beside = made.get(self.how, lambda: x.new_zeros(()))()
+        for block in self.blocks:
+            x = block(x, beside=beside) if self.how == "argument by name" else block(x, beside)
+            if self.reads and block is self.blocks[0]:
+                between = beside * 2
+        found = {
+            "object in an attribute": lambda: sum(block.own.total for block in self.blocks),
+            "shared object": lambda: sum(self.shared.seen),
+            "counter of an object": lambda: self.shared.total,
+            "deque": lambda: sum(beside),
+            "set": lambda: len(beside),
+            "taken away": lambda: 1 + len(beside),
+            "buffer": lambda: self.noted,
+        }.get(self.how, lambda: beside)
+        return x.square().mean() * found() * between
+
+
+TRACKS = (
+    *("object in an attribute", "shared object", "counter of an object", "deque", "set", "taken away", "buffer"),
+    *("argument", "argument by name"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]])
+@pytest.mark.parametrize("how", TRACKS)
+def test_what_blocks_note_in_objects_and_arguments(how: str, at: list[str]) -> None:
+    """Later stages have it too, with its gradient."""
+
+    def build() -> TrackedNet:
+        return make(TrackedNet, how)
+
+    x = torch.randn(6, 4, DIM, generator=torch.Generator().manual_seed(3))
+    loss, expected = plain(build(), [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+
+    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
+        pipe = Pipeline(ringcomm.split(build_of[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+        return pipe.step(x), gradients(pipe)
+
+    build_of = [build() for _ in range(len(at) + 1)]
+    done = ringcomm.run_ranks(rank_main, len(at) + 1, ranks="threads", timeout=30)
+    assert all(torch.allclose(found, loss, rtol=1e-6) for found, _ in done), (done[0][0], loss)
+    found = {name: grad for _, grads in done for name, grad in grads.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7) for name in found)
+
+
+@pytest.mark.parametrize("how", ["argument", "argument by name"])
+def test_values_between_two_writes_are_not_there_behind_both(how: str) -> None:
+    """What is carried is one tensor, which has the last values."""
+    build = [make(TrackedNet, how, True) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(build[comm.rank], ["blocks.2"], carry=["blocks.*"]), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, 4, DIM))
+        assert comm.rank == 0 or "a result of blocks.0" in str(error.value)
+
+    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+
+
+class Positional(nn.Module):
+    """The first module of the second stage writes into an argument that both stages have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Counts(), Counts()])
+        self.last = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.new_zeros(2)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, seen)
+        return self.last(x).square().mean() * seen.sum()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen += 1 + x.detach().mean()
+        return self.inner(x)
+
+
+def test_the_model_sees_what_a_stage_writes_into_an_argument() -> None:
+    check(make(Positional), ["blocks.0"])
+
+
+class Handed(nn.Module):
+    """A block that gives an object to the next."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(DIM, DIM), kind
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        if state is not None:
+            x = x + state.x
+        x = torch.tanh(self.inner(x))
+        return x, self.kind(x.mean()) if state is None or self.kind is not SimpleNamespace else state
+
+
+class HandedNet(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Handed(kind) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.kind(x=1.0) if self.kind is SimpleNamespace else None
+        for block in self.blocks:
+            x, state = block(x, state)
+        return x.square().mean()
+
+
+@dataclass
+class Told:
+    x: torch.Tensor
+
+
+def test_objects_that_blocks_give_back() -> None:
+    """One that was given is given back, a dataclass is handed on, another one is refused where it is used."""
+    check(make(HandedNet, SimpleNamespace), ["blocks.1", "blocks.2"], 3)
+    check(make(HandedNet, Told), ["blocks.1", "blocks.2"], 3, carry=("blocks.*",))
+    error = errors(make(HandedNet, Holder), ["blocks.2"], torch.ones(2, DIM))
+    assert isinstance(error, InvalidArgumentError)
+    assert "got a use of a Holder that blocks.1 of an earlier stage has made" in str(error)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](y + self.blocks[0](y)).square().mean()
+
+
+@pytest.mark.parametrize("carry", [[], ["blocks.0"]])
+def test_a_module_that_is_called_again_behind_the_cut(carry: list[str]) -> None:
+    """With carry it gave the result of the first call once more."""
+    models = [make(Twice) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"], carry=carry), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, DIM))
+        assert "rank 1 ran stage 1, whose forward called blocks.0 of stage 0 once more" in str(error.value)
+
+    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask) * scale
+        return x.square().mean()
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.inner(x) if mask is None else self.inner(x) * mask
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ([{}, {"mask": torch.ones(2, 1)}], "got other values than the stage before in an argument of blocks.1"),
+        ([{"mask": torch.ones(2, 1)}, {"mask": None}], "got None as the argument 'mask' of the model, expected a ten"),
+        ([{"mask": torch.ones(2, 1)}, {"mask": torch.ones(2, 6)}], "got a tensor of shape (2, 6) and torch.float32 as"),
+        ([{"scale": 2.0}, {"scale": 3.0}], "rank 1 got 3.0 as the argument 'scale' of the model, expected 2.0"),
+    ],
+)
+def test_other_arguments_on_another_rank(inputs: list[dict[str, Any]], text: str) -> None:
+    models = [make(Masked) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> str:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"]), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, DIM), **inputs[comm.rank])
+        return str(error.value)
+
+    assert all(text in each for each in ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30))
 
 
 # ---- tensors without values -----------------------------------------------------------------------------------------

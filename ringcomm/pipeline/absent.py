@@ -190,13 +190,22 @@ def _is_repeated(x: torch.Tensor) -> bool:
 def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
     """A plain tensor into which something absent is written is absent too."""
     written = [args[0]] if args and _writes(func) else []
-    written += tree_leaves(kwargs.get("out"))
+    for x in written + tree_leaves(kwargs.get("out")):
+        lose(x, origin)
+
+
+def lose(x: Any, origin: str) -> list[torch.Tensor]:
+    """Makes a plain tensor, and what it is a view of, absent from now on; those that were not.
+
+    Args:
+        origin: the module that changes its values.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        for x in written:
-            for each in (x, getattr(x, "_base", None)):
-                if each is not None and type(each) is torch.Tensor:
-                    each.__class__ = Absent
-                    each.__dict__["origin"] = origin
+        found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
+        for each in found:
+            each.__class__ = Absent
+            each.__dict__["origin"] = origin
+    return found
 
 
 def any_absent(tree: Any) -> bool:
