@@ -18,7 +18,7 @@ from torch import nn
 import ringcomm
 from ringcomm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.pipeline.absent import Absent, Maker, any_absent
+from ringcomm.pipeline.absent import Absent, Maker, Reads, any_absent
 from ringcomm.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -838,6 +838,7 @@ def test_other_arguments_on_another_rank(inputs: list[dict[str, Any]], text: str
 
 H = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
 IDS = Maker().make((2, 3), torch.int64, torch.device("cpu"))
+NUMBER = Maker().make((), torch.int64, torch.device("cpu"))
 MASK = Maker().make((2, 3), torch.bool, torch.device("cpu"))
 ONES = torch.ones(2, 3, 4)
 
@@ -874,11 +875,78 @@ ONES = torch.ones(2, 3, 4)
         lambda: repr(H),
         lambda: torch.is_nonzero(H.sum()),
         lambda: H.untyped_storage(),
+        lambda: H[:, : IDS[0, 0]],
+        lambda: ONES[NUMBER, : IDS[0, 0]],
+        lambda: torch.repeat_interleave(IDS[0]),
+        lambda: torch.arange(NUMBER),
+        lambda: torch.arange(IDS.max()),
+        lambda: torch.zeros(NUMBER, 2),
+        lambda: torch.full((2,), NUMBER),
+        lambda: torch.full((2,), H[0, 0, 0]),
+        lambda: torch.tensor(NUMBER),
+        lambda: torch.eye(NUMBER),
+        lambda: torch.randperm(NUMBER),
+        lambda: torch.randint(0, NUMBER + 1, (2,)),
+        lambda: H.new_zeros(NUMBER),
+        lambda: ONES.new_zeros(NUMBER),
+        lambda: ONES.narrow(0, 0, NUMBER),
+        lambda: ONES.expand(NUMBER, 2, 3, 4),
+        lambda: ONES.repeat(NUMBER, 1, 1),
+        lambda: ONES.roll(NUMBER, 0),
+        lambda: ONES.sum(dim=NUMBER),
+        lambda: ONES.select(0, NUMBER),
+        lambda: ONES.topk(NUMBER),
+        lambda: ONES.tril(NUMBER),
+        lambda: torch.add(ONES, ONES, alpha=NUMBER),
+        lambda: torch.nn.functional.pad(ONES, (0, NUMBER)),
     ],
 )
 def test_what_depends_on_values_raises(read: Callable[[], Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="lies on another rank"):
+    with Reads(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
         read()
+
+
+class Lengths(nn.Module):
+    """Masks by lengths that its first block finds; as many columns as the longest has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Longest(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, longest = self.first(x)
+        mask = torch.arange(longest).sum() < 3
+        return self.second(x).square().mean() * mask
+
+
+class Longest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), (x > 0).sum().clamp(max=4)
+
+
+def test_a_length_that_lies_on_another_rank() -> None:
+    error = errors(make(Lengths), ["second"], torch.ones(2, DIM))
+    assert "got arange of a tensor that lies on another rank (a result of first)" in str(error)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: H.clamp(max=H[0, 0, 0]),
+        lambda: H.masked_fill(MASK[..., None], H[0, 0, 0]),
+        lambda: 2**NUMBER,
+        lambda: ONES[NUMBER],
+        lambda: ONES[IDS],
+        lambda: torch.where(NUMBER > 0, ONES, 0.0),
+    ],
+)
+def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[], Any]) -> None:
+    with Reads():
+        assert isinstance(made(), Absent)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, lose, weightless, writable
+from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -208,7 +208,7 @@ class Local:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
             run.before = dict(about.calls)
         try:
-            with torch.set_grad_enabled(grads):
+            with torch.set_grad_enabled(grads), Reads():
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -297,10 +297,12 @@ class Local:
             self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
             if last or run.noting:  # a call inside of another one, which later stages do not come to
-                return forward(*args, **kwargs)
+                with Reads.left():
+                    return forward(*args, **kwargs)
             run.noting = True
             try:
-                return self._noted(run, name, forward, args, kwargs)
+                with Reads.left():
+                    return self._noted(run, name, forward, args, kwargs)
             finally:
                 run.noting = False
 
