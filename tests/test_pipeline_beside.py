@@ -399,6 +399,64 @@ def test_a_list_that_lies_in_one_stage_as_a_whole() -> None:
     assert ringcomm.split(LeavingNet("list"), ["head"]).names_of(0) == ["stem", *(f"blocks.{i}" for i in range(BLOCKS))]
 
 
+class InSequence(nn.Module):
+    """Calls a sequence, or its members one by one, and those of the sequence in it."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls = calls
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.Sequential(Leaves("attribute"), nn.Sequential(*(Leaves("attribute") for _ in range(2))))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        leaves = [self.blocks[0], *self.blocks[1]]
+        if self.calls:
+            x = self.blocks(x)
+        else:
+            for block in leaves:
+                x = block(x)
+        return self.head(x).square().mean() + torch.stack([each.aux for each in leaves]).sum()
+
+
+@pytest.mark.parametrize("at", [["head"], ["blocks"], ["blocks", "head"]])
+@pytest.mark.parametrize("calls", [True, False])
+def test_members_of_a_sequence_that_lies_in_one_stage(calls: bool, at: list[str]) -> None:
+    """Forward may call them itself; what they leave is there on later stages."""
+    models = check(make(InSequence, calls), at, len(at) + 1)
+    assert [each.calls for each in (models[-1].blocks[0], *models[-1].blocks[1])] == [6] * 3
+
+
+class SharedMember(nn.Module):
+    """Two sequences, in two stages, have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(DIM, DIM)
+        self.first, self.second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(DIM, DIM), shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_a_module_in_two_stages_is_refused() -> None:
+    text = r"got second\.1 in stage 1, which is the same module as first\.0 in stage 0, .*; cut the model elsewhere"
+    with pytest.raises(InvalidArgumentError, match=text):
+        ringcomm.split(make(SharedMember), ["second"])
+
+
+def test_a_module_that_a_sequence_has_twice() -> None:
+    shared = nn.Linear(DIM, DIM)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh(), shared), nn.Linear(DIM, 1), Squares())
+    check(model, ["1"])
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 class Views(nn.Module):
     """Whose first block leaves views of its weight, of which one was made without gradients."""
 

@@ -6,7 +6,7 @@ import copy
 import sys
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -35,7 +35,7 @@ from ringcomm.pipeline.beside import (
     restore,
     tensors_inside,
 )
-from ringcomm.pipeline.cuts import Stages
+from ringcomm.pipeline.cuts import Chain, Stages
 
 ANY = -1
 
@@ -167,6 +167,15 @@ class Local:
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
                         note(inside, key, staged=True)
             _guard(module, self._guarded(name, stage))
+        often = Counter(id(each) for inside in self._inside.values() for each in inside.values())
+        self._begins = [{name} for name in stages.first]  # names of the modules with which a stage may begin
+        for name, stage in stages.stage_of.items():
+            for key, each in _members(name, self.model.get_submodule(name)):
+                if often[id(each)] == 1:  # which forward may call itself
+                    self._inside[key] = _named(key, each)
+                    _guard(each, self._guarded(key, stage))
+            if name == stages.first[stage]:
+                self._begins[stage] |= _first_members(name, self.model.get_submodule(name))
 
     @property
     def device(self) -> torch.device:
@@ -278,7 +287,7 @@ class Local:
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
                 return self._shadow(run, name, args, kwargs)
             if stage > run.stage:
-                if name != first[run.stage + 1] or not run.entered:
+                if name not in self._begins[run.stage + 1] or not run.entered:
                     raise self._wrong(
                         run.stage, f"called {name}", first[run.stage + 1] if run.entered else first[run.stage]
                     )
@@ -286,7 +295,7 @@ class Local:
                 self._refuse_no_grad(run, name, tree_leaves((args, kwargs)))
                 raise _Cut(args, kwargs)
             if not run.entered:
-                if name != first[stage]:
+                if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
@@ -634,6 +643,23 @@ def _checksum(x: torch.Tensor) -> int:
 def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """A module and what is inside of it, by their names in the model."""
     return {f"{name}.{key}" if name and key else name or key: each for key, each in module.named_modules()}
+
+
+def _members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a sequence, and of those in it, by their names in the model: forward may call them one by one."""
+    if isinstance(module, (nn.Sequential, Chain)):
+        for key, each in module.named_children():
+            yield f"{name}.{key}", each
+            yield from _members(f"{name}.{key}", each)
+
+
+def _first_members(name: str, module: nn.Module) -> set[str]:
+    """The first module of a sequence, and the first one in that."""
+    found: set[str] = set()
+    while isinstance(module, (nn.Sequential, Chain)) and len(module):
+        key, module = next(module.named_children())
+        found.add(name := f"{name}.{key}")
+    return found
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------
