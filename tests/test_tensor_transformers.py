@@ -243,7 +243,7 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_h
 OWN_PLANS: dict[str, dict[str, Any]] = {
     "Apertus": {},  # activations with parameters, which the plan forgets
     "Beam": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-             "mlp_layer_types": ["dense", "sparse"]},  # a bias for each head
+             "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},  # a bias for each head
     "Lfm2": {"tie_word_embeddings": True},  # an embedding that is tied to a layer of the plan, which forgets it
     "AriaText": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},  # transposed
     "NemotronH": {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
