@@ -874,7 +874,7 @@ class MaskedBlock(nn.Module):
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ([{}, {"mask": torch.ones(2, 1)}], "got other values than the stage before in an argument of blocks.1"),
+        ([{}, {"mask": torch.ones(2, 1)}], "got other values than the stage before in argument 1 of blocks.1"),
         ([{"mask": torch.ones(2, 1)}, {"mask": None}], "got None as the argument 'mask' of the model, expected a ten"),
         ([{"mask": torch.ones(2, 1)}, {"mask": torch.ones(2, 6)}], "got a tensor of shape (2, 6) and torch.float32 as"),
         ([{"scale": 2.0}, {"scale": 3.0}], "rank 1 got 3.0 as the argument 'scale' of the model, expected 2.0"),
@@ -890,6 +890,32 @@ def test_other_arguments_on_another_rank(inputs: list[dict[str, Any]], text: str
         return str(error.value)
 
     assert all(text in each for each in ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30))
+
+
+class Derived(nn.Module):
+    """A mask that is made of a result, and is passed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        mask = (x.detach() > 0).float()
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x.square().mean()
+
+
+def test_a_mask_made_of_a_result_names_what_to_carry() -> None:
+    error = errors(make(Derived), ["blocks.1"], torch.ones(2, DIM))
+    text = (
+        "rank 1 got no values for argument mask of blocks.1, which depends on a result of embed and is passed by name"
+    )
+    assert text in str(error)
+    assert "carry=['embed']" in str(error)
+    check(make(Derived), ["blocks.1", "blocks.2"], 3, carry=("embed",))
 
 
 # ---- tensors without values -----------------------------------------------------------------------------------------

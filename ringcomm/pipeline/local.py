@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
@@ -503,21 +503,21 @@ class Local:
                 f"{len(run.about.leaves)}, as stage {run.stage - 1} did",
             )
         others: dict[int, torch.Tensor] = {}  # by what the model has in their places
-        for own, fact in zip(leaves, run.about.leaves, strict=True):
+        for at, (own, fact) in enumerate(zip(leaves, run.about.leaves, strict=True)):
             if fact is None:
                 continue
             kind, number = fact
             if kind == "plain":
-                if torch.is_tensor(own) or (is_plain(own) and not _is_equal(own, number)):
-                    raise self._other_values(name)
-                continue
-            if kind == "own":
-                if not _has_values(own) or number not in (ANY, _checksum(own)):
-                    raise self._other_values(name)
-                continue
-            x = (run.carried if kind == "carried" else run.received)[number]
-            if own is not x:
-                others[id(own)] = self._arrived(name, own, x)
+                wrong = torch.is_tensor(own) or (is_plain(own) and not _is_equal(own, number))
+            elif kind == "own":
+                wrong = not _has_values(own) or number not in (ANY, _checksum(own))
+            else:
+                x = (run.carried if kind == "carried" else run.received)[number]
+                wrong = own is not x and not self._is_place_of(own, x)
+                if own is not x and not wrong:
+                    others[id(own)] = self._arrived(own, x)
+            if wrong:
+                raise self._other_values(name, own, _argument((args, kwargs), at))
         self._refuse_no_grad(run, name, run.received)
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), others)
         return replaced
@@ -532,26 +532,40 @@ class Local:
                 "or cut elsewhere"
             )
 
-    def _arrived(self, name: str, own: Any, x: torch.Tensor) -> torch.Tensor:
+    def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
+        """Whether what the model has in the place of a received tensor is absent, or the same."""
+        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
+        return alike and (isinstance(own, Absent) or _checksum(own) == _checksum(x))
+
+    def _arrived(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A received tensor: in the very object that the model has in its place, so that what the model does with that
         besides, such as a sum around the module, a checkpoint, or a mask for the next module, has the values too."""
-        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
-        if alike and isinstance(own, Absent):
+        if isinstance(own, Absent):
             return own.fill(x)
-        if not alike or _checksum(own) != _checksum(x):
-            raise self._other_values(name)
         if own.is_cpu and not x.requires_grad:
-            return cast(torch.Tensor, own)
+            return own
         if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
             lose(own, "")
             return cast(Absent, own).fill(x)
         return writable(x)
 
-    def _other_values(self, name: str) -> InvalidArgumentError:
+    def _other_values(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
+        if isinstance(own, Absent) and own.origin:
+            return InvalidArgumentError(
+                f"Pipeline: rank {self.rank} got no values for {argument} of {name}, which depends on a result of "
+                f"{own.origin} and is passed by name, without a gradient, expected values: such arguments are not "
+                f"handed on; name {own.origin} in split(..., carry=[{own.origin!r}]), or pass it by position"
+            )
         return InvalidArgumentError(
-            f"Pipeline: rank {self.rank} got other values than the stage before in an argument of {name}, or none, "
+            f"Pipeline: rank {self.rank} got other values than the stage before in {argument} of {name}, or none, "
             "which depends on the model's inputs, expected the same; pass the inputs on every rank"
         )
+
+
+def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
+    """Which of the values of a call's arguments it is."""
+    (kind, *path), _ = tree_leaves_with_path(call)[at]
+    return f"argument {path[0].idx if kind.idx == 0 else path[0].key}{keystr(tuple(path[1:]))}"
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
