@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import types
 from typing import Any
 
 import pytest
@@ -237,6 +238,19 @@ def test_experts_that_cannot_be_cut() -> None:
             parallelize(models[comm.rank], {"*.mlp.experts": "experts"}, comm)
 
     on_ranks(rank, 5)
+
+
+def test_experts_whose_forward_was_replaced() -> None:
+    """It would compute with the whole weights on every rank, and be added up."""
+    models = [mixture("Mixtral") for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        experts = models[comm.rank].model.layers[0].mlp.experts
+        experts.forward = types.MethodType(type(experts).forward, experts)
+        with pytest.raises(UnsupportedError, match=r"a MixtralExperts whose forward was replaced on the object"):
+            parallelize(models[comm.rank], None, comm)
+
+    on_ranks(rank, 2)
 
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
