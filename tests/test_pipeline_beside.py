@@ -4,6 +4,7 @@ sentence that names the module."""
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import nn
 import ringcomm
 from ringcomm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.pipeline.absent import Absent, Maker, any_absent
+from ringcomm.pipeline.absent import Absent, Maker, Reads, any_absent
 from ringcomm.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -398,6 +399,64 @@ def test_a_list_that_lies_in_one_stage_as_a_whole() -> None:
     assert ringcomm.split(LeavingNet("list"), ["head"]).names_of(0) == ["stem", *(f"blocks.{i}" for i in range(BLOCKS))]
 
 
+class InSequence(nn.Module):
+    """Calls a sequence, or its members one by one, and those of the sequence in it."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls = calls
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.Sequential(Leaves("attribute"), nn.Sequential(*(Leaves("attribute") for _ in range(2))))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        leaves = [self.blocks[0], *self.blocks[1]]
+        if self.calls:
+            x = self.blocks(x)
+        else:
+            for block in leaves:
+                x = block(x)
+        return self.head(x).square().mean() + torch.stack([each.aux for each in leaves]).sum()
+
+
+@pytest.mark.parametrize("at", [["head"], ["blocks"], ["blocks", "head"]])
+@pytest.mark.parametrize("calls", [True, False])
+def test_members_of_a_sequence_that_lies_in_one_stage(calls: bool, at: list[str]) -> None:
+    """Forward may call them itself; what they leave is there on later stages."""
+    models = check(make(InSequence, calls), at, len(at) + 1)
+    assert [each.calls for each in (models[-1].blocks[0], *models[-1].blocks[1])] == [6] * 3
+
+
+class SharedMember(nn.Module):
+    """Two sequences, in two stages, have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(DIM, DIM)
+        self.first, self.second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(DIM, DIM), shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_a_module_in_two_stages_is_refused() -> None:
+    text = r"got second\.1 in stage 1, which is the same module as first\.0 in stage 0, .*; cut the model elsewhere"
+    with pytest.raises(InvalidArgumentError, match=text):
+        ringcomm.split(make(SharedMember), ["second"])
+
+
+def test_a_module_that_a_sequence_has_twice() -> None:
+    shared = nn.Linear(DIM, DIM)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh(), shared), nn.Linear(DIM, 1), Squares())
+    check(model, ["1"])
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 class Views(nn.Module):
     """Whose first block leaves views of its weight, of which one was made without gradients."""
 
@@ -588,10 +647,282 @@ def test_carry_names_modules_of_a_stage(carry: list[str]) -> None:
         ringcomm.split(make(Skips), ["blocks.2"], carry=carry)
 
 
+class Tracks(nn.Module):
+    """A block that notes something where ``how`` says."""
+
+    def __init__(self, how: str, shared: Any) -> None:
+        super().__init__()
+        self.how, self.shared, self.own = how, shared, SimpleNamespace(total=0.0, seen=[])
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, beside: Any = None) -> torch.Tensor:
+        x = x + torch.tanh(self.inner(x))
+        mean = x.square().mean()
+        if self.how == "object in an attribute":
+            self.own.total = mean
+        elif self.how == "shared object":
+            self.shared.seen.append(mean)
+        elif self.how == "counter of an object":
+            x = x * (1 + self.shared.total)
+            self.shared.total += 1
+        elif self.how == "deque":
+            beside.append(mean)
+        elif self.how == "set":
+            beside.add(len(beside))
+        elif self.how == "taken away":
+            x = x + beside.pop("once", 0)
+        elif self.how == "buffer":
+            self.shared.note(mean)
+        elif self.how in ("argument", "argument by name"):
+            beside += mean
+        return x
+
+
+class TrackedNet(nn.Module):
+    """Uses at its end what its blocks have noted; ``reads``: also between two of them."""
+
+    def __init__(self, how: str, reads: bool = False) -> None:
+        super().__init__()
+        self.how, self.reads = how, reads
+        self.shared = SimpleNamespace(total=0.0, seen=[], note=self.note)
+        self.register_buffer("noted", torch.zeros(()))
+        self.blocks = nn.ModuleList(Tracks(how, self.shared) for _ in range(4))
+
+    def note(self, mean: torch.Tensor) -> None:
+        self.noted = self.noted + mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shared.total, self.noted, between = 0.0, x.new_zeros(()), x.new_ones(())
+        self.shared.seen.clear()
+        made: dict[str, Callable[[], Any]] = {"deque": deque, "set": set, "taken away": lambda: {"once": 2.0}}
+        beside = made.get(self.how, lambda: x.new_zeros(()))()
+        for block in self.blocks:
+            x = block(x, beside=beside) if self.how == "argument by name" else block(x, beside)
+            if self.reads and block is self.blocks[0]:
+                between = beside * 2
+        found = {
+            "object in an attribute": lambda: sum(block.own.total for block in self.blocks),
+            "shared object": lambda: sum(self.shared.seen),
+            "counter of an object": lambda: self.shared.total,
+            "deque": lambda: sum(beside),
+            "set": lambda: len(beside),
+            "taken away": lambda: 1 + len(beside),
+            "buffer": lambda: self.noted,
+        }.get(self.how, lambda: beside)
+        return x.square().mean() * found() * between
+
+
+TRACKS = (
+    *("object in an attribute", "shared object", "counter of an object", "deque", "set", "taken away", "buffer"),
+    *("argument", "argument by name"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]])
+@pytest.mark.parametrize("how", TRACKS)
+def test_what_blocks_note_in_objects_and_arguments(how: str, at: list[str]) -> None:
+    """Later stages have it too, with its gradient."""
+
+    def build() -> TrackedNet:
+        return make(TrackedNet, how)
+
+    x = torch.randn(6, 4, DIM, generator=torch.Generator().manual_seed(3))
+    loss, expected = plain(build(), [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+
+    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
+        pipe = Pipeline(ringcomm.split(build_of[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+        return pipe.step(x), gradients(pipe)
+
+    build_of = [build() for _ in range(len(at) + 1)]
+    done = ringcomm.run_ranks(rank_main, len(at) + 1, ranks="threads", timeout=30)
+    assert all(torch.allclose(found, loss, rtol=1e-6) for found, _ in done), (done[0][0], loss)
+    found = {name: grad for _, grads in done for name, grad in grads.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7) for name in found)
+
+
+@pytest.mark.parametrize("how", ["argument", "argument by name"])
+def test_values_between_two_writes_are_not_there_behind_both(how: str) -> None:
+    """What is carried is one tensor, which has the last values."""
+    build = [make(TrackedNet, how, True) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(build[comm.rank], ["blocks.2"], carry=["blocks.*"]), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, 4, DIM))
+        assert comm.rank == 0 or "a result of blocks.0" in str(error.value)
+
+    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+
+
+class Positional(nn.Module):
+    """The first module of the second stage writes into an argument that both stages have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Counts(), Counts()])
+        self.last = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.new_zeros(2)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, seen)
+        return self.last(x).square().mean() * seen.sum()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen += 1 + x.detach().mean()
+        return self.inner(x)
+
+
+def test_the_model_sees_what_a_stage_writes_into_an_argument() -> None:
+    check(make(Positional), ["blocks.0"])
+
+
+class Handed(nn.Module):
+    """A block that gives an object to the next."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(DIM, DIM), kind
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        if state is not None:
+            x = x + state.x
+        x = torch.tanh(self.inner(x))
+        return x, self.kind(x.mean()) if state is None or self.kind is not SimpleNamespace else state
+
+
+class HandedNet(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Handed(kind) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.kind(x=1.0) if self.kind is SimpleNamespace else None
+        for block in self.blocks:
+            x, state = block(x, state)
+        return x.square().mean()
+
+
+@dataclass
+class Told:
+    x: torch.Tensor
+
+
+def test_objects_that_blocks_give_back() -> None:
+    """One that was given is given back, a dataclass is handed on, another one is refused where it is used."""
+    check(make(HandedNet, SimpleNamespace), ["blocks.1", "blocks.2"], 3)
+    check(make(HandedNet, Told), ["blocks.1", "blocks.2"], 3, carry=("blocks.*",))
+    error = errors(make(HandedNet, Holder), ["blocks.2"], torch.ones(2, DIM))
+    assert isinstance(error, InvalidArgumentError)
+    assert "got a use of a Holder that blocks.1 of an earlier stage has made" in str(error)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](y + self.blocks[0](y)).square().mean()
+
+
+@pytest.mark.parametrize("carry", [[], ["blocks.0"]])
+def test_a_module_that_is_called_again_behind_the_cut(carry: list[str]) -> None:
+    """With carry it gave the result of the first call once more."""
+    models = [make(Twice) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> None:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"], carry=carry), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, DIM))
+        assert "rank 1 ran stage 1, whose forward called blocks.0 of stage 0 once more" in str(error.value)
+
+    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask) * scale
+        return x.square().mean()
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.inner(x) if mask is None else self.inner(x) * mask
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ([{}, {"mask": torch.ones(2, 1)}], "got other values than the stage before in argument 1 of blocks.1"),
+        ([{"mask": torch.ones(2, 1)}, {"mask": None}], "got None as the argument 'mask' of the model, expected a ten"),
+        ([{"mask": torch.ones(2, 1)}, {"mask": torch.ones(2, 6)}], "got a tensor of shape (2, 6) and torch.float32 as"),
+        ([{"scale": 2.0}, {"scale": 3.0}], "rank 1 got 3.0 as the argument 'scale' of the model, expected 2.0"),
+    ],
+)
+def test_other_arguments_on_another_rank(inputs: list[dict[str, Any]], text: str) -> None:
+    models = [make(Masked) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> str:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"]), comm, microbatches=1)
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(torch.ones(2, DIM), **inputs[comm.rank])
+        return str(error.value)
+
+    assert all(text in each for each in ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30))
+
+
+class Derived(nn.Module):
+    """A mask that is made of a result, and is passed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        mask = (x.detach() > 0).float()
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x.square().mean()
+
+
+def test_a_mask_made_of_a_result_names_what_to_carry() -> None:
+    error = errors(make(Derived), ["blocks.1"], torch.ones(2, DIM))
+    text = (
+        "rank 1 got no values for argument mask of blocks.1, which depends on a result of embed and is passed by name"
+    )
+    assert text in str(error)
+    assert "carry=['embed']" in str(error)
+    check(make(Derived), ["blocks.1", "blocks.2"], 3, carry=("embed",))
+
+
 # ---- tensors without values -----------------------------------------------------------------------------------------
 
 H = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
 IDS = Maker().make((2, 3), torch.int64, torch.device("cpu"))
+NUMBER = Maker().make((), torch.int64, torch.device("cpu"))
 MASK = Maker().make((2, 3), torch.bool, torch.device("cpu"))
 ONES = torch.ones(2, 3, 4)
 
@@ -628,11 +959,78 @@ ONES = torch.ones(2, 3, 4)
         lambda: repr(H),
         lambda: torch.is_nonzero(H.sum()),
         lambda: H.untyped_storage(),
+        lambda: H[:, : IDS[0, 0]],
+        lambda: ONES[NUMBER, : IDS[0, 0]],
+        lambda: torch.repeat_interleave(IDS[0]),
+        lambda: torch.arange(NUMBER),
+        lambda: torch.arange(IDS.max()),
+        lambda: torch.zeros(NUMBER, 2),
+        lambda: torch.full((2,), NUMBER),
+        lambda: torch.full((2,), H[0, 0, 0]),
+        lambda: torch.tensor(NUMBER),
+        lambda: torch.eye(NUMBER),
+        lambda: torch.randperm(NUMBER),
+        lambda: torch.randint(0, NUMBER + 1, (2,)),
+        lambda: H.new_zeros(NUMBER),
+        lambda: ONES.new_zeros(NUMBER),
+        lambda: ONES.narrow(0, 0, NUMBER),
+        lambda: ONES.expand(NUMBER, 2, 3, 4),
+        lambda: ONES.repeat(NUMBER, 1, 1),
+        lambda: ONES.roll(NUMBER, 0),
+        lambda: ONES.sum(dim=NUMBER),
+        lambda: ONES.select(0, NUMBER),
+        lambda: ONES.topk(NUMBER),
+        lambda: ONES.tril(NUMBER),
+        lambda: torch.add(ONES, ONES, alpha=NUMBER),
+        lambda: torch.nn.functional.pad(ONES, (0, NUMBER)),
     ],
 )
 def test_what_depends_on_values_raises(read: Callable[[], Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="lies on another rank"):
+    with Reads(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
         read()
+
+
+class Lengths(nn.Module):
+    """Masks by lengths that its first block finds; as many columns as the longest has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Longest(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, longest = self.first(x)
+        mask = torch.arange(longest).sum() < 3
+        return self.second(x).square().mean() * mask
+
+
+class Longest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), (x > 0).sum().clamp(max=4)
+
+
+def test_a_length_that_lies_on_another_rank() -> None:
+    error = errors(make(Lengths), ["second"], torch.ones(2, DIM))
+    assert "got arange of a tensor that lies on another rank (a result of first)" in str(error)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: H.clamp(max=H[0, 0, 0]),
+        lambda: H.masked_fill(MASK[..., None], H[0, 0, 0]),
+        lambda: 2**NUMBER,
+        lambda: ONES[NUMBER],
+        lambda: ONES[IDS],
+        lambda: torch.where(NUMBER > 0, ONES, 0.0),
+    ],
+)
+def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[], Any]) -> None:
+    with Reads():
+        assert isinstance(made(), Absent)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import torch
 import torch_ranks
 from tensor_cases import close, difference, on_ranks, part
 from test_tensor_outputs import MODELS, built
-from test_tensor_transformers import GPT2, llama, run, tokens
+from test_tensor_transformers import GPT2, GPT_OSS, gpt_oss, llama, run, tokens
 from torch import nn
 
 import ringcomm
 from ringcomm import checkpoint
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor.plan import parallelize
 
@@ -40,6 +40,7 @@ KINDS: dict[str, Any] = {
     "gemma, a scaled embedding": (lambda: built("Gemma", **SMALL), None),
     "mixtral, experts": (mixtral, None),
     "gpt2, Conv1D": (MODELS["gpt2"], GPT2),
+    "gpt-oss, a parameter with a value for each head": (gpt_oss, GPT_OSS),
 }
 
 
@@ -105,6 +106,38 @@ def test_a_model_that_is_cut_and_then_loaded_trains_like_one_process(kind: str, 
 
     for found in on_ranks(rank, 4):
         assert found == pytest.approx(expected, rel=1e-5)  # transformers computes norms and routes in float32
+
+
+class Scales(nn.Module):
+    """A number for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.scale = 4, nn.Parameter(torch.ones(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, self.heads)
+
+
+def test_a_module_with_a_vector_is_initialised_whole() -> None:
+    """It counts all heads then, and those of the rank afterwards; in two places it is one."""
+
+    def rank(comm: Any) -> None:
+        mesh = init_mesh(dp=1, tp=2, comm=comm)
+        with torch.device("meta"):
+            model = nn.ModuleDict({"a": Scales(), "b": nn.Linear(2, 2)})
+        model["c"] = model["a"]
+        with pytest.raises(UnsupportedError, match=r"scale of shape \(4,\) on meta and of the module itself, expected"):
+            parallelize(model["a"], {"scale": "colwise"}, mesh["tp"])
+        parallelize(model, {"a.scale": "colwise", "c.scale": "colwise", "a": "heads", "c": "heads"}, mesh["tp"])
+        assert model["a"] is model["c"]
+        assert model["a"].scale.is_meta
+        ringcomm.shard(model, None, 0, mesh=mesh)
+        assert model["a"].scale.tolist() == [4.0, 4.0]
+        assert model["a"].heads == 2
+        mesh.close()
+
+    on_ranks(rank, 2)
 
 
 def test_rank_0_initialises_the_whole_for_all() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.errors import InvalidArgumentError
@@ -56,7 +60,8 @@ class Absent(torch.Tensor):
             raise _read(func, args)
         if _writes(func) and args and isinstance(args[0], Absent) and _is_repeated(args[0]):
             return args[0]  # a weight of another stage, in whose one element nothing is written
-        result = super().__torch_function__(func, types, args, kwargs)
+        with _Numbers(func) if _has_number(func, args, kwargs) else nullcontext():
+            result = super().__torch_function__(func, types, args, kwargs)
         if type(result) in (tuple, list):
             result = type(result)(map(_apart, result))
         result = _apart(result)
@@ -84,6 +89,66 @@ class Absent(torch.Tensor):
                 _Filled.apply(self, x)  # which is no change to who has saved it, as checkpoints do
                 torch._C._autograd._unsafe_set_version_counter((self,), (version,))
             return self
+
+
+class _Numbers(TorchDispatchMode):
+    """Inside, a function that takes an absent tensor for a number, such as a length, raises: torch reads its value."""
+
+    def __init__(self, func: Any) -> None:
+        super().__init__()
+        self.func = func
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], Absent):
+            raise _read(self.func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Inside, functions whose only absent arguments are numbers to them raise, too: torch does not ask an argument's
+    class then, but reads its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Absent not in types:
+            found = _absent_in((args, kwargs or {}))
+            if found:
+                raise _read(func, found)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    @contextmanager
+    def left() -> Iterator[None]:
+        """Outside of it for a while, where nothing is absent."""
+        mode = _get_current_function_mode()
+        if not isinstance(mode, Reads):
+            yield
+            return
+        mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            mode.__enter__()
+
+
+def _absent_in(nest: Any) -> list[Absent]:
+    """Those of arguments, also in slices."""
+    if isinstance(nest, Absent):
+        return [nest]
+    if isinstance(nest, (tuple, list)):
+        return [x for each in nest for x in _absent_in(each)]
+    if isinstance(nest, dict):
+        return [x for each in nest.values() for x in _absent_in(each)]
+    return _absent_in([nest.start, nest.stop, nest.step]) if isinstance(nest, slice) else []
+
+
+def _has_number(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether one of them has a single element. One that is an index may be: of a slice it gives the length."""
+    nest: Any = (args, kwargs)
+    if func in (_Tensor.__getitem__, _Tensor.__setitem__):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        nest = [each for each in index if isinstance(each, slice)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(x.numel() == 1 for x in _absent_in(nest))
 
 
 class _Filled(torch.autograd.Function):
@@ -168,7 +233,7 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     if func is torch.where:
         return len(args) + len(kwargs) == 1
     if func in _REPEATS:
-        return any_absent((args[1:], kwargs))
+        return any_absent((args[1:] or args, kwargs))  # of repeats alone: these
     if func is torch.nn.functional.one_hot:
         return [*args[1:], *kwargs.values(), -1][0] == -1  # as many classes as the largest value asks for
     if func is _Tensor.__getitem__:
@@ -190,13 +255,22 @@ def _is_repeated(x: torch.Tensor) -> bool:
 def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
     """A plain tensor into which something absent is written is absent too."""
     written = [args[0]] if args and _writes(func) else []
-    written += tree_leaves(kwargs.get("out"))
+    for x in written + tree_leaves(kwargs.get("out")):
+        lose(x, origin)
+
+
+def lose(x: Any, origin: str) -> list[torch.Tensor]:
+    """Makes a plain tensor, and what it is a view of, absent from now on; those that were not.
+
+    Args:
+        origin: the module that changes its values.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        for x in written:
-            for each in (x, getattr(x, "_base", None)):
-                if each is not None and type(each) is torch.Tensor:
-                    each.__class__ = Absent
-                    each.__dict__["origin"] = origin
+        found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
+        for each in found:
+            each.__class__ = Absent
+            each.__dict__["origin"] = origin
+    return found
 
 
 def any_absent(tree: Any) -> bool:

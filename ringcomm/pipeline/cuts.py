@@ -141,7 +141,22 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
             "of the model; sort them, or pass order= where forward calls modules in another order than they were "
             "registered in"
         )
+    _refuse_in_two_stages(model, stage_of)
     return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of), _carried(model, stage_of, carry))
+
+
+def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None:
+    found: dict[int, tuple[str, int]] = {}
+    for name, stage in stage_of.items():
+        for key, each in model.get_submodule(name).named_modules():
+            path = f"{name}.{key}" if key else name
+            other, first = found.setdefault(id(each), (path, stage))
+            if first != stage and any(p is not None for p in each._parameters.values()):
+                raise InvalidArgumentError(
+                    f"split: got {path} in stage {stage}, which is the same module as {other} in stage {first}, "
+                    "expected every module in one stage; cut the model elsewhere, or make two modules that share "
+                    "their parameters"
+                )
 
 
 def _refuse_nested(order: Sequence[str]) -> None:

@@ -5,22 +5,37 @@ from __future__ import annotations
 import copy
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, weightless, writable
-from ringcomm.pipeline.beside import Left, Stand, Watch, can_travel, found_at, leave, map_nest, restore, tensors_inside
-from ringcomm.pipeline.cuts import Stages
+from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable
+from ringcomm.pipeline.beside import (
+    Given,
+    Gone,
+    Kept,
+    Left,
+    Lost,
+    Stand,
+    Watch,
+    can_travel,
+    found_at,
+    is_plain,
+    leave,
+    map_nest,
+    restore,
+    tensors_inside,
+)
+from ringcomm.pipeline.cuts import Chain, Stages
 
 ANY = -1
 
@@ -33,13 +48,18 @@ class Shape(Stand):
     dtype: torch.dtype
 
     @staticmethod
-    def of(tree: Any) -> Any:
-        """A nest with its tensors as shapes, and nothing for what is neither tensor nor plain value."""
+    def of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+        """A nest with its tensors as shapes, and stands for what is neither tensor nor plain value.
+
+        Args:
+            origin: the module that has made it.
+            given: the arguments of that, of which it may give some back.
+        """
 
         def each(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 return Shape(tuple(x.shape), x.dtype)
-            return x if isinstance(x, (int, float, bool, str)) else None
+            return x if is_plain(x) else _stand(x, origin, given or {})
 
         return map_nest(each, tree)
 
@@ -73,7 +93,8 @@ class About:
 
     Attributes:
         leaves: of the arguments with which its first module is called: the number of a tensor that is sent, or of one
-            that is carried, or the checksum of one that it must have itself (`ANY`: it may be any), or None.
+            that is carried, or the checksum of one that it must have itself (`ANY`: it may be any), or a plain value
+            that it must have too, or None.
         inputs: of the model, as shapes.
         usual: the first tensor that the first stage sends, as a shape.
         calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
@@ -81,7 +102,7 @@ class About:
         share: of the micro-batch in the rows of the batch, as far as stages so far know it.
     """
 
-    leaves: tuple[tuple[str, int] | None, ...]
+    leaves: tuple[tuple[str, Any] | None, ...]
     inputs: Any
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
@@ -111,6 +132,8 @@ class _Run:
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
     noting: bool = False  # whether a call of a module is being noted
+    before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
+    lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
 
 
 class Local:
@@ -144,6 +167,15 @@ class Local:
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
                         note(inside, key, staged=True)
             _guard(module, self._guarded(name, stage))
+        often = Counter(id(each) for inside in self._inside.values() for each in inside.values())
+        self._begins = [{name} for name in stages.first]  # names of the modules with which a stage may begin
+        for name, stage in stages.stage_of.items():
+            for key, each in _members(name, self.model.get_submodule(name)):
+                if often[id(each)] == 1:  # which forward may call itself
+                    self._inside[key] = _named(key, each)
+                    _guard(each, self._guarded(key, stage))
+            if name == stages.first[stage]:
+                self._begins[stage] |= _first_members(name, self.model.get_submodule(name))
 
     @property
     def device(self) -> torch.device:
@@ -175,6 +207,7 @@ class Local:
         Returns: the tensors for the next stage, and what it has to know; of the last stage the model's output and None.
         """
         if about is not None:
+            self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, about.inputs)
             theirs = self._made(about.inputs)  # of the model, of which nothing is carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
@@ -182,19 +215,42 @@ class Local:
         run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
         if about is not None:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
+            run.before = dict(about.calls)
         try:
-            with torch.set_grad_enabled(grads):
+            with torch.set_grad_enabled(grads), Reads():
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
         finally:
             self.running = None
+            for x in run.lost:  # which may be the user's
+                if isinstance(x, Absent):
+                    x.__class__ = torch.Tensor
         if not last:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
         self._refuse_absent(run, "the end", output)
         return output, None
+
+    def _refuse_other_inputs(self, mine: Mapping[Any, Any], inputs: Any) -> None:
+        """Of the model: what this rank has as well as the stage before must be alike, as far as shapes and plain values
+        tell. Tensors may be there on some ranks alone, such as labels."""
+        theirs = {**dict(enumerate(inputs[0])), **inputs[1]}
+        for key, x in mine.items():
+            pairs = [*zip(tree_leaves(Shape.of(x)), tree_leaves(theirs.get(key)), strict=False)]
+            wrong = next((pair for pair in pairs if key in theirs and _is_other_input(*pair)), None)
+            if wrong is not None:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} got {_input(wrong[0])} as the argument {key!r} of the model, expected "
+                    f"{_input(wrong[1])} as on the rank of the first stage; pass the same on every rank, or nothing"
+                )
+
+    def _refuse_lost(self, name: str, tree: Any) -> None:
+        """Of the arguments of a module, which may ask for no more than its class."""
+        for x in tree_leaves(tree):
+            if type(x) is Lost:
+                x.refuse(name)
 
     def _refuse_absent(self, run: _Run, name: str, tree: Any) -> None:
         absent = next((x for x in tensors_inside(tree) if isinstance(x, Absent)), None)
@@ -221,11 +277,17 @@ class Local:
             if run is None:
                 return forward(*args, **kwargs)
             if stage < run.stage:
-                if run.entered and not self._is_carried(name):
+                if run.entered and run.shadowed[name]:
+                    raise InvalidArgumentError(
+                        f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
+                        f"{stage} once more, expected modules of its own; cut the model where all calls of a module "
+                        "lie in one stage"
+                    )
+                if run.entered:
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
                 return self._shadow(run, name, args, kwargs)
             if stage > run.stage:
-                if name != first[run.stage + 1] or not run.entered:
+                if name not in self._begins[run.stage + 1] or not run.entered:
                     raise self._wrong(
                         run.stage, f"called {name}", first[run.stage + 1] if run.entered else first[run.stage]
                     )
@@ -233,7 +295,7 @@ class Local:
                 self._refuse_no_grad(run, name, tree_leaves((args, kwargs)))
                 raise _Cut(args, kwargs)
             if not run.entered:
-                if name != first[stage]:
+                if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
@@ -241,12 +303,15 @@ class Local:
                     if x._backward_hooks is not None:
                         x._backward_hooks.clear()
             self._refuse_absent(run, name, (args, kwargs))
+            self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
             if last or run.noting:  # a call inside of another one, which later stages do not come to
-                return forward(*args, **kwargs)
+                with Reads.left():
+                    return forward(*args, **kwargs)
             run.noting = True
             try:
-                return self._noted(run, name, forward, args, kwargs)
+                with Reads.left():
+                    return self._noted(run, name, forward, args, kwargs)
             finally:
                 run.noting = False
 
@@ -257,7 +322,7 @@ class Local:
     ) -> Any:
         """A call of a module of this stage, which later stages are told of."""
         inside = self._inside[name]
-        watch = Watch({**self._containers, **inside}, args, kwargs)
+        watch = Watch(self._containers, inside, args, kwargs)
         hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
         handles = [
             handle
@@ -270,8 +335,12 @@ class Local:
         finally:
             for handle in handles:
                 handle()
-        left = tuple(replace(each, value=self._carry(run, each.value, name)) for each in watch.left() if _travels(each))
-        shown = self._shown(run, output, name)
+        found = watch.left()
+        for each in found:
+            if each.changed:
+                self._carry_again(run, each.value)
+        left = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
+        shown = self._shown(run, output, name, {**dict(enumerate(args)), **kwargs})
         run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
         return output
 
@@ -298,19 +367,40 @@ class Local:
 
         return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
 
-    def _shown(self, run: _Run, output: Any, name: str) -> Any:
+    def _shown(self, run: _Run, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
         """What later stages are told of a result."""
-        return self._carry(run, output, name) if self._is_carried(name) else Shape.of(output)
+        if name in self.stages.carry:
+            return self._carry(run, output, name, given or {})
+        return Shape.of(output, name, given)
 
-    def _is_carried(self, name: str) -> bool:
-        return name in self.stages.carry
+    def _value_of(self, run: _Run, left: Left, name: str) -> Any:
+        """What later stages are told of what a module has left."""
+        if left.written and not any(x is left.value for x in run.carried):
+            return self._shown(run, left.value, name)
+        if can_travel(left.value):
+            return self._carry(run, left.value, name, {})
+        _refuse_hidden(left)
+        return left.value if isinstance(left.value, Gone) else _stand(left.value, name, {})
 
-    def _carry(self, run: _Run, nest: Any, name: str) -> Any:
+    def _carry_again(self, run: _Run, x: Any) -> None:
+        """Of a tensor that is carried and was written into: later stages get its last values. Between the call that
+        left it and this one they have none."""
+        number = next((i for i, other in enumerate(run.carried) if other is x), None)
+        if number is None:
+            return
+
+        def each(stand: Any) -> Any:
+            return Shape.of(x) if isinstance(stand, Carried) and stand.number == number else stand
+
+        run.before = {name: map_nest(each, calls) for name, calls in run.before.items()}
+        run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
+
+    def _carry(self, run: _Run, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
         """A nest with its tensors among those that are carried."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                return x
+                return x if is_plain(x) else _stand(x, name, given)
             self._refuse_absent(run, f"what {name} leaves", x)
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
@@ -327,27 +417,43 @@ class Local:
         run.shadowed[name] += 1
         call = calls[min(number, len(calls) - 1)] if calls else Call(run.about.usual)
         places = []
-        for each in call.left:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        lefts = [each for each in call.left if not each.written]
+        for each in lefts:
             try:
                 places.append(found_at(self.model, args, kwargs, each.place))
             except LookupError:
                 raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
             leave(places[-1], each, self._made(each.value, name))
+        for each in call.left:
+            if each.written:
+                self._write(run, given.get(each.key), each.value, name)
         there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, outputs in call.hooked:
             its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
             made = [self._made(output, inner) for output in outputs]
             _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
-        result = self._made(call.output, name)
-        for each, (place, before) in zip(call.left, there, strict=True):  # what hooks left is among it: once is enough
+        result = self._made(call.output, name, given)
+        for each, (place, before) in zip(lefts, there, strict=True):  # what hooks left is among it: once is enough
             restore(each, place, before)
         return result
 
-    def _made(self, tree: Any, origin: str = "") -> Any:
-        """A nest of shapes with tensors in their places; with those that were carried."""
+    def _write(self, run: _Run, x: Any, value: Any, name: str) -> None:
+        """Into a tensor that a module of an earlier stage was given and wrote into."""
+        if type(x) is torch.Tensor:
+            run.lost += lose(x, name)
+        if isinstance(value, Carried) and isinstance(x, Absent):
+            run.carried[value.number] = x.fill(run.carried[value.number])
+
+    def _made(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+        """A nest of shapes with tensors in their places; with those that were carried, and objects that were given."""
         device, run = self.device, self.running
 
         def each(x: Any) -> Any:
+            if isinstance(x, Given):
+                return (given or {}).get(x.key)
+            if isinstance(x, Kept):
+                return Lost(x)
             if isinstance(x, Carried):
                 assert run is not None
                 return run.carried[x.number]
@@ -368,7 +474,7 @@ class Local:
         carried = {id(x): number for number, x in enumerate(run.carried)}
         for i, x in enumerate(leaves):
             if not torch.is_tensor(x):
-                facts.append(None)
+                facts.append(("plain", x) if is_plain(x) else None)
             elif id(x) in carried:
                 facts.append(("carried", carried[id(x)]))
             elif i < positional or i in named:
@@ -381,10 +487,9 @@ class Local:
                 run.stage, "handed no tensor on", f"tensors as arguments of {self.stages.first[run.stage + 1]}"
             )
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
-        calls = {} if run.about is None else dict(run.about.calls)
-        calls |= {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
+        here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, About(tuple(facts), inputs, usual, calls, len(run.carried))
+        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the stage's first module, with what was received in its place."""
@@ -398,17 +503,21 @@ class Local:
                 f"{len(run.about.leaves)}, as stage {run.stage - 1} did",
             )
         others: dict[int, torch.Tensor] = {}  # by what the model has in their places
-        for own, fact in zip(leaves, run.about.leaves, strict=True):
+        for at, (own, fact) in enumerate(zip(leaves, run.about.leaves, strict=True)):
             if fact is None:
                 continue
             kind, number = fact
-            if kind == "own":
-                if not _has_values(own) or number not in (ANY, _checksum(own)):
-                    raise self._other_values(name)
-                continue
-            x = (run.carried if kind == "carried" else run.received)[number]
-            if own is not x:
-                others[id(own)] = self._arrived(name, own, x)
+            if kind == "plain":
+                wrong = torch.is_tensor(own) or (is_plain(own) and not _is_equal(own, number))
+            elif kind == "own":
+                wrong = not _has_values(own) or number not in (ANY, _checksum(own))
+            else:
+                x = (run.carried if kind == "carried" else run.received)[number]
+                wrong = own is not x and not self._is_place_of(own, x)
+                if own is not x and not wrong:
+                    others[id(own)] = self._arrived(own, x)
+            if wrong:
+                raise self._other_values(name, own, _argument((args, kwargs), at))
         self._refuse_no_grad(run, name, run.received)
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), others)
         return replaced
@@ -423,21 +532,40 @@ class Local:
                 "or cut elsewhere"
             )
 
-    def _arrived(self, name: str, own: Any, x: torch.Tensor) -> torch.Tensor:
+    def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
+        """Whether what the model has in the place of a received tensor is absent, or the same."""
+        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
+        return alike and (isinstance(own, Absent) or _checksum(own) == _checksum(x))
+
+    def _arrived(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A received tensor: in the very object that the model has in its place, so that what the model does with that
         besides, such as a sum around the module, a checkpoint, or a mask for the next module, has the values too."""
-        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
-        if alike and isinstance(own, Absent):
+        if isinstance(own, Absent):
             return own.fill(x)
-        if not alike or _checksum(own) != _checksum(x):
-            raise self._other_values(name)
+        if own.is_cpu and not x.requires_grad:
+            return own
+        if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
+            lose(own, "")
+            return cast(Absent, own).fill(x)
         return writable(x)
 
-    def _other_values(self, name: str) -> InvalidArgumentError:
+    def _other_values(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
+        if isinstance(own, Absent) and own.origin:
+            return InvalidArgumentError(
+                f"Pipeline: rank {self.rank} got no values for {argument} of {name}, which depends on a result of "
+                f"{own.origin} and is passed by name, without a gradient, expected values: such arguments are not "
+                f"handed on; name {own.origin} in split(..., carry=[{own.origin!r}]), or pass it by position"
+            )
         return InvalidArgumentError(
-            f"Pipeline: rank {self.rank} got other values than the stage before in an argument of {name}, or none, "
+            f"Pipeline: rank {self.rank} got other values than the stage before in {argument} of {name}, or none, "
             "which depends on the model's inputs, expected the same; pass the inputs on every rank"
         )
+
+
+def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
+    """Which of the values of a call's arguments it is."""
+    (kind, *path), _ = tree_leaves_with_path(call)[at]
+    return f"argument {path[0].idx if kind.idx == 0 else path[0].key}{keystr(tuple(path[1:]))}"
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
@@ -461,10 +589,29 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
         _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
-def _travels(left: Left) -> bool:
-    """Whether what was left is to be left on later stages too. Raises where it should be and cannot."""
-    if can_travel(left.value):
-        return True
+def _stand(x: Any, origin: str, given: Mapping[Any, Any]) -> Stand:
+    """For an object that is neither tensor nor plain value."""
+    key = next((key for key, each in given.items() if each is x), None)
+    return Kept(type(x).__name__, origin) if key is None else Given(key)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # not a number is
+
+
+def _is_other_input(mine: Any, theirs: Any) -> bool:
+    """As leaves of what `Shape.of` makes."""
+    if isinstance(theirs, Shape):
+        return mine != theirs and (mine is None or isinstance(mine, Shape))
+    return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
+
+
+def _input(x: Any) -> str:
+    return f"a tensor of shape {x.shape} and {x.dtype}" if isinstance(x, Shape) else repr(x)
+
+
+def _refuse_hidden(left: Left) -> None:
+    """Raises where tensors were left that later stages cannot be told of."""
     if any(True for _ in tensors_inside(left.value)):
         name, *keys = left.place
         where = "an argument" if name is None else f"an attribute of {name or 'the model'}"
@@ -474,18 +621,17 @@ def _travels(left: Left) -> bool:
             "by a module beside its result, expected tensors and plain values in lists, dicts or dataclasses, which "
             "later stages can be told of; leave the tensors themselves there"
         )
-    return False
 
 
 def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    """A nest with other tensors in the places of some. Lists and dicts stay the same objects, so that the model sees
-    what the module leaves in them."""
+    """A nest with other tensors in the places of some. Lists, dicts and deques stay the same objects, so that the
+    model sees what the module leaves in them."""
 
     def is_container(x: Any) -> bool:
-        return type(x) in (list, dict)
+        return isinstance(x, (list, dict, deque))
 
     def each(x: Any) -> Any:
-        for key in range(len(x)) if type(x) is list else [*x] if type(x) is dict else ():
+        for key in [*x] if isinstance(x, dict) else range(len(x)) if isinstance(x, (list, deque)) else ():
             x[key] = tree_map(each, x[key], is_leaf=is_container)
         return others.get(id(x), x)
 
@@ -511,6 +657,23 @@ def _checksum(x: torch.Tensor) -> int:
 def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """A module and what is inside of it, by their names in the model."""
     return {f"{name}.{key}" if name and key else name or key: each for key, each in module.named_modules()}
+
+
+def _members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a sequence, and of those in it, by their names in the model: forward may call them one by one."""
+    if isinstance(module, (nn.Sequential, Chain)):
+        for key, each in module.named_children():
+            yield f"{name}.{key}", each
+            yield from _members(f"{name}.{key}", each)
+
+
+def _first_members(name: str, module: nn.Module) -> set[str]:
+    """The first module of a sequence, and the first one in that."""
+    found: set[str] = set()
+    while isinstance(module, (nn.Sequential, Chain)) and len(module):
+        key, module = next(module.named_children())
+        found.add(name := f"{name}.{key}")
+    return found
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------

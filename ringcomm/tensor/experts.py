@@ -27,6 +27,11 @@ def cut_experts(found: nn.Module, region: Region, name: str, style: Experts) -> 
     """Takes the module's place: another of its class, with this rank's part of the features within each expert. What
     goes in is used whole by all ranks, and what the ranks compute is added."""
     refuse_hooks(found, region, name)
+    if "forward" in vars(found):  # it is bound to the module, whose weights are whole
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
+            "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
+        )
     form = _form_of(found, region, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,8 +124,11 @@ def parallelize(
     _watch_outputs(module, sites, region)
     verifier = _verifier(module, sites, region, sequence_dim) if verify else None
     keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
+    whole = _whole_owners(sites)
     for site in sites:
         site.put(module, region, sequence_dim or 0)
+    for found, before in whole:
+        _stand_in(module, found, before, comm)
     if verifier is not None:
         verifier.start()
     explain_first(module, layers, region)
@@ -472,12 +476,36 @@ def _made(
 
 def _part_of_vector(p: Any, region: Region, name: str) -> Part:
     """This rank's values of a parameter with one for each head."""
-    if p.dim() != 1 or p.is_meta:
+    if p.dim() != 1 or (p.is_meta and "." not in name):
+        where = " on meta and of the module itself" if p.is_meta else ""
         raise UnsupportedError(
-            f"parallelize: rank {region.rank} got the parameter {name} of shape {tuple(p.shape)} on {p.device}, "
-            "expected one dimension, and memory; leave it out of the plan, with the layers beside it"
+            f"parallelize: rank {region.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
+            "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
         )
     return cut([p.shape[0]], region, f"parallelize: values of {name}")
+
+
+def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Modules with parameters on meta that are cut themselves, and their attributes before the cut."""
+    owners = {id(site.found): site.found for site in sites if site.key and site.found._parameters[site.key].is_meta}
+    return [(each, _attributes(each)) for each in owners.values()]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(module).items()}
+
+
+def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
+    """Another module of its class takes the place of one whose parameter is cut. The one that was there is whole again,
+    to be initialised."""
+    made = copy.copy(found)
+    made.__dict__ = _attributes(found)
+    for name, each in [*module.named_modules(remove_duplicate=False)]:
+        if each is found:
+            parent, _, key = name.rpartition(".")
+            setattr(module.get_submodule(parent), key, made)
+    found.__dict__ = before
+    keep_uncut(found, {id(found): made}, comm)
 
 
 def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
