@@ -175,6 +175,12 @@ def test_a_module_that_computes_with_numbers_of_the_whole_model() -> None:
     assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that computes with what" in said
 
 
+def watched(register: str) -> nn.Module:
+    model = make()
+    getattr(model.layers[1].attention.wq.weight, register)(lambda x: None)
+    return model
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
     (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
     (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
@@ -209,6 +215,11 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (Odd, {"mine": "colwise"}, {}, UnsupportedError, "got mine, a Mine with a forward pass of its own"),
     (Odd, {"scaled": "vocab"}, {}, UnsupportedError, "got scaled, a Scaled with a forward pass of its own"),
     (Odd, {"hooked": "rowwise"}, {}, UnsupportedError, "got hooked, a Linear with hooks, expected a plain Linear"),
+    (lambda: watched("register_hook"), {"*.wq": "colwise"}, {}, UnsupportedError,
+     "got layers.1.attention.wq.weight, a parameter with hooks that is to be cut, expected one without: they would"),
+    (lambda: watched("register_post_accumulate_grad_hook"), {"*.wq": "rowwise"}, {}, UnsupportedError,
+     "got layers.1.attention.wq.weight, a parameter with hooks"),
+    (lambda: watched("register_hook"), {"*.wk": "replicate", "*.up": "colwise"}, {}, None, ""),
     (Odd, {"normed": "rowwise"}, {}, UnsupportedError, "got normed, a parametrized ParametrizedLinear"),
     (Odd, {"empty": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for empty, an empty ModuleList"),
     (Odd, {"dictionary": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for dictionary, a Modu"),

@@ -64,6 +64,16 @@ def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: Part, dim: 
     note(module, key, **vars(part))
 
 
+def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+    """Gives a parameter the memory and the place of another, and no gradient: the object stays.
+    torch forgets what it knows of the old shape for a backward pass only where the type changes."""
+    p.grad = None
+    p.data = made.detach().new_empty(0, dtype=torch.float32 if p.dtype == torch.float64 else torch.float64)
+    p.data = made.detach()
+    vars(p).update(vars(made))
+    return p
+
+
 LINEAR = {
     "in_features": whole(1),
     "out_features": whole(1),
