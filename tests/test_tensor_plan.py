@@ -207,6 +207,24 @@ def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
     on_ranks(rank, 3)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_sequence_that_nobody_cuts_is_noticed(verify: bool) -> None:
+    models = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(2)]
+    said = "got the same input of 0 on all ranks, expected this rank's part of the sequence; name in the plan"
+
+    def rank(comm: Any) -> None:
+        plan = {"0": "sequence", "1": "colwise", "2": "rowwise"}
+        model = parallelize(models[comm.rank], plan, comm, sequence_dim=0, verify=verify)
+        model(torch.arange(24.0).view(4, 6))
+
+    if verify:
+        with pytest.raises(InvalidArgumentError, match=said):
+            on_ranks(rank, 2)
+    else:
+        with pytest.warns(UserWarning, match=said):
+            on_ranks(rank, 2)
+
+
 def test_frozen_parameters_that_are_trained_later() -> None:
     whole = make(0)
     models = [copy.deepcopy(whole).requires_grad_(False) for _ in range(3)]

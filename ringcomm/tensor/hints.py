@@ -3,6 +3,7 @@ torch's."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import wraps
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.parallel.ranks import exchange
 from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from ringcomm.tensor.regions import Region
+from ringcomm.tensor.verify import digest
 
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes whose modules, as a rule, compute with them."""
@@ -76,6 +79,37 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                     f"parallelize: rank {rank} got {full} of shape {tuple(p.shape)}, which lies beside layers that are "
                     f"cut, and no style for it, expected one; {advice}"
                 )
+
+
+def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: bool) -> None:
+    """Where the caller is to cut the sequence: warns in the first forward pass, or refuses, if the first module that
+    works on parts of it gets the same on all ranks. The gradients of its parameters would be sums of the same.
+
+    Args:
+        modules: those that work on parts, by name.
+    """
+    names = {id(each): name for name, each in modules.items()}
+
+    def compare(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found = [x for x in args if type(x) is torch.Tensor and not x.is_meta and x.numel()]
+        if torch.compiler.is_compiling() or not found or not handles:
+            return
+        while handles:
+            handles.pop().remove()
+        varied = bool((found[0] != found[0].flatten()[0]).any())  # others may well be parts
+        mine = json.dumps(digest(found[0]) if varied else region.rank).encode()
+        if len({*exchange(region.comm, mine)}) > 1:
+            return
+        said = (
+            f"parallelize: rank {region.rank} got the same input of {names[id(module)]} on all ranks, expected this "
+            "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
+            "sequence before"
+        )
+        if refuse:
+            raise InvalidArgumentError(said)
+        warnings.warn(said, stacklevel=2)
+
+    handles = [each.register_forward_pre_hook(compare) for each in modules.values() if region.world_size > 1]
 
 
 def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Region) -> None:

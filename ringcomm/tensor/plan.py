@@ -20,7 +20,7 @@ from ringcomm.parallel.ranks import exchange
 from ringcomm.parallel.uncut import keep_uncut
 from ringcomm.tensor.dropout import ShardedDropout
 from ringcomm.tensor.experts import cut_experts
-from ringcomm.tensor.hints import explain_first, refuse_unsummed, warn_of_forgotten
+from ringcomm.tensor.hints import explain_first, look_for_parts, refuse_unsummed, warn_of_forgotten
 from ringcomm.tensor.layers import (
     DIM,
     ColumnParallelLinear,
@@ -85,7 +85,7 @@ def parallelize(
         sequence_dim: sequence parallel: linear layers take and give parts of the sequence, along this dimension, in the
             place of all_reduces. The plan says where the region begins and ends, and what else works on parts of the
             sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
-            all layers take and give parts.
+            all layers take and give parts; a warning (with ``verify`` an error) says if all ranks then get the same.
         overlap: sequence parallel messages go round the ring while parts of them are multiplied.
         verify: for a loss that is off. Every forward pass compares hashes of the ranks' inputs, every backward pass
             hashes of gradients that all ranks have whole; without ``sequence_dim`` the first block of each kind
@@ -130,6 +130,8 @@ def parallelize(
         site.put(module, region, sequence_dim or 0)
     if verifier is not None:
         verifier.start()
+    if not any(isinstance(site.style, SequenceRegion) or site.style == Vocab(scatter=True) for site in sites):
+        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, region, verify)
     explain_first(module, layers, region)
     return module
 
