@@ -219,6 +219,8 @@ class ColumnParallelLinear(_ParallelLinear):
         part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(self.local_extents)
+        if not gather_output:
+            self.region.columns.add(self)
         own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
