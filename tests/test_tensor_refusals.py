@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tensor_cases import on_ranks
 from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.parallel.arguments import matches
 from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor.regions import f
 from ringcomm.tensor.styles import STYLES, Colwise, Dropout, Heads, Vocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -173,6 +175,37 @@ def test_a_module_that_computes_with_numbers_of_the_whole_model() -> None:
         "parallelize: rank got RuntimeError (shape '[-1, 3, 2]' is invalid for input of size 4) in the"
     )
     assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that computes with what" in said
+
+
+class Functional(nn.Module):
+    """Multiplies with the weight of its embedding, as on one rank (0), or as one of several (1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(9, 6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, tokens: torch.Tensor, how: int, comm: Any) -> torch.Tensor:
+        x = self.down(self.up(self.embed(tokens)))
+        x = f(x, comm) if how == 1 else x
+        return F.linear(x, self.embed.weight) if how else x @ self.embed.weight.T
+
+
+def test_a_product_with_the_weight_of_a_cut_embedding() -> None:
+    """Is refused in the first forward pass with gradients, but of code that knows of ranks."""
+    models = [Functional() for _ in range(3)]
+
+    def rank(comm: Any) -> None:
+        plan = {"embed": "vocab", "up": "colwise", "down": "rowwise"}
+        model = parallelize(models[comm.rank], plan, comm)
+        tokens = torch.arange(9)
+        with torch.no_grad():
+            assert model(tokens, 1, comm).shape == (9, 3)
+        for how, name in ((0, "matmul"), (2, "linear")):
+            with pytest.raises(InvalidArgumentError, match=f"rank {comm.rank} got {name} with the weight of embed, an"):
+                model(tokens, how, comm)
+        assert model(tokens, 1, comm).shape == (9, 3)
+
+    on_ranks(rank, 3)
 
 
 def watched(register: str) -> nn.Module:
