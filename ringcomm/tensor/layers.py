@@ -469,9 +469,10 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
     elif torch.nn.utils.parametrize.is_parametrized(module):
         said = f"a parametrized {type(module).__name__}"
     if said is not None:
+        later = ", or change it afterwards" if isinstance(module, kind) else ""
         raise UnsupportedError(
             f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
-            "the plan, or change it afterwards"
+            f"the plan{later}"
         )
 
 
