@@ -130,7 +130,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         try:
-            with _Rows(rows, region) if rows else nullcontext():
+            with _Rows(rows, region) if rows and torch.is_grad_enabled() else nullcontext():
                 output = forward(*args, **kwargs)
         except RingcommError:
             raise
