@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensor_cases import close, on_ranks, sent, tensor_of
+from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.tensor.layers import ColumnParallelLinear
 from ringcomm.tensor.loss import vocab_parallel_cross_entropy
+from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor.styles import Colwise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]
@@ -76,6 +80,30 @@ def test_cross_entropy_of_ignored_rows_alone_and_of_bfloat16() -> None:
         assert gradient is not None
         assert gradient.dtype == torch.bfloat16
         assert close(gradient, wide.grad.chunk(3, -1)[number], torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, {"vocabulary": 25}, {"label_smoothing": 0.2}, {"ignore_index": 3}])
+def test_cross_entropy_of_a_padded_layer(options: Any) -> None:
+    """Whose first output is watched; and with another layer of as many columns, which class counts is asked."""
+    torch.manual_seed(0)
+    whole, others = nn.Linear(6, 25).double(), [nn.Linear(6, 25).double() for _ in range(3)]
+    x, target = tensor_of(8, 6, seed=1, dtype=torch.float64), torch.arange(8) * 3
+    expected = F.cross_entropy(whole(x), target, **{key: each for key, each in options.items() if key != "vocabulary"})
+
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(others[comm.rank])
+        model[0].load_state_dict(whole.state_dict())
+        parallelize(model, {"0": Colwise(pad=True)}, comm)
+        for logits in (model(x), model(x).detach()):
+            assert close(vocab_parallel_cross_entropy(logits, target, comm, **options), expected)
+        other = ColumnParallelLinear(6, 27, comm=comm)
+        if "vocabulary" not in options:
+            with pytest.raises(InvalidArgumentError, match="9 columns of logits, as many as layers of 25 and of 27 ou"):
+                vocab_parallel_cross_entropy(model(x), target, comm, **options)
+        del other
+        assert close(vocab_parallel_cross_entropy(model(x), target, comm, **options), expected)
+
+    on_ranks(rank, 3)
 
 
 def test_cross_entropy_refuses() -> None:

@@ -207,6 +207,24 @@ def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
     on_ranks(rank, 3)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_sequence_that_nobody_cuts_is_noticed(verify: bool) -> None:
+    models = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(2)]
+    said = "got the same input of 0 on all ranks, expected this rank's part of the sequence; name in the plan"
+
+    def rank(comm: Any) -> None:
+        plan = {"0": "sequence", "1": "colwise", "2": "rowwise"}
+        model = parallelize(models[comm.rank], plan, comm, sequence_dim=0, verify=verify)
+        model(torch.arange(24.0).view(4, 6))
+
+    if verify:
+        with pytest.raises(InvalidArgumentError, match=said):
+            on_ranks(rank, 2)
+    else:
+        with pytest.warns(UserWarning, match=said):
+            on_ranks(rank, 2)
+
+
 def test_frozen_parameters_that_are_trained_later() -> None:
     whole = make(0)
     models = [copy.deepcopy(whole).requires_grad_(False) for _ in range(3)]
@@ -466,3 +484,72 @@ def test_the_mode_and_what_is_frozen_stay() -> None:
         assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["layers.0.down.weight"]
 
     on_ranks(rank, 2)
+
+
+def test_an_optimizer_that_was_made_before_has_the_parts() -> None:
+    """Also with a graph of the whole model that is still alive, and for a value of each head."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 4)
+            self.heads = nn.Parameter(torch.arange(3.0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer((self.inner(x).unflatten(-1, (-1, 2)) * self.heads.unsqueeze(-1)).flatten(-2))
+
+    torch.manual_seed(0)
+    model, x = Scaled().double(), torch.randn(5, 4, dtype=torch.float64)
+    models = [copy.deepcopy(model) for _ in range(4)]
+    plan = {"inner": "colwise", "outer": "rowwise", "heads": "colwise"}
+
+    def train(model: nn.Module, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(4):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def rank(comm: Any) -> list[float]:
+        mine = models[comm.rank]
+        mine.inner.weight._no_weight_decay = True
+        before = dict(mine.named_parameters())
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=0.05)
+        kept = mine(x)
+        parallelize(mine, plan, comm)
+        assert all(p is before[name] for name, p in mine.named_parameters())
+        assert mine.inner.weight.shape == (2, 4)
+        assert mine.inner.weight._no_weight_decay
+        del kept
+        return train(mine, optimizer)
+
+    expected = train(models[3], torch.optim.AdamW(models[3].parameters(), lr=0.05))
+    for losses in on_ranks(rank, 3):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_hook_of_a_parameter_sees_the_sum() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm, self.outer = nn.Linear(8, 12), nn.LayerNorm(4), nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.norm(self.inner(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+    def gradient(model: Any) -> torch.Tensor:
+        model(x).square().sum().backward()
+        return model.norm.weight.grad
+
+    torch.manual_seed(0)
+    x, models = torch.randn(3, 8, dtype=torch.float64), [Normed().double()]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    for model in models:
+        model.norm.weight.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    plan = {"inner": "colwise", "outer": "rowwise", "norm": "summed"}
+    expected = gradient(models[3])
+    for found in on_ranks(lambda comm: gradient(parallelize(models[comm.rank], plan, comm)), 3):
+        assert difference(found, expected) < 1e-12

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tensor_cases import on_ranks
 from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.parallel.arguments import matches
 from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor.regions import f
 from ringcomm.tensor.styles import STYLES, Colwise, Dropout, Heads, Vocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,6 +177,43 @@ def test_a_module_that_computes_with_numbers_of_the_whole_model() -> None:
     assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that computes with what" in said
 
 
+class Functional(nn.Module):
+    """Multiplies with the weight of its embedding, as on one rank (0), or as one of several (1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(9, 6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, tokens: torch.Tensor, how: int, comm: Any) -> torch.Tensor:
+        x = self.down(self.up(self.embed(tokens)))
+        x = f(x, comm) if how == 1 else x
+        return F.linear(x, self.embed.weight) if how else x @ self.embed.weight.T
+
+
+def test_a_product_with_the_weight_of_a_cut_embedding() -> None:
+    """Is refused in the first forward pass with gradients, but of code that knows of ranks."""
+    models = [Functional() for _ in range(3)]
+
+    def rank(comm: Any) -> None:
+        plan = {"embed": "vocab", "up": "colwise", "down": "rowwise"}
+        model = parallelize(models[comm.rank], plan, comm)
+        tokens = torch.arange(9)
+        with torch.no_grad():
+            assert model(tokens, 1, comm).shape == (9, 3)
+        for how, name in ((0, "matmul"), (2, "linear")):
+            with pytest.raises(InvalidArgumentError, match=f"rank {comm.rank} got {name} with the weight of embed, an"):
+                model(tokens, how, comm)
+        assert model(tokens, 1, comm).shape == (9, 3)
+
+    on_ranks(rank, 3)
+
+
+def watched(register: str) -> nn.Module:
+    model = make()
+    getattr(model.layers[1].attention.wq.weight, register)(lambda x: None)
+    return model
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = [
     (make, {"*.wq": "column"}, {}, InvalidArgumentError, r"the style 'column' for '\*\.wq', expected one of colwise, "),
     (make, {"*.wq": 5}, {}, InvalidArgumentError, "the style 5 for"),
@@ -200,7 +239,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
     (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,
      "tied to token.weight and cut in another way, expected the same cut; pass pad=True"),
-    (make, {"norm": "colwise"}, {}, UnsupportedError, "got norm, a LayerNorm, expected a plain Linear; leave it out"),
+    (make, {"norm": "colwise"}, {}, UnsupportedError, "LayerNorm, expected a plain Linear; leave it out of the plan$"),
     (make, {"head": "vocab", "token": "vocab"}, {}, UnsupportedError, "got head, a Linear, expected a plain Embedding"),
     (make, {"norm": Dropout(1)}, {}, UnsupportedError, "got norm, a LayerNorm, expected a plain Dropout; l"),
     (Odd, {"conv": "colwise"}, {}, UnsupportedError, "got conv, a Conv1d, expected a plain Linear"),
@@ -208,7 +247,12 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (Odd, {"bounded": "vocab"}, {}, UnsupportedError, "got bounded, an embedding with max_norm, expected one without"),
     (Odd, {"mine": "colwise"}, {}, UnsupportedError, "got mine, a Mine with a forward pass of its own"),
     (Odd, {"scaled": "vocab"}, {}, UnsupportedError, "got scaled, a Scaled with a forward pass of its own"),
-    (Odd, {"hooked": "rowwise"}, {}, UnsupportedError, "got hooked, a Linear with hooks, expected a plain Linear"),
+    (Odd, {"hooked": "rowwise"}, {}, UnsupportedError, "a Linear with hooks, expected a plain Linear; .* afterwards$"),
+    (lambda: watched("register_hook"), {"*.wq": "colwise"}, {}, UnsupportedError,
+     "got layers.1.attention.wq.weight, a parameter with hooks that is to be cut, expected one without: they would"),
+    (lambda: watched("register_post_accumulate_grad_hook"), {"*.wq": "rowwise"}, {}, UnsupportedError,
+     "got layers.1.attention.wq.weight, a parameter with hooks"),
+    (lambda: watched("register_hook"), {"*.wk": "replicate", "*.up": "colwise"}, {}, None, ""),
     (Odd, {"normed": "rowwise"}, {}, UnsupportedError, "got normed, a parametrized ParametrizedLinear"),
     (Odd, {"empty": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for empty, an empty ModuleList"),
     (Odd, {"dictionary": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError, "for dictionary, a Modu"),

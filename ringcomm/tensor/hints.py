@@ -3,17 +3,24 @@ torch's."""
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ringcomm.errors import InvalidArgumentError, RingcommError
-from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from ringcomm.parallel.ranks import exchange
+from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor.regions import Region
+from ringcomm.tensor.verify import digest
 
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes whose modules, as a rule, compute with them."""
@@ -78,12 +85,44 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                 )
 
 
+def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: bool) -> None:
+    """Where the caller is to cut the sequence: warns in the first forward pass, or refuses, if the first module that
+    works on parts of it gets the same on all ranks. The gradients of its parameters would be sums of the same.
+
+    Args:
+        modules: those that work on parts, by name.
+    """
+    names = {id(each): name for name, each in modules.items()}
+
+    def compare(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found = [x for x in args if type(x) is torch.Tensor and not x.is_meta and x.numel()]
+        if torch.compiler.is_compiling() or not found or not handles:
+            return
+        while handles:
+            handles.pop().remove()
+        varied = bool((found[0] != found[0].flatten()[0]).any())  # others may well be parts
+        mine = json.dumps(digest(found[0]) if varied else region.rank).encode()
+        if len({*exchange(region.comm, mine)}) > 1:
+            return
+        said = (
+            f"parallelize: rank {region.rank} got the same input of {names[id(module)]} on all ranks, expected this "
+            "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
+            "sequence before"
+        )
+        if refuse:
+            raise InvalidArgumentError(said)
+        warnings.warn(said, stacklevel=2)
+
+    handles = [each.register_forward_pre_hook(compare) for each in modules.values() if region.world_size > 1]
+
+
 def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Region) -> None:
     """Until a forward pass of the module has ended, errors in modules whose layers are cut say so: such a module counts
     heads, or has parameters, of the whole model."""
     if region.world_size == 1 or not layers:
         return
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
+    rows = {name: new for name, new in layers.items() if isinstance(new, VocabParallelEmbedding)}
     own, forward = vars(module).get("forward"), module.forward
 
     @wraps(forward)
@@ -91,7 +130,8 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         try:
-            output = forward(*args, **kwargs)
+            with _Rows(rows, region) if rows and torch.is_grad_enabled() else nullcontext():
+                output = forward(*args, **kwargs)
         except RingcommError:
             raise
         except Exception as error:
@@ -99,7 +139,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
             if said is None:
                 raise
             raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
-        if vars(module).get("forward") is explained:
+        if vars(module).get("forward") is explained and (torch.is_grad_enabled() or not rows):
             if own is None:
                 del module.forward
             else:
@@ -107,6 +147,51 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         return output
 
     module.forward = explained
+
+
+class _Rows(TorchFunctionMode):
+    """Refuses code outside of our layers that multiplies with the rows of an embedding, of which a rank has its part;
+    but not where the input has come out of `f`: that code knows of ranks.
+
+    Args:
+        rows: the embeddings, by name.
+    """
+
+    def __init__(self, rows: Mapping[str, nn.Module], region: Region) -> None:
+        self.names, self.region = {id(each.weight): name for name, each in rows.items()}, region
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.names and torch.is_grad_enabled() and getattr(func, "__name__", "") in MULTIPLIES:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            found = [name for x in given for y in (x, x._base) if (name := self.names.get(id(y))) is not None]
+            if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(1)):
+                raise InvalidArgumentError(
+                    f"parallelize: rank {self.region.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
+                    ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
+                    "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
+                    "'colwise_gather_output', or leave the embedding out of the plan"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+MULTIPLIES = {
+    "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
+}  # fmt: skip
+
+
+def _is_entered(x: torch.Tensor) -> bool:
+    """Whether it has come out of `f` or `g`, so that gradients of the ranks are added."""
+    node = x.grad_fn
+    while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0"):
+        node = node.next_functions[0][0]
+    return getattr(node, "back", None) in ("all_reduce", "reduce_scatter")  # of an operator of regions
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether a layer of ours calls a function of torch."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("ringcomm.")
 
 
 def _is_inner(new: nn.Module) -> bool:

@@ -64,6 +64,16 @@ def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: Part, dim: 
     note(module, key, **vars(part))
 
 
+def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+    """Gives a parameter the memory and the place of another, and no gradient: the object stays.
+    torch forgets what it knows of the old shape for a backward pass only where the type changes."""
+    p.grad = None
+    p.data = made.detach().new_empty(0, dtype=torch.float32 if p.dtype == torch.float64 else torch.float64)
+    p.data = made.detach()
+    vars(p).update(vars(made))
+    return p
+
+
 LINEAR = {
     "in_features": whole(1),
     "out_features": whole(1),
@@ -209,6 +219,8 @@ class ColumnParallelLinear(_ParallelLinear):
         part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(self.local_extents)
+        if not gather_output:
+            self.region.columns.add(self)
         own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
@@ -457,9 +469,10 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
     elif torch.nn.utils.parametrize.is_parametrized(module):
         said = f"a parametrized {type(module).__name__}"
     if said is not None:
+        later = ", or change it afterwards" if isinstance(module, kind) else ""
         raise UnsupportedError(
             f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
-            "the plan, or change it afterwards"
+            f"the plan{later}"
         )
 
 

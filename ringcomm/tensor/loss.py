@@ -10,6 +10,7 @@ from ringcomm.arguments import expects, number, one_of, whole
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, ShapeError
 from ringcomm.parallel.arguments import TENSOR
+from ringcomm.tensor.outputs import unwatched
 from ringcomm.tensor.regions import Region
 
 
@@ -37,7 +38,8 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: this rank's columns.
         target: classes of the whole vocabulary, alike on all ranks.
-        vocabulary: classes of the whole, where it was padded; None: W times this rank's columns.
+        vocabulary: classes of the whole; None: the outputs of the layer with as many columns on a rank, where there is
+            one, which may be padded; else W times this rank's columns.
         ignore_index, reduction, label_smoothing: as torch's.
     Shapes:  logits (N, V/W) or (..., V/W), target (N,) or (...): classes come last.
     Dtypes:  floating point; computed and returned in float32 (float64 for float64).
@@ -53,8 +55,8 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got logits of shape {tuple(logits.shape)} and a target of "
             f"{tuple(target.shape)}, expected one class for each row of logits; flatten both alike"
         )
-    width = logits.shape[-1]
-    classes = width * comm.world_size if vocabulary is None else vocabulary
+    logits, width = unwatched(logits), logits.shape[-1]
+    classes = _classes(region, width) if vocabulary is None else vocabulary
     if not 0 < classes <= width * comm.world_size:
         raise InvalidArgumentError(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got vocabulary={vocabulary}, expected 1 to the "
@@ -74,6 +76,17 @@ def vocab_parallel_cross_entropy(
         return rows.view(target.shape)
     total = rows.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _classes(region: Region, width: int) -> int:
+    """The outputs of the layers with so many columns on each rank, without padding."""
+    found = sorted({layer.out_features for layer in [*region.columns] if layer.local_features == width})
+    if len(found) > 1:
+        raise InvalidArgumentError(
+            f"vocab_parallel_cross_entropy: rank {region.rank} got {width} columns of logits, as many as layers of "
+            f"{' and of '.join(map(str, found))} outputs have, expected the number of classes; pass vocabulary="
+        )
+    return found[0] if found else width * region.world_size
 
 
 class _CrossEntropy(torch.autograd.Function):

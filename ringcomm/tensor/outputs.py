@@ -130,6 +130,14 @@ class _Watched(torch.Tensor):
         return cut.watch(made) if name in KEEPS and made.shape == x.shape else made
 
 
+def unwatched(x: torch.Tensor) -> torch.Tensor:
+    """What is parted as the layer's outputs were cut, as a plain tensor."""
+    if type(x) is not _Watched:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
 def _factors(
     name: str, x: torch.Tensor, made: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]
 ) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from ringcomm.parallel.ranks import exchange
 from ringcomm.parallel.uncut import keep_uncut
 from ringcomm.tensor.dropout import ShardedDropout
 from ringcomm.tensor.experts import cut_experts
-from ringcomm.tensor.hints import explain_first, refuse_unsummed, warn_of_forgotten
+from ringcomm.tensor.hints import explain_first, look_for_parts, refuse_unsummed, warn_of_forgotten
 from ringcomm.tensor.layers import (
     DIM,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    become,
     cut,
     form_of,
     own_part,
@@ -85,17 +86,18 @@ def parallelize(
         sequence_dim: sequence parallel: linear layers take and give parts of the sequence, along this dimension, in the
             place of all_reduces. The plan says where the region begins and ends, and what else works on parts of the
             sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
-            all layers take and give parts.
+            all layers take and give parts; a warning (with ``verify`` an error) says if all ranks then get the same.
         overlap: sequence parallel messages go round the ring while parts of them are multiplied.
         verify: for a loss that is off. Every forward pass compares hashes of the ranks' inputs, every backward pass
             hashes of gradients that all ranks have whole; without ``sequence_dim`` the first block of each kind
             compares its first output with that of the block before it was cut, in eval mode. MismatchError names what
             differs, on all ranks.
     Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
-    rank's own heads or features, is "summed". Tied parameters stay tied. Make the optimizer, and call `ringcomm.shard`,
-    afterwards. A module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time
-    as it was before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises
-    InvalidArgumentError in its first forward pass.
+    rank's own heads or features, is "summed". Tied parameters stay tied. Parameters stay the objects that they were,
+    with their attributes, so that an optimizer without state may come before or after; `ringcomm.shard` comes after. A
+    module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time as it was
+    before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises InvalidArgumentError
+    in its first forward pass.
     Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
              forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
              all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
@@ -123,6 +125,7 @@ def parallelize(
         site.fill()
     _watch_outputs(module, sites, region)
     verifier = _verifier(module, sites, region, sequence_dim) if verify else None
+    _keep_parameters(sites)
     keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
     whole = _whole_owners(sites)
     for site in sites:
@@ -131,6 +134,8 @@ def parallelize(
         _stand_in(module, found, before, comm)
     if verifier is not None:
         verifier.start()
+    if not any(isinstance(site.style, SequenceRegion) or site.style == Vocab(scatter=True) for site in sites):
+        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, region, verify)
     explain_first(module, layers, region)
     return module
 
@@ -177,6 +182,7 @@ class _Site:
             p = self.found._parameters[self.key]
             assert p is not None
             own_part(self.found, self.key, p, _part_of_vector(p, region, self.names[0]))
+            self.found._parameters[self.key] = become(p, self.found._parameters[self.key])
         if isinstance(self.style, (OnSequence, Summed)):
             sum_gradients(self.found, region)
         elif isinstance(self.style, Latent):
@@ -235,6 +241,7 @@ def _prepared(
         _heads(site, region)
     _keep_ties(module, list(sites.values()), region.rank)
     if region.world_size > 1:
+        _refuse_tensor_hooks(sites.values(), region.rank)
         refuse_unsummed(module, _layers([*sites.values()]), [*chosen], region.rank)
     return list(sites.values())
 
@@ -605,6 +612,38 @@ def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
                     f"parallelize: rank {rank} got {name}.{key} whole, tied to {new[id(p)][0]}, which is cut, expected "
                     "both in the plan; add it, or untie them"
                 )
+
+
+def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
+    """Refuses hooks of parameters that are cut: they would see this rank's part of a gradient."""
+    for site in sites:
+        made = {} if site.new is None else site.new._parameters
+        keys = [site.key] if site.key else [key for key, p in made.items() if p is not site.found._parameters.get(key)]
+        for key in keys:
+            p = site.found._parameters.get(key)
+            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                name = site.names[0] if site.key else f"{site.names[0]}.{key}"
+                raise UnsupportedError(
+                    f"parallelize: rank {rank} got {name}, a parameter with hooks that is to be cut, expected one "
+                    "without: they would see a part of its gradient; register them afterwards, for the rank's part, "
+                    "or leave its layer out of the plan"
+                )
+
+
+def _keep_parameters(sites: Sequence[_Site]) -> None:
+    """Lets parameters that are cut stay the objects that they were, with this rank's part: an optimizer that was made
+    before has them, and so do the attributes that a user gave them. The layers that they leave get others."""
+    whole: dict[int, nn.Parameter] = {}
+    for site in sites:
+        made = {} if site.new is None else site.new._parameters
+        for key, p in [*made.items()]:
+            old = site.found._parameters.get(key)
+            if old is None or p is None or p is old:
+                continue
+            if id(old) not in whole:
+                whole[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
+                become(old, p)
+            site.found._parameters[key], made[key] = whole[id(old)], old
 
 
 def _heads(site: _Site, region: Region) -> tuple[str, ...]:

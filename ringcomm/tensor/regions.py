@@ -37,11 +37,13 @@ class Region:
 
     Attributes:
         traffic: "<op> calls" and "<op> elements", of the whole message before it is cut.
+        columns: layers whose outputs lie on the ranks in parts.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.traffic: Counter[str] = Counter()
+        self.columns: weakref.WeakSet[Any] = weakref.WeakSet()
         self._entered: tuple[Any, Any, Any, set[int]] | None = None
 
     @staticmethod

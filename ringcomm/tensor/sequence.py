@@ -33,7 +33,10 @@ def sum_gradients_of(module: nn.Module, region: Region) -> None:
 def _sum_gradient(p: nn.Parameter, region: Region) -> None:
     frozen = not p.requires_grad
     p.requires_grad_(True)
+    others = [*(p._backward_hooks or {})]
     p._ringcomm_summed = p.register_hook(lambda gradient: region.all_reduce(gradient))
+    for key in others:  # run later, so that they see the sum
+        p._backward_hooks[key] = p._backward_hooks.pop(key)
     p.requires_grad_(not frozen)
 
 
