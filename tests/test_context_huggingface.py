@@ -324,6 +324,49 @@ def test_models_that_are_refused(what: str, layout: str) -> None:
         on_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_labels_that_are_shifted_in_the_whole_sequence_give_the_loss_of_one_process(name: str, layout: str) -> None:
+    models = [model_of(name) for _ in range(RANKS + 1)]
+    tokens, _, at, _ = text("")
+    tokens[0, 5] = -100  # of the labels alone
+    loss = models[-1](input_ids=tokens.clamp(min=0), labels=tokens).loss
+    loss.backward()
+
+    def rank(comm: ringcomm.Communicator) -> tuple[torch.Tensor, Any]:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return shard_sequence(x, comm, 1, layout)
+
+        model = models[comm.rank]
+        options = {"input_ids": part(tokens.clamp(min=0)), "position_ids": part(at)}
+        with context_parallel(comm, layout=layout):
+            after = F.pad(tokens, (0, 1), value=-100)[:, 1:]  # a shift of the user's own, of the whole
+            count = (after != -100).sum()
+            own = model(**options, labels=part(after), shift_labels=part(after), num_items_in_batch=count).loss
+            (own * comm.world_size).backward()
+        mean = {n: comm.all_reduce(p.grad, "avg") for n, p in model.named_parameters()}
+        return comm.all_reduce(own.detach() * comm.world_size, "avg"), mean
+
+    for total, grads in on_ranks(rank, RANKS):
+        torch.testing.assert_close(total, loss.detach(), rtol=1e-6, atol=0)  # transformers computes it in float32
+        for n, p in models[-1].named_parameters():
+            torch.testing.assert_close(grads[n], p.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2DoubleHeadsModel"])  # by a pad, and by a slice
+def test_labels_that_a_model_would_shift_within_a_part_are_refused(kind: str) -> None:
+    tokens, _, at, _ = text("")
+    model = getattr(transformers, kind)(model_of("Llama" if "Llama" in kind else "GPT2").config)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        part, where = shard_sequence(tokens, comm), shard_sequence(at, comm)
+        with context_parallel(comm):
+            model(input_ids=part, position_ids=where, labels=part)
+
+    with pytest.raises(UnsupportedError, match=rf"got labels that the model \({kind}\) .*shift_labels=part\(y\)"):
+        on_ranks(rank, 2)
+
+
 class Sinusoidal(nn.Module):
     """Takes rows of a table of its own, as M2M100 does for all sequences at once, or of activations, as mixtures do."""
 

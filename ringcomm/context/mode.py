@@ -33,6 +33,9 @@ _PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__ge
 """What takes rows of a table, and the place of their numbers among the arguments."""
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
+_WITH_LABELS = ("transformers.loss.", "transformers.models.", "transformers.modeling_layers")
+"""Where transformers computes losses of the labels that a model is given."""
+
 
 @expects(CALL, overlap=FLAG, local=FLAG)
 @contextmanager
@@ -55,7 +58,8 @@ def context_parallel(
 
     What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
     that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, tokens
-    shifted by a pad, layers other than attention in a configuration of transformers; and a backward pass, or the end of
+    shifted by a pad, labels that a loss of transformers shifts (pass ``shift_labels``), layers other than attention in
+    a configuration of transformers; and a backward pass, or the end of
     the context, where linear layers have been computed inside and no attention at all.
 
     Args:
@@ -100,6 +104,23 @@ def _module() -> str:
         return "a function"
     names = (name for name, each in found[-1].named_modules() if each is found[0])
     return f"{next(names, '') or 'the model'} ({type(found[0]).__name__})"
+
+
+def _shifts_labels(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a loss of transformers moves the labels it was given against the tokens that predict them."""
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].dim() > 2:
+        return False
+    if func is F.pad:
+        pad = args[1] if len(args) > 1 else options["pad"]
+        moved = pad[0] == 0 and pad[1] > 0
+    else:
+        at = args[1][-1] if isinstance(args[1], tuple) and args[1] else None
+        moved = isinstance(at, slice) and at.start == 1 and at.stop is None
+    frame = sys._getframe(2)
+    while moved and frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    caller = frame.f_globals.get("__name__", "")
+    return moved and caller.startswith(_WITH_LABELS) and frame.f_locals.get("labels") is args[0]
 
 
 def _is_own_table(x: Any) -> bool:
@@ -168,6 +189,14 @@ class _Mode(TorchFunctionMode):
         if func in _LAYERS and self._layer is None:
             self._layer = _module()
         self._refuse_mixing(func, args, options)
+        if func in (F.pad, torch.Tensor.__getitem__) and _shifts_labels(func, args, options):
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got labels that {_module()} is to shift within a rank's part, expected "
+                "labels that are shifted in the whole sequence: a piece's last label is another piece's first token; "
+                "with y = F.pad(x, (0, 1), value=-100)[:, 1:] and n = (y != -100).sum(), of the whole, pass labels="
+                "part(y), shift_labels=part(y) and num_items_in_batch=n and multiply the loss by the number of ranks, "
+                "or pass no labels and compute the loss from the logits and part(y)"
+            )
         if func is F.embedding:
             self._refuse_places(args[0] if args else options["input"])
         elif func in _PICKS and len(args) > _PICKS[func] and _is_own_table(args[0]):
