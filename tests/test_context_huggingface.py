@@ -384,19 +384,22 @@ def test_a_loss_from_one_token_of_each_sequence_is_refused_on_all_ranks(what: st
         def forward(self, **given: Any) -> torch.Tensor:
             return self.inner(**given)[0][:, 0]
 
+    def step(comm: ringcomm.Communicator, model: nn.Module, given: dict[str, torch.Tensor]) -> None:
+        with context_parallel(comm):
+            if what == "BertModel":
+                model(**given).pooler_output.sum().backward()
+            elif what.startswith("token"):
+                Own(model)(**given).sum().backward()
+            else:
+                with torch.no_grad():
+                    model(**given)
+
     def rank(comm: ringcomm.Communicator) -> None:
         model = models[comm.rank]
         given = {"input_ids": shard_sequence(tokens, comm), "position_ids": shard_sequence(at, comm)}
         where = "Llama" if what.startswith("Llama") else "Own" if what.startswith("token") else "pooler .BertPooler"
         with pytest.raises(UnsupportedError, match=f"from one token of each sequence, which .*{where}.* takes"):
-            with context_parallel(comm):
-                if what == "BertModel":
-                    model(**given).pooler_output.sum().backward()
-                elif what.startswith("token"):
-                    Own(model)(**given).sum().backward()
-                else:
-                    with torch.no_grad():
-                        model(**given)
+            step(comm, model, given)
         if what == "BertModel":  # a pooler whose output is not used
             with context_parallel(comm):
                 model(**given).last_hidden_state.sum().backward()

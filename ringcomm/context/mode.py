@@ -22,6 +22,7 @@ from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
+from ringcomm.parallel.unit import eager
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
@@ -206,6 +207,7 @@ class _Mode(TorchFunctionMode):
         self._layer: str | None = None  # the module of the first layer that was computed
         self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it
 
+    @eager  # Dynamo computes what lies between the calls of torch
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -248,9 +250,9 @@ class _Mode(TorchFunctionMode):
             self._refuse_places(_rows(args[_PICKS[func]]))
         if func is F.cross_entropy and _transformers_locals().get("start_positions") is not None:
             raise UnsupportedError(
-                f"{CALL}: rank {self.comm.rank} got a loss of places in the sequence (start_positions), expected a loss "
-                "of tokens: it compares the tokens of a rank's part alone; pass no labels, and compute the loss from "
-                "what ringcomm.context.gather_sequence gives of the outputs"
+                f"{CALL}: rank {self.comm.rank} got a loss of places in the sequence (start_positions), expected a "
+                "loss of tokens: it compares the tokens of a rank's part alone; pass no labels, and compute the loss "
+                "from what ringcomm.context.gather_sequence gives of the outputs"
             )
         result = func(*args, **options)
         if func is torch.Tensor.__getitem__ and args[0].shape[:2] == self._met and _picks_token(*args):
