@@ -200,6 +200,12 @@ class Endpoint:
         self._main.close()
         self._span_beside.close()
 
+    def leave(self) -> None:
+        """Closes those, too, that were made from this one: the rank makes no more calls. Others that wait for it hear
+        of it at once."""
+        for end in (self, *self._descendants):
+            end.close()
+
 
 class DeviceRequest:
     """A call in flight on a device."""

@@ -79,7 +79,8 @@ def run_ranks(
         wire_dtype: as in `init`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
-             RankFailedError: a process died without an exception, or a rank called sys.exit.
+             RankFailedError: a process died without an exception, or a rank called sys.exit. RankLostError: a rank
+             waits for one that has returned.
     """
     if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
         raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
@@ -145,7 +146,8 @@ def _run_threads(job: _Job) -> list[Any]:
             comm = Communicator(end)
             comms.append(comm)
             outcome.results[rank] = job.fn(comm, *job.args)
-            comm.close()  # others that still need this rank hear of it at once
+            comm.close()
+            end.leave()  # others that still need this rank, in whatever communicator, hear of it at once
         except BaseException as error:
             outcome.failures.append((rank, error))
             for each in ends:  # others may wait in communicators that this rank has no part in

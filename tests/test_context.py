@@ -435,10 +435,11 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "integers": (lambda c: ring_attention(*[GOOD.int()] * 3, c), DtypeError, "torch.int32"),
     "indivisible": (lambda c: shard_sequence(filled(1, 9), c), ShapeError, "multiple of 6 \\(zigzag on 3 ranks\\)"),
     "no such dim": (lambda c: shard_sequence(filled(6), c), ShapeError, "dim=1"),
-    "positions": (lambda c: positions(10, c, "contiguous"), ShapeError, "multiple of 3"),
+    "positions": (lambda c: positions(10, c, "contiguous"), ShapeError, "^positions: .*length=10.*of 3"),
     "odd gather": (lambda c: gather_sequence(filled(1, 3), c), ShapeError, "even number"),
     "gather dim": (lambda c: gather_sequence(filled(3), c, 2), ShapeError, "dim=2"),
     "shard layout": (lambda c: shard_sequence(filled(1, 6), c, layout="x"), InvalidArgumentError, "layout='x'"),
+    "positions' layout": (lambda c: positions(6, c, "x"), InvalidArgumentError, "^positions: .*layout='x'"),
     "gather layout": (lambda c: gather_sequence(filled(1, 6), c, layout="x"), InvalidArgumentError, "layout='x'"),
 }
 

@@ -324,6 +324,127 @@ def test_models_that_are_refused(what: str, layout: str) -> None:
         on_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_labels_that_are_shifted_in_the_whole_sequence_give_the_loss_of_one_process(name: str, layout: str) -> None:
+    models = [model_of(name) for _ in range(RANKS + 1)]
+    tokens, _, at, _ = text("")
+    tokens[0, 5] = -100  # of the labels alone
+    loss = models[-1](input_ids=tokens.clamp(min=0), labels=tokens).loss
+    loss.backward()
+
+    def rank(comm: ringcomm.Communicator) -> tuple[torch.Tensor, Any]:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return shard_sequence(x, comm, 1, layout)
+
+        model = models[comm.rank]
+        options = {"input_ids": part(tokens.clamp(min=0)), "position_ids": part(at)}
+        with context_parallel(comm, layout=layout):
+            after = F.pad(tokens, (0, 1), value=-100)[:, 1:]  # a shift of the user's own, of the whole
+            count = (after != -100).sum()
+            own = model(**options, labels=part(after), shift_labels=part(after), num_items_in_batch=count).loss
+            (own * comm.world_size).backward()
+        mean = {n: comm.all_reduce(p.grad, "avg") for n, p in model.named_parameters()}
+        return comm.all_reduce(own.detach() * comm.world_size, "avg"), mean
+
+    for total, grads in on_ranks(rank, RANKS):
+        torch.testing.assert_close(total, loss.detach(), rtol=1e-6, atol=0)  # transformers computes it in float32
+        for n, p in models[-1].named_parameters():
+            torch.testing.assert_close(grads[n], p.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2DoubleHeadsModel"])  # by a pad, and by a slice
+def test_labels_that_a_model_would_shift_within_a_part_are_refused(kind: str) -> None:
+    tokens, _, at, _ = text("")
+    model = getattr(transformers, kind)(model_of("Llama" if "Llama" in kind else "GPT2").config)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        part, where = shard_sequence(tokens, comm), shard_sequence(at, comm)
+        with context_parallel(comm):
+            model(input_ids=part, position_ids=where, labels=part)
+
+    with pytest.raises(UnsupportedError, match=rf"got labels that the model \({kind}\) .*shift_labels=part\(y\)"):
+        on_ranks(rank, 2)
+
+
+PICKED = ["BertForSequenceClassification", "LlamaForSequenceClassification", "BertModel", "token of one's own"]
+
+
+@pytest.mark.parametrize("what", PICKED)
+def test_a_loss_from_one_token_of_each_sequence_is_refused_on_all_ranks(what: str) -> None:
+    tokens, _, at, _ = text("")
+    config = model_of("Llama" if "Llama" in what else "Bert", num_labels=3).config
+    models = [getattr(transformers, what, transformers.BertModel)(config).double() for _ in range(2)]
+
+    class Own(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **given: Any) -> torch.Tensor:
+            return self.inner(**given)[0][:, 0]
+
+    def step(comm: ringcomm.Communicator, model: nn.Module, given: dict[str, torch.Tensor]) -> None:
+        with context_parallel(comm):
+            if what == "BertModel":
+                model(**given).pooler_output.sum().backward()
+            elif what.startswith("token"):
+                Own(model)(**given).sum().backward()
+            else:
+                with torch.no_grad():
+                    model(**given)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = models[comm.rank]
+        given = {"input_ids": shard_sequence(tokens, comm), "position_ids": shard_sequence(at, comm)}
+        where = "Llama" if what.startswith("Llama") else "Own" if what.startswith("token") else "pooler .BertPooler"
+        with pytest.raises(UnsupportedError, match=f"from one token of each sequence, which .*{where}.* takes"):
+            step(comm, model, given)
+        if what == "BertModel":  # a pooler whose output is not used
+            with context_parallel(comm):
+                model(**given).last_hidden_state.sum().backward()
+
+    on_ranks(rank, 2)
+
+
+def test_a_token_of_the_whole_sequence_is_no_error() -> None:
+    tokens, _, at, _ = text("")
+    models = [model_of("Bert").bert for _ in range(3)]
+    head = nn.Linear(16, 3).double()
+    models[2](input_ids=tokens, position_ids=at)[0][:, 0].square().sum().backward()
+
+    class Whole(nn.Module):
+        def __init__(self, comm: ringcomm.Communicator) -> None:
+            super().__init__()
+            self.comm, self.inner, self.head = comm, models[comm.rank], head
+
+        def forward(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            given = {"input_ids": shard_sequence(tokens, self.comm), "position_ids": shard_sequence(at, self.comm)}
+            return gather_sequence(self.inner(**given)[0], self.comm)[:, 0]
+
+    def rank(comm: ringcomm.Communicator) -> torch.Tensor:
+        with context_parallel(comm):
+            (Whole(comm)(tokens, at).square().sum() / comm.world_size).backward()
+        return comm.all_reduce(models[comm.rank].embeddings.word_embeddings.weight.grad, "sum")
+
+    for grad in on_ranks(rank, 2):
+        torch.testing.assert_close(grad, models[2].embeddings.word_embeddings.weight.grad, rtol=0, atol=1e-10)
+
+
+def test_a_loss_from_places_in_the_sequence_is_refused() -> None:
+    tokens, _, at, _ = text("")
+    model = transformers.BertForQuestionAnswering(model_of("Bert").config)
+    place = torch.tensor([1, 2])
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        given = {"input_ids": shard_sequence(tokens, comm), "position_ids": shard_sequence(at, comm)}
+        with context_parallel(comm):
+            model(**given, start_positions=place, end_positions=place)
+
+    with pytest.raises(UnsupportedError, match=r"places in the sequence .start_positions"):
+        on_ranks(rank, 2)
+
+
 class Sinusoidal(nn.Module):
     """Takes rows of a table of its own, as M2M100 does for all sequences at once, or of activations, as mixtures do."""
 

@@ -108,6 +108,52 @@ def test_a_transformer_as_it_is(world_size: int, layout: str, reentrant: bool | 
     assert_model_parallel(model, lambda m, *x: m(*x), world_size, layout, 8 * world_size)
 
 
+class Ring(nn.Module):
+    """A block that calls ring_attention itself, where it has a communicator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.comm: ringcomm.Communicator | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 3)).transpose(1, 2) for t in self.into(x).chunk(3, -1))
+        if self.comm is None:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            attended = ringcomm.ring_attention(q, k, v, self.comm, causal=True)
+        return x + torch.tanh(self.out(attended.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("what", ["blocks", "the model", "ring_attention"])
+def test_compiled_blocks_give_the_numbers_of_one_process(what: str) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(Ring(), Ring()).double()
+    x = torch.randn(2, 12, 12, dtype=torch.float64)
+    loss = base(x).square().mean()
+    loss.backward()
+    models = [copy.deepcopy(base) for _ in range(2)]
+
+    def rank(comm: ringcomm.Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = models[comm.rank]
+        model.zero_grad()
+        for each in [model] if what == "the model" else model:
+            each.compile(backend="aot_eager")
+        for block in model if what == "ring_attention" else ():
+            block.comm = comm
+        for _ in range(2):
+            model.zero_grad()
+            with nullcontext() if what == "ring_attention" else context_parallel(comm):
+                own = model(shard_sequence(x, comm)).square().mean()
+                own.backward()
+        return comm.all_reduce(own.detach(), "avg"), mean_over_ranks(comm, model)
+
+    for total, grads in on_ranks(rank, 2, 120):
+        torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
+        for name, p in base.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_a_checkpoint_recomputed_outside_is_found_out() -> None:
     torch.manual_seed(0)
     models = [Model(12, reentrant=False).double() for _ in range(3)]

@@ -101,6 +101,34 @@ def test_so_it_does_where_the_one_between_is_gone(closes: bool) -> None:
     ringcomm.run_ranks(body, 2, timeout=20)
 
 
+KEPT: list[Communicator] = []
+
+
+def one_returns_early(comm: Communicator, what: str) -> str:
+    mesh = ringcomm.init_mesh(dp=2, tp=2, comm=comm)
+    each = mesh["tp"] if what == "mesh" else comm.split(0).dup()
+    KEPT.append(each)  # as a model keeps it, beyond the function
+    x = torch.ones(1 << 20)
+    each.broadcast(x)  # a rank that is late gets what one that has returned has sent
+    if each.rank == 0:
+        each.send(x, 1)
+        return "left"
+    if each.rank == 1:
+        time.sleep(0.3)
+        each.recv(x, 0)
+    with pytest.raises(errors.RankLostError, match=r"expected rank 0 .* but it has closed its communicator"):
+        each.barrier()
+    return "heard"
+
+
+@pytest.mark.parametrize("what", ["mesh", "of its own"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_rank_that_returns_early_is_told_in_communicators_made_from_it(ranks: str, what: str) -> None:
+    left = ["left", "heard", "left", "heard"] if what == "mesh" else ["left", "heard", "heard", "heard"]
+    assert ringcomm.run_ranks(one_returns_early, 4, what, ranks=ranks, timeout=30) == left
+    KEPT.clear()
+
+
 def test_an_abort_of_a_part_leaves_what_it_was_made_from() -> None:
     def body(comm: Communicator) -> float:
         part = comm.dup()

@@ -25,6 +25,7 @@ from ringcomm.context.ring import Link, Pair, Sums
 from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.parallel.arguments import TENSOR
+from ringcomm.parallel.unit import eager
 
 CALL = "ring_attention"
 
@@ -52,6 +53,7 @@ _Met = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
     softcap=POSITIVE,
     overlap=FLAG,
 )
+@eager
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

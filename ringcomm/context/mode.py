@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,6 +22,7 @@ from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
+from ringcomm.parallel.unit import eager
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
@@ -32,6 +33,11 @@ _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__getitem__: 1}
 """What takes rows of a table, and the place of their numbers among the arguments."""
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+_OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+"""Ends of the names of transformers' models whose outputs are those of one token of each sequence."""
+_WITH_LABELS = ("transformers.loss.", "transformers.models.", "transformers.modeling_layers")
+"""Where transformers computes losses of the labels that a model is given."""
 
 
 @expects(CALL, overlap=FLAG, local=FLAG)
@@ -55,7 +61,8 @@ def context_parallel(
 
     What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
     that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, tokens
-    shifted by a pad, layers other than attention in a configuration of transformers; and a backward pass, or the end of
+    shifted by a pad, labels that a loss of transformers shifts (pass ``shift_labels``), a loss from one token
+    of each sequence, layers other than attention in a configuration of transformers; and a backward pass, or the end of
     the context, where linear layers have been computed inside and no attention at all.
 
     Args:
@@ -88,18 +95,75 @@ def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
     torch.autograd.backward(edges, grads, **options)
 
 
-def _module() -> str:
-    """Whose forward is running: the innermost module, by its name in the outermost one."""
+def _modules() -> list[torch.nn.Module]:
+    """Whose forwards are running, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         own = frame.f_locals.get("self")
         if isinstance(own, torch.nn.Module):
             found.append(own)
         frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _module() -> str:
+    """Whose forward is running: the innermost module, by its name in the outermost one."""
+    found = _modules()
     if not found:
         return "a function"
     names = (name for name, each in found[-1].named_modules() if each is found[0])
     return f"{next(names, '') or 'the model'} ({type(found[0]).__name__})"
+
+
+def _shifts_labels(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a loss of transformers moves the labels it was given against the tokens that predict them."""
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].dim() > 2:
+        return False
+    if func is F.pad:
+        pad = args[1] if len(args) > 1 else options["pad"]
+        moved = pad[0] == 0 and pad[1] > 0
+    else:
+        at = args[1][-1] if isinstance(args[1], tuple) and args[1] else None
+        moved = isinstance(at, slice) and at.start == 1 and at.stop is None
+    return moved and _transformers_locals().get("labels") is args[0]
+
+
+def _transformers_locals() -> dict[str, Any]:
+    """The local variables of what called torch, where that is a loss of transformers."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "ringcomm"):
+        frame = frame.f_back
+    return frame.f_locals if frame.f_globals.get("__name__", "").startswith(_WITH_LABELS) else {}
+
+
+def _picks_token(x: torch.Tensor, at: Any) -> bool:
+    """Whether an index takes the first or last token of every sequence, or one token of each by its number."""
+    if x.dim() != 3 or not x.is_floating_point() or not isinstance(at, tuple) or len(at) < 2:
+        return False
+    rows, place, *rest = at
+    whole = all(isinstance(each, slice) and each == slice(None) for each in rest)
+    if isinstance(rows, slice):
+        return whole and rows == slice(None) and isinstance(place, int) and place in (0, -1)
+    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not whole:
+        return False
+    one = place.shape == rows.shape if isinstance(place, torch.Tensor) else isinstance(place, int)
+    return one and torch.equal(rows, torch.arange(len(rows), device=rows.device))
+
+
+def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
+    """Where one of these nodes was made, if a backward pass from the roots comes to it."""
+    roots = [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else roots
+    edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in roots]
+    ahead = [edge.node for edge in edges if isinstance(edge, GradientEdge)]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node in wanted:
+            return wanted[node]
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        ahead += new
+    return None
 
 
 def _is_own_table(x: Any) -> bool:
@@ -138,9 +202,12 @@ class _Mode(TorchFunctionMode):
         self.part: int | None = None
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = CALLS.count
+        self._met: torch.Size | None = None  # batch and length of the part in the last attention
+        self._picks: dict[Any, str] = {}  # nodes that took a token of a part, and where
         self._layer: str | None = None  # the module of the first layer that was computed
         self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it
 
+    @eager  # Dynamo computes what lies between the calls of torch
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -154,6 +221,7 @@ class _Mode(TorchFunctionMode):
             return self.attend(*args, **options)
         if func in _BACKWARD or func is torch.autograd.grad:
             self.check_attended()
+            self._check_picks(args[0] if args else options.get("tensors", options.get("outputs")))
         if func in _BACKWARD and options.get("inputs") is None:
             given = options.pop(_BACKWARD[func], None)
             with self:  # checkpoints compute the attention again
@@ -168,11 +236,27 @@ class _Mode(TorchFunctionMode):
         if func in _LAYERS and self._layer is None:
             self._layer = _module()
         self._refuse_mixing(func, args, options)
+        if func in (F.pad, torch.Tensor.__getitem__) and _shifts_labels(func, args, options):
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got labels that {_module()} is to shift within a rank's part, expected "
+                "labels that are shifted in the whole sequence: a piece's last label is another piece's first token; "
+                "with y = F.pad(x, (0, 1), value=-100)[:, 1:] and n = (y != -100).sum(), of the whole, pass labels="
+                "part(y), shift_labels=part(y) and num_items_in_batch=n and multiply the loss by the number of ranks, "
+                "or pass no labels and compute the loss from the logits and part(y)"
+            )
         if func is F.embedding:
             self._refuse_places(args[0] if args else options["input"])
         elif func in _PICKS and len(args) > _PICKS[func] and _is_own_table(args[0]):
             self._refuse_places(_rows(args[_PICKS[func]]))
+        if func is F.cross_entropy and _transformers_locals().get("start_positions") is not None:
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got a loss of places in the sequence (start_positions), expected a "
+                "loss of tokens: it compares the tokens of a rank's part alone; pass no labels, and compute the loss "
+                "from what ringcomm.context.gather_sequence gives of the outputs"
+            )
         result = func(*args, **options)
+        if func is torch.Tensor.__getitem__ and args[0].shape[:2] == self._met and _picks_token(*args):
+            self._note_pick(result)
         weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
         if weights and isinstance(result, torch.Tensor) and result.dim() > 2:
             self._weights[result] = True
@@ -187,6 +271,28 @@ class _Mode(TorchFunctionMode):
                 "within a rank's part; set attn_implementation='sdpa' (transformers), call ring_attention, or pass "
                 "local=True if nothing inside mixes tokens"
             )
+
+    def _note_pick(self, picked: torch.Tensor) -> None:
+        """Keeps in mind where a module took a token, until backward shows whether the loss is computed from it."""
+        modules = _modules()
+        if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
+            self._refuse_pick(_module())
+        if modules and picked.requires_grad:
+            self._picks[get_gradient_edge(picked).node] = _module()
+
+    def _check_picks(self, roots: Any) -> None:
+        where = _reaches(roots, self._picks) if self._picks and roots is not None else None
+        self._picks = {}
+        if where is not None:
+            self._refuse_pick(where)
+
+    def _refuse_pick(self, where: str) -> None:
+        raise UnsupportedError(
+            f"{CALL}: rank {self.comm.rank} got a loss from one token of each sequence, which {where} takes by its "
+            "place, expected none: it is a token of the rank's part, another one on every rank; call the layers before "
+            "it in the context, and the rest on what ringcomm.context.gather_sequence gives, or pass local=True where "
+            "that is meant"
+        )
 
     def _is_weights(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x in self._weights
@@ -258,6 +364,7 @@ class _Mode(TorchFunctionMode):
                 f"{CALL}: rank {self.comm.rank} got {query.shape[1]} query heads and {key.shape[1]} key heads, "
                 "expected as many of both; pass enable_gqa=True"
             )
+        self._met = None if rule.part is not None else torch.Size((query.shape[0], query.shape[2]))
         if rule.part is not None:
             how = (scale, softcap, rule.key_mask)
             return cached_attention(query, key, value, self.comm, rule.part, *how)

@@ -125,12 +125,9 @@ def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: st
     """
     check_layout(layout, "shard_sequence", comm.rank)
     dim = _sequence_dim(x, dim, "shard_sequence", comm.rank)
-    chunks = comm.world_size * (2 if layout == "zigzag" and comm.world_size > 1 else 1)
-    if x.shape[dim] % chunks:
-        raise ShapeError(
-            f"shard_sequence: rank {comm.rank} got a sequence of {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, "
-            f"expected a multiple of {chunks} ({layout} on {comm.world_size} ranks); pad it"
-        )
+    _check_length(
+        x.shape[dim], comm, layout, "shard_sequence", f"a sequence of {x.shape[dim]} in dim {dim} of {tuple(x.shape)}"
+    )
     return torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
 
 
@@ -169,7 +166,18 @@ def positions(
         length: of the whole sequence.
     Raises:  as ``shard_sequence``.
     """
+    check_layout(layout, "positions", comm.rank)
+    _check_length(length, comm, layout, "positions", f"length={length}")
     return shard_sequence(torch.arange(length, device=device), comm, 0, layout)
+
+
+def _check_length(length: int, comm: Communicator, layout: str, call: str, got: str) -> None:
+    chunks = comm.world_size * (2 if layout == "zigzag" and comm.world_size > 1 else 1)
+    if length % chunks:
+        raise ShapeError(
+            f"{call}: rank {comm.rank} got {got}, expected a multiple of {chunks} ({layout} on {comm.world_size} "
+            "ranks); pad the whole sequence"
+        )
 
 
 def _sequence_dim(x: torch.Tensor, dim: int, call: str, rank: int) -> int:
