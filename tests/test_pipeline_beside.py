@@ -265,12 +265,12 @@ def test_static_shapes_with_plain_values_that_change_are_refused() -> None:
     assert "static_shapes=False" in str(error)
 
 
-def errors(model: nn.Module, at: list[str], *args: Any, **options: Any) -> BaseException:
+def errors(model: nn.Module, at: list[str], *args: Any, carry: tuple[str, ...] = (), **options: Any) -> BaseException:
     """The one error that is not another rank's."""
     found: list[BaseException] = []
 
     def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at), comm, microbatches=2, **options)
+        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at, carry=carry), comm, microbatches=2, **options)
         try:
             pipe.step(*args)
         except AbortedError:
@@ -1085,3 +1085,56 @@ def test_what_is_made_of_an_absent_tensor_is_no_view_of_it() -> None:
         assert isinstance(made, Absent)
         with torch._C.DisableTorchFunctionSubclass():
             assert not made._is_view()
+
+
+class WrittenInto(nn.Module):
+    """Writes into results outside of modules; of the first one into a view, without gradients and by a function."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(4))
+        self.hidden = hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        skip = x
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 2)
+        if self.hidden:
+            torch.ops.ringcomm_tests.twice(x)
+        x[:, 0].mul_(3)
+        x += 0.25
+        nn.functional.relu(x, inplace=True)
+        for block in self.blocks[1:]:
+            x = block(x)
+            x.clamp_(-2, 2)
+            torch.mul(x, 1.5, out=x) if not x.requires_grad else x.mul_(1.5)
+        return (x + skip).square().mean()
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.3"]], ids=len)
+def test_what_is_carried_has_the_values_that_its_module_gave(at: list[str]) -> None:
+    model = make(WrittenInto)
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(len(at) + 1)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+        torch.testing.assert_close(pipe.step(x), loss)
+        torch.testing.assert_close(pipe.evaluate(x).loss, loss)
+        return gradients(pipe)
+
+    found = {
+        name: grad for part in ringcomm.run_ranks(rank_main, len(models), timeout=30) for name, grad in part.items()
+    }
+    torch.testing.assert_close(found, dict(expected))
+
+
+def test_a_write_that_nobody_sees_into_what_is_carried_is_refused() -> None:
+    library = torch.library.Library("ringcomm_tests", "FRAGMENT")
+    library.define("twice(Tensor(a!) x) -> ()")
+    library.impl("twice", lambda x: (x.mul_(2), None)[1], "CompositeImplicitAutograd")
+    error = errors(make(WrittenInto, True), ["blocks.1"], torch.ones(4, DIM, dtype=torch.float64), carry=("blocks.0",))
+    assert isinstance(error, InvalidArgumentError)
+    assert "write into a clone of it" in str(error)

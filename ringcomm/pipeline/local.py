@@ -34,6 +34,7 @@ from ringcomm.pipeline.beside import (
     map_nest,
     restore,
     tensors_inside,
+    version_of,
 )
 from ringcomm.pipeline.cuts import Chain, Stages
 
@@ -131,6 +132,7 @@ class _Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
+    versions: list[int] = field(default_factory=list)  # of these, when a module last had them
     noting: bool = False  # whether a call of a module is being noted
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
@@ -215,9 +217,10 @@ class Local:
         run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
         if about is not None:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
+            run.versions = [version_of(x) for x in run.carried]
             run.before = dict(about.calls)
         try:
-            with torch.set_grad_enabled(grads), Reads():
+            with torch.set_grad_enabled(grads), Reads(partial(self._keep, run)):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -299,9 +302,8 @@ class Local:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
-                for x in run.carried:  # the stage before has come here, too, and its tensors have these hooks
-                    if x._backward_hooks is not None:
-                        x._backward_hooks.clear()
+                for x in run.carried:
+                    _clear_hooks(x)
             self._refuse_absent(run, name, (args, kwargs))
             self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
@@ -321,6 +323,7 @@ class Local:
         self, run: _Run, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a module of this stage, which later stages are told of."""
+        self._refuse_written(run, name)
         inside = self._inside[name]
         watch = Watch(self._containers, inside, args, kwargs)
         hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
@@ -342,7 +345,33 @@ class Local:
         left = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
         shown = self._shown(run, output, name, {**dict(enumerate(args)), **kwargs})
         run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
+        run.versions = [version_of(x) for x in run.carried]
         return output
+
+    def _keep(self, run: _Run, x: torch.Tensor) -> None:
+        """Of what the model's own forward is about to write into: of what is carried, later stages get the values that
+        its module gave. They come to that code themselves."""
+        last = run.stage == len(self.stages) - 1  # whom nobody comes after
+        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(run.grads):
+            for i, carried in enumerate(run.carried):
+                if carried is not x and not _shares(carried, x):
+                    continue
+                if not run.entered:
+                    _clear_hooks(carried)
+                if not last:
+                    self._refuse_written(run, "code that writes into what is carried")
+                    run.carried[i] = carried.clone()
+                    run.versions[i] = version_of(run.carried[i])
+
+    def _refuse_written(self, run: _Run, name: str) -> None:
+        """Raises where what is carried was written into by code that `Reads` does not see, such as an extension's."""
+        for x, version in zip(run.carried, run.versions, strict=True):
+            if version_of(x) != version:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} after code "
+                    f"outside of modules wrote into a tensor of shape {tuple(x.shape)} which is carried, "
+                    "expected its values as its module gave them; write into a clone of it"
+                )
 
     def _note_hooks(
         self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
@@ -405,6 +434,7 @@ class Local:
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
                 run.carried.append(x)
+                run.versions.append(version_of(x))
                 return Carried(len(run.carried) - 1)
             return Carried(known)
 
@@ -444,6 +474,7 @@ class Local:
             run.lost += lose(x, name)
         if isinstance(value, Carried) and isinstance(x, Absent):
             run.carried[value.number] = x.fill(run.carried[value.number])
+            run.versions[value.number] = version_of(x)
 
     def _made(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
         """A nest of shapes with tensors in their places; with those that were carried, and objects that were given."""
@@ -464,6 +495,7 @@ class Local:
     # ---- between two stages ----------------------------------------------------------------------------------------
 
     def _handed_on(self, run: _Run, cut: _Cut, inputs: Any) -> tuple[list[torch.Tensor], About]:
+        self._refuse_written(run, self.stages.first[run.stage + 1])
         leaves = tree_leaves(cut.inputs)
         positional = len(tree_leaves(cut.inputs[0]))
         named = {i for i, x in enumerate(leaves) if i >= positional and torch.is_tensor(x) and x.requires_grad}
@@ -636,6 +668,19 @@ def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
         return others.get(id(x), x)
 
     return tree_map(each, nest, is_leaf=is_container) if others else nest
+
+
+def _clear_hooks(x: torch.Tensor) -> None:
+    """Of what the stage before has, too, whose tensor has the same hooks."""
+    if x._backward_hooks is not None:
+        x._backward_hooks.clear()
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 def _sendable(x: torch.Tensor) -> torch.Tensor:
