@@ -1138,3 +1138,72 @@ def test_a_write_that_nobody_sees_into_what_is_carried_is_refused() -> None:
     error = errors(make(WrittenInto, True), ["blocks.1"], torch.ones(4, DIM, dtype=torch.float64), carry=("blocks.0",))
     assert isinstance(error, InvalidArgumentError)
     assert "write into a clone of it" in str(error)
+
+
+class RootBuffers(nn.Module):
+    """Buffers of the model itself: written in front of all cuts, behind them, made anew, and read early."""
+
+    def __init__(self, early: str = "") -> None:
+        super().__init__()
+        self.early = early
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(4))
+        for name in ("ahead", "middle", "ema", "made", "scratch"):
+            self.register_buffer(name, torch.zeros(DIM, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scratch.zero_()
+        self.ahead.add_(1)
+        if self.early == "read":
+            x = x + self.ema
+        elif self.early == "overwritten":
+            x = x + self.scratch
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            with torch.no_grad():
+                if i == 1:
+                    self.middle.add_(x.mean(0))
+        with torch.no_grad():
+            self.ema.lerp_(x.mean(0), 0.5)
+            self.scratch.add_(1)
+            self.seen += len(x)
+            self.made = self.made * 0.5 + x.sum(0)
+        return (x - self.ema).square().mean()
+
+
+@pytest.mark.parametrize("early", ["", "overwritten"])
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2)])
+def test_buffers_around_modules_are_those_of_the_last_stage(schedule: str, ranks: int, early: str) -> None:
+    model = make(RootBuffers, early)
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    at = ["blocks.2"] if ranks == 2 and schedule == "1f1b" else ["blocks.1", "blocks.2", "blocks.3"]
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def rank_main(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=3, schedule=schedule)
+        found = []
+        for _ in range(2):
+            pipe.step(x)
+            found.append({name: each.clone() for name, each in pipe.named_buffers()})
+            assert all(type(each) is torch.Tensor for each in pipe.buffers())
+        pipe.evaluate(x)
+        return [*found, {name: each.clone() for name, each in pipe.named_buffers()}]
+
+    expected = []
+    for _ in range(3):
+        for each in x.chunk(3):
+            model(each)
+        expected.append({name: each.clone() for name, each in model.named_buffers()})
+    for found in ringcomm.run_ranks(rank_main, ranks, timeout=30):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_buffer_that_is_read_before_a_later_stage_writes_it_is_refused() -> None:
+    def rank_main(comm: Communicator) -> str:
+        pipe = Pipeline(ringcomm.split(make(RootBuffers, "read"), ["blocks.2"]), comm, microbatches=2)
+        with pytest.raises(InvalidArgumentError) as caught:
+            pipe.step(torch.ones(4, DIM, dtype=torch.float64))
+        return str(caught.value)
+
+    for text in ringcomm.run_ranks(rank_main, 2, timeout=20):
+        assert "rank 0 ran stage 0, whose forward reads the buffer ema" in text

@@ -110,17 +110,15 @@ class Reads(TorchFunctionMode):
     class then, but reads its value.
 
     Args:
-        written: called with each tensor that a function will write into, before it does.
+        told: of each function and its arguments, before it is called.
     """
 
-    def __init__(self, written: Callable[[torch.Tensor], None] = lambda x: None) -> None:
+    def __init__(self, told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None) -> None:
         super().__init__()
-        self.written = written
+        self.told = told
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in _written(func, args, kwargs or {}):
-            if not isinstance(x, Absent):
-                self.written(x)
+        self.told(func, args, kwargs or {})
         if Absent not in types:
             found = _absent_in((args, kwargs or {}))
             if found:
@@ -258,7 +256,20 @@ def _writes(func: Any) -> bool:
     return func is _Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def reads(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors whose values a function takes, but for the one that it writes into."""
+    if func in _FACTS or _is_fact(func):
+        return []
+    nest = args[1:] if _writes(func) else args
+    return [x for x in tree_leaves((nest, kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def overwrites(func: Any, args: Any) -> list[torch.Tensor]:
+    """The tensor of which a function keeps no value."""
+    return [args[0]] if func in (_Tensor.zero_, _Tensor.fill_, _Tensor.copy_) else []
+
+
+def writes(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a function writes into, as far as its name and arguments tell."""
     first = _writes(func) or kwargs.get("inplace") is True or func is _SET_DATA
     nest = [args[:1] if first else (), kwargs.get("out")]

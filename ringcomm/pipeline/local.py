@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable
+from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable, writes
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -36,6 +36,7 @@ from ringcomm.pipeline.beside import (
     tensors_inside,
     version_of,
 )
+from ringcomm.pipeline.buffers import Buffers
 from ringcomm.pipeline.cuts import Chain, Stages
 
 ANY = -1
@@ -155,6 +156,7 @@ class Local:
         self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
         self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
+        self.buffers = Buffers(self._containers, mine, len(stages))
         for tie in stages.ties:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
@@ -219,8 +221,15 @@ class Local:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
             run.versions = [version_of(x) for x in run.carried]
             run.before = dict(about.calls)
+
+        def told(func: Any, args: Any, kwargs: Any) -> None:
+            read(func, args, kwargs)
+            for x in writes(func, args, kwargs) if run.carried else ():
+                if not isinstance(x, Absent):
+                    self._keep(run, x)
+
         try:
-            with torch.set_grad_enabled(grads), Reads(partial(self._keep, run)):
+            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))

@@ -238,6 +238,7 @@ class Pipeline(nn.Module):
             device = self.messages.device = self._local.device
             self._ties.send_values()
             self._refuse_meta()
+            self._local.buffers.begin()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():
@@ -254,10 +255,11 @@ class Pipeline(nn.Module):
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
-            told = torch.tensor([value, bits], dtype=torch.float64, device=device)
+            told = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
             self.comm.broadcast(told, self.schedule.rank_of[-1])
             bits = int(told[1])
             loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
+            self._local.buffers.settle(told[2:].tolist(), self.comm, self.schedule.rank_of, self.microbatches > 1)
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
