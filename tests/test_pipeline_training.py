@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
 from ringcomm.pipeline.check import times
 from ringcomm.pipeline.messages import Messages
 from ringcomm.pipeline.pipeline import Pipeline
@@ -122,6 +123,34 @@ def test_autocast(schedule: str) -> None:
 def test_other_types(dtype: torch.dtype) -> None:
     model = make(lambda: Row([Block(6) for _ in range(4)])).to(dtype)
     parity(model, torch.randn(6, 6, dtype=dtype), cuts(2, 4), 2, schedule="zero-bubble", microbatches=3)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_loss_that_scales_itself(calls: bool) -> None:
+    model, x = make(lambda: Row([Block(6) for _ in range(4)])), torch.randn(6, 6)
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        scaler, mesh = ringcomm.GradScaler(init_scale=1024.0), ringcomm.init_mesh(pp=2, dp=1, comm=comm)
+        loss = scaler.scale if calls else lambda output: output
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), mesh["pp"], microbatches=3, loss=loss)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        ringcomm.shard(pipe, optimizer, stage=0, mesh=mesh)
+        pipe.step(x)
+        if not calls:
+            with pytest.raises(InvalidArgumentError, match="before any call of scale"):
+                scaler.unscale_(optimizer)
+            return {}
+        scaler.unscale_(optimizer)
+        found = gradients(pipe)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1024.0
+        return found
+
+    done = ringcomm.run_ranks(rank_main, 2, timeout=30)
+    assert not calls or differing(done, expected) == []
 
 
 @pytest.mark.parametrize("overflow", [False, True])
