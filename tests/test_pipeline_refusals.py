@@ -474,3 +474,27 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
         assert block(torch.ones(2, 6)).isfinite().all()  # and no guard
         with pytest.raises((AbortedError, ClosedError)):
             pipe.step(tokens(2), target=tokens(2))
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return (output * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_loss_with_parameters_is_refused(bound: bool) -> None:
+    def rank_main(comm: Communicator) -> None:
+        loss = Temperature()
+        pipeline(comm, row(), ["2"], loss=loss.forward if bound else loss if comm.rank else torch.sum)
+
+    for error in errors(rank_main):
+        assert isinstance(error, UnsupportedError)
+        assert one_sentence(error)
+        assert "scale that wants a gradient" in str(error)
+    loss = Temperature().requires_grad_(False)
+    assert errors(lambda comm: pipeline(comm, row(), ["2"], loss=loss)) == [None] * 2
+    assert errors(lambda comm: pipeline(comm, model := row(), ["2"], loss=model.add_module)) == [None] * 2

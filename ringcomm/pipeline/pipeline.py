@@ -134,6 +134,7 @@ class Pipeline(nn.Module):
                 f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a whole one; "
                 "make or load it again"
             )
+        self._refuse_trained_loss(loss, stages.model)
         self._agree(stages, (reduction, ties, static_shapes))
         self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
         self.messages = Messages(comm, self._local.device, static_shapes)
@@ -144,6 +145,21 @@ class Pipeline(nn.Module):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
+
+    def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:
+        """Raises on every rank where one has such a loss; a collective."""
+        modules = [x for x in (loss, getattr(loss, "__self__", None)) if isinstance(x, nn.Module)]
+        own = {id(p) for p in model.parameters()}
+        found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
+        name = found[0] if found else None
+        told = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps((type(loss).__name__, name)))]
+        for rank, (kind, theirs) in enumerate(told):
+            if theirs is not None:
+                raise UnsupportedError(
+                    f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
+                    "expected none, since the loss is no part of the pipeline and is neither clipped nor saved; make "
+                    "it a module of the model that its last stage calls, or switch its gradients off"
+                )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
         """Raises on every rank where one has another model, cut or schedule; a collective."""
