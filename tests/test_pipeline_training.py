@@ -385,3 +385,35 @@ def test_the_timeline_has_every_action_in_order() -> None:
     for row in rows:
         edges = [edge for _, start, end in row for edge in (start, end)]
         assert edges == sorted(edges)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_hooks_on_parameters(schedule: str) -> None:
+    def hooked() -> Row:
+        model = Row([Block(6) for _ in range(4)])
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad * 2)
+            if p.dim() == 1:
+                p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+        return model
+
+    x = torch.randn(6, 6)
+    _, expected = plain_of(make(hooked), x)
+    models = [make(hooked) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), comm, microbatches=3, schedule=schedule)
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=30), expected) == []
+
+
+def plain_of(model: Row, x: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+    """As `plain`, of the model itself: a copy has no hooks."""
+    total = torch.zeros(())
+    for each in x.chunk(3):
+        loss = model(each) / 3
+        loss.backward()
+        total = total + loss.detach()
+    return total, gradients(model)
