@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline.check import times
 from ringcomm.pipeline.messages import Messages
 from ringcomm.pipeline.pipeline import Pipeline
@@ -417,3 +417,30 @@ def plain_of(model: Row, x: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         loss.backward()
         total = total + loss.detach()
     return total, gradients(model)
+
+
+def test_compiled_blocks() -> None:
+    x, start = torch.randn(6, 6), make(lambda: Row([Block(6) for _ in range(4)]))
+    _, expected = plain(start, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(start) for _ in range(2)]
+    for model in models:
+        for i in range(4):
+            model.blocks[i] = torch.compile(model.blocks[i], backend="eager")
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), comm, microbatches=3)
+        pipe.step(x)
+        return {name.replace("_orig_mod.", ""): grad for name, grad in gradients(pipe).items()}
+
+    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=60), expected) == []
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_model_that_is_cut_is_refused(wrapped: bool) -> None:
+    model: Any = Row([Block(6) for _ in range(4)])
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match="compile its blocks"):
+        ringcomm.split(model, [f"_orig_mod.{name}" if wrapped else name for name in cuts(2, 4)])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringcomm.arguments import TEXT, Wanted, a, expects, several
-from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.parallel.arguments import matches
 from ringcomm.pipeline.balance import balance
 
@@ -110,6 +110,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
         order: names of modules, with all that is in them, in the order in which forward calls them: where that is
             another than that in which they were registered. They take one another's places; all others keep theirs.
     Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
+             UnsupportedError: a module that is cut and compiled.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
     known = [name for name, _ in model.named_modules()]
@@ -194,6 +195,11 @@ def _uncut(
             f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
             "name the first module in it in its place"
         )
+    if not _is_list(module) and _is_compiled(module):
+        raise UnsupportedError(
+            f"split: got {shown(name) if name else 'the model'} that is cut and compiled, expected compiled modules "
+            "that lie in one stage as a whole; compile its blocks: model.blocks[i].compile(), or torch.compile of them"
+        )
     seen.add(id(module))
     for key, p in module._parameters.items():
         if p is not None:
@@ -209,7 +215,12 @@ def _uncut(
 def _is_list(module: nn.Module) -> bool:
     """Whether a module only holds others, which forward calls one by one: calls of itself show nothing of that."""
     own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
-    return type(module).forward is nn.Module.forward and not own and any(True for _ in module.children())
+    bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # as of torch.compile's
+    return bare and not own and any(True for _ in module.children())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:
