@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_pipeline import Block, Net, cross_entropy, cuts, make, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
@@ -498,3 +499,33 @@ def test_a_loss_with_parameters_is_refused(bound: bool) -> None:
     loss = Temperature().requires_grad_(False)
     assert errors(lambda comm: pipeline(comm, row(), ["2"], loss=loss)) == [None] * 2
     assert errors(lambda comm: pipeline(comm, model := row(), ["2"], loss=model.add_module)) == [None] * 2
+
+
+class Activated(nn.Module):
+    """An activation that no stage has, and a checkpoint around several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.act = nn.ModuleList(Block(6) for _ in range(3)), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return self.act(self.blocks[1](self.blocks[0](x)))
+
+        return self.blocks[2](checkpoint(inner, x, use_reentrant=False))
+
+
+def test_a_checkpoint_over_a_cut_is_refused() -> None:
+    def rank_main(comm: Communicator) -> None:
+        pipeline(comm, make(Activated), ["blocks.1"]).step(torch.ones(2, 6))
+
+    found = [error for error in errors(rank_main) if not isinstance(error, AbortedError)]
+    assert all(isinstance(error, InvalidArgumentError) and one_sentence(error) for error in found)
+    assert "on both sides of a cut" in str(found[0])
+
+
+def test_carry_of_a_module_without_parameters_says_what_to_carry() -> None:
+    with pytest.raises(InvalidArgumentError, match="name those whose results act is given"):
+        ringcomm.split(Activated(), ["blocks.1"], carry=["act"])
+    with pytest.raises(InvalidArgumentError, match="names no module"):
+        ringcomm.split(Activated(), ["blocks.1"], carry=["no"])

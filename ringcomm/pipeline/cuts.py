@@ -238,11 +238,20 @@ def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]
     inside = {id(each) for name in stage_of for each in model.get_submodule(name).modules()}
     names = [name for name, each in model.named_modules() if id(each) in inside]
     for pattern in carry:
-        if not any(matches(pattern, name) for name in names):
+        if any(matches(pattern, name) for name in names):
+            continue
+        found = [name for name, _ in model.named_modules() if name and matches(pattern, name)]
+        free = [name for name in found if next(model.get_submodule(name).parameters(), None) is None]
+        if free:
             raise InvalidArgumentError(
-                f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
-                f"as {', '.join(map(repr, [*stage_of][:3]))}; look at model.named_modules()"
+                f"split: got carry={shown(pattern)}, which names {free[0]}, a module that lies in no stage, as it has "
+                "no parameters and every stage computes it, expected modules that lie in one stage; name "
+                f"those whose results {free[0]} is given"
             )
+        raise InvalidArgumentError(
+            f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
+            f"as {', '.join(map(repr, [*stage_of][:3]))}; look at model.named_modules()"
+        )
     return frozenset(name for name in names if any(matches(pattern, name) for pattern in carry))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.arguments import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
 from ringcomm.communicator import Communicator
@@ -474,7 +475,14 @@ class _Step:
         else:
             roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
         if roots:
-            backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
+            try:
+                backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
+            except CheckpointError as error:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {stage}, where a function that is checkpointed computed "
+                    "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
+                    "modules one by one, and no function that calls modules on both sides of a cut"
+                ) from error
         before = self.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._parcels["backward", stage, number] = found
