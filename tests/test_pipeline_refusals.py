@@ -6,6 +6,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -529,3 +530,53 @@ def test_carry_of_a_module_without_parameters_says_what_to_carry() -> None:
         ringcomm.split(Activated(), ["blocks.1"], carry=["act"])
     with pytest.raises(InvalidArgumentError, match="names no module"):
         ringcomm.split(Activated(), ["blocks.1"], carry=["no"])
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class Leading(nn.Module):
+    """Blocks that hand on dataclasses, or of which one is called twice or left out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, blocks = how, [Block(6) for _ in range(4)]
+        self.blocks = nn.ModuleList([*blocks[:2], *blocks[:2]] if how == "shared" else blocks)
+        if how == "dataclass":
+            for block in blocks:
+                block.__class__ = OfState
+
+    def forward(self, x: torch.Tensor, *beside: Any) -> torch.Tensor:
+        state: Any = State(x) if self.how == "dataclass" else x
+        for i, block in enumerate(self.blocks):
+            if (self.how, i) != ("skipped", 2):
+                state = block(state)
+        return state.x if self.how == "dataclass" else state
+
+
+class OfState(Block):
+    def forward(self, state: Any) -> Any:
+        return State(super().forward(state.x))
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "text"),
+    [
+        ("dataclass", "blocks.2", "no tensor on but State"),
+        ("skipped", "blocks.2", "at modules that every forward pass calls"),
+        ("shared", "blocks.1", "give each call a module of its own"),
+        ("shared", "blocks.2", "which is blocks.0 once more"),
+        ("target", "blocks.2", "by name: what has none goes to forward"),
+    ],
+)
+def test_sentences_name_the_cause(how: str, at: str, text: str) -> None:
+    def rank_main(comm: Communicator) -> None:
+        options = {"loss": nn.MSELoss()} if how == "target" else {}
+        args = [torch.ones(4, 6)] * (2 if how == "target" else 1)
+        pipeline(comm, make(Leading, how), [at], **options).step(*args)
+
+    found = [error for error in errors(rank_main) if error is not None and not isinstance(error, AbortedError)]
+    assert all(isinstance(error, InvalidArgumentError) and one_sentence(error) for error in found)
+    assert text in str(found[0])

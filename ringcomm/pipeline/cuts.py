@@ -116,6 +116,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
     known = [name for name, _ in model.named_modules()]
     for name in (*wanted, *order):
         if name not in known or name == "":
+            _refuse_other_name(model, known, name)
             raise InvalidArgumentError(
                 f"split: got {shown(name)}, which is no submodule, expected names such as "
                 f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
@@ -158,6 +159,17 @@ def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None
                     "expected every module in one stage; cut the model elsewhere, or make two modules that share "
                     "their parameters"
                 )
+
+
+def _refuse_other_name(model: nn.Module, known: Sequence[str], name: str) -> None:
+    """Raises where it is another name of a module that the model calls at several places."""
+    module = dict(model.named_modules(remove_duplicate=False)).get(name)
+    first = next((each for each in known if model.get_submodule(each) is module), "") if module is not None else ""
+    if first:
+        raise InvalidArgumentError(
+            f"split: got {shown(name)}, which is {first} once more, expected the first name of each module; calls of a "
+            "shared module must lie in one stage: cut elsewhere, or give each place a module of its own"
+        )
 
 
 def _refuse_nested(order: Sequence[str]) -> None:

@@ -278,7 +278,8 @@ class Local:
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
-            "where its modules are registered in the order of their calls, or name that in split(..., order=[...])"
+            "where its modules are registered in the order of their calls, or name that in split(..., order=[...]), "
+            "and at modules that every forward pass calls"
         )
 
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
@@ -293,7 +294,7 @@ class Local:
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
                         f"{stage} once more, expected modules of its own; cut the model where all calls of a module "
-                        "lie in one stage"
+                        "lie in one stage, or give each call a module of its own"
                     )
                 if run.entered:
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
@@ -524,8 +525,12 @@ class Local:
             else:
                 facts.append(("own", _checksum(x)))
         if not sent and not run.carried:
-            raise self._wrong(
-                run.stage, "handed no tensor on", f"tensors as arguments of {self.stages.first[run.stage + 1]}"
+            kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in leaves)) or "nothing"
+            name = self.stages.first[run.stage + 1]
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward handed no tensor on but {kinds}, "
+                f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
+                "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}

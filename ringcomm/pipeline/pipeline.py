@@ -250,7 +250,7 @@ class Pipeline(nn.Module):
         flat = flat_model_of(self)
         try:
             if train:
-                self._check_target(target)
+                self._check_target(args, target)
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
             self._ties.send_values()
@@ -283,12 +283,12 @@ class Pipeline(nn.Module):
             raise
         return (joined(step.outputs) if step.outputs else None), loss
 
-    def _check_target(self, target: Any) -> None:
+    def _check_target(self, args: tuple[Any, ...], target: Any) -> None:
         at_end = self.schedule.stages - 1 in self.mine
         if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
-                "pass target= there"
+                "pass target= there" + (", by name: what has none goes to forward" if len(args) > 1 else "")
             )
 
     def _refuse_meta(self) -> None:
