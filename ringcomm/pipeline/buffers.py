@@ -27,27 +27,24 @@ class Buffers:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], mine: Sequence[int], stages: int) -> None:
-        self._modules, self.mine, self.last = modules, mine, stages - 1
-        self._before: list[tuple[nn.Module, str, str, torch.Tensor, int]] = []  # where, its name, what, its version
+        self.mine, self.last = mine, stages - 1
+        self._places = [(m, key, f"{name}.{key}" if name else key) for name, m in modules.items() for key in m._buffers]
+        self._before: list[tuple[Any, int]] = []  # when the batch began, and their versions
         self._own: dict[int, list[Any]] = {}  # of this rank's stages but for its last one
         self._read: set[tuple[int, int]] = set()  # stages, and numbers of those that they have read before their ends
 
     def begin(self) -> None:
         """A batch."""
-        self._before = [
-            (module, key, f"{name}.{key}" if name else key, x, version_of(x))
-            for name, module in self._modules.items()
-            for key, x in module._buffers.items()
-            if x is not None
-        ]
-        self._own = {stage: [each[3].clone() for each in self._before] for stage in sorted(self.mine)[:-1]}
+        here = self._here()
+        self._before = [(x, version_of(x)) for x in here]
+        self._own = {stage: [x if x is None else x.clone() for x in here] for stage in sorted(self.mine)[:-1]}
         self._read.clear()
 
     def _here(self) -> list[Any]:
-        return [module._buffers.get(key) for module, key, *_ in self._before]
+        return [module._buffers.get(key) for module, key, _ in self._places]
 
     def _set(self, values: Sequence[Any]) -> None:
-        for (module, key, *_), x in zip(self._before, values, strict=True):
+        for (module, key, _), x in zip(self._places, values, strict=True):
             module._buffers[key] = x
 
     @contextmanager
@@ -75,18 +72,18 @@ class Buffers:
     def changed(self) -> list[float]:
         """By number, 1 for those that the batch has changed here, 0 for others."""
         now = zip(self._here(), self._before, strict=True)
-        return [float(x is not each[3] or isinstance(x, Absent) or version_of(x) != each[4]) for x, each in now]
+        return [float(x is not old or isinstance(x, Absent) or version_of(x) != version) for x, (old, version) in now]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def settle(self, changed: Sequence[float], comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
+    def settle(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
         """Gives all ranks the values of the last stage; a collective, where one has changed.
 
         Args:
-            changed: on the last stage.
+            changed: on the last stage; on the ranks' device.
             several: whether the batch had several micro-batches.
         Raises: InvalidArgumentError, on all ranks: a stage has read what a later one writes.
         """
-        numbers = [i for i, each in enumerate(changed) if each]
+        numbers, device = [i for i, each in enumerate(changed.tolist()) if each], changed.device
         if not numbers:
             return
         values = {stage: self._own.get(stage, self._here()) for stage in self.mine}
@@ -99,15 +96,15 @@ class Buffers:
                 continue
             stage = max(known)
             (shape, dtype), owner = known[stage], rank_of[stage]
-            module, key, name, before, _ = self._before[i]
-            here = values[stage][i] if owner == comm.rank else torch.empty(shape, dtype=dtype, device=before.device)
+            (module, key, name), before = self._places[i], self._before[i][0]
+            here = values[stage][i] if owner == comm.rank else torch.empty(shape, dtype=dtype, device=device)
             data = here.detach().contiguous()
             comm.broadcast(data.view(-1).view(torch.uint8), owner)
             for stage, its in values.items():
                 if several and (stage, i) in self._read and not _is_same(its[i], data):
                     stale = f"rank {comm.rank} ran stage {stage}, whose forward reads the buffer {name}, which a later "
             own = module._buffers.get(key)
-            if own is before and (own.shape, own.dtype) == (shape, dtype):
+            if own is before is not None and not own.is_inference() and (own.shape, own.dtype) == (shape, dtype):
                 with torch._C.DisableTorchFunctionSubclass():
                     if isinstance(own, Absent):
                         own.__class__ = torch.Tensor

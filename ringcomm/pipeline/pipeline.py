@@ -276,7 +276,7 @@ class Pipeline(nn.Module):
             self.comm.broadcast(told, self.schedule.rank_of[-1])
             bits = int(told[1])
             loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
-            self._local.buffers.settle(told[2:].tolist(), self.comm, self.schedule.rank_of, self.microbatches > 1)
+            self._local.buffers.settle(told[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
