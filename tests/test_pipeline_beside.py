@@ -265,12 +265,12 @@ def test_static_shapes_with_plain_values_that_change_are_refused() -> None:
     assert "static_shapes=False" in str(error)
 
 
-def errors(model: nn.Module, at: list[str], *args: Any, **options: Any) -> BaseException:
+def errors(model: nn.Module, at: list[str], *args: Any, carry: tuple[str, ...] = (), **options: Any) -> BaseException:
     """The one error that is not another rank's."""
     found: list[BaseException] = []
 
     def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at), comm, microbatches=2, **options)
+        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at, carry=carry), comm, microbatches=2, **options)
         try:
             pipe.step(*args)
         except AbortedError:
@@ -1085,3 +1085,129 @@ def test_what_is_made_of_an_absent_tensor_is_no_view_of_it() -> None:
         assert isinstance(made, Absent)
         with torch._C.DisableTorchFunctionSubclass():
             assert not made._is_view()
+
+
+class WrittenInto(nn.Module):
+    """Writes into results outside of modules; of the first one into a view, without gradients and by a function."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(4))
+        self.hidden = hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        skip = x
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 2)
+        if self.hidden:
+            torch.ops.ringcomm_tests.twice(x)
+        x[:, 0].mul_(3)
+        x += 0.25
+        nn.functional.relu(x, inplace=True)
+        for block in self.blocks[1:]:
+            x = block(x)
+            x.clamp_(-2, 2)
+            torch.mul(x, 1.5, out=x) if not x.requires_grad else x.mul_(1.5)
+        return (x + skip).square().mean()
+
+
+@pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.3"]], ids=len)
+def test_what_is_carried_has_the_values_that_its_module_gave(at: list[str]) -> None:
+    model = make(WrittenInto)
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(len(at) + 1)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+        torch.testing.assert_close(pipe.step(x), loss)
+        torch.testing.assert_close(pipe.evaluate(x).loss, loss)
+        return gradients(pipe)
+
+    found = {
+        name: grad for part in ringcomm.run_ranks(rank_main, len(models), timeout=30) for name, grad in part.items()
+    }
+    torch.testing.assert_close(found, dict(expected))
+
+
+def test_a_write_that_nobody_sees_into_what_is_carried_is_refused() -> None:
+    library = torch.library.Library("ringcomm_tests", "FRAGMENT")
+    library.define("twice(Tensor(a!) x) -> ()")
+    library.impl("twice", lambda x: (x.mul_(2), None)[1], "CompositeImplicitAutograd")
+    error = errors(make(WrittenInto, True), ["blocks.1"], torch.ones(4, DIM, dtype=torch.float64), carry=("blocks.0",))
+    assert isinstance(error, InvalidArgumentError)
+    assert "write into a clone of it" in str(error)
+
+
+class RootBuffers(nn.Module):
+    """Buffers of the model itself: written in front of all cuts, behind them, made anew, and read early."""
+
+    def __init__(self, early: str = "") -> None:
+        super().__init__()
+        self.early = early
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(4))
+        for name in ("ahead", "middle", "ema", "made", "scratch"):
+            self.register_buffer(name, torch.zeros(DIM, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("late", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scratch.zero_()
+        self.ahead.add_(1)
+        if self.early == "read":
+            x = x + self.ema
+        elif self.early == "overwritten":
+            x = x + self.scratch
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            with torch.no_grad():
+                if i == 1:
+                    self.middle.add_(x.mean(0))
+        with torch.no_grad():
+            self.ema.lerp_(x.mean(0), 0.5)
+            self.scratch.add_(1)
+            self.seen += len(x)
+            self.made = self.made * 0.5 + x.sum(0)
+            self.late = x.mean(0)
+        return (x - self.ema).square().mean()
+
+
+@pytest.mark.parametrize("early", ["", "overwritten"])
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2)])
+def test_buffers_around_modules_are_those_of_the_last_stage(schedule: str, ranks: int, early: str) -> None:
+    model = make(RootBuffers, early)
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    at = ["blocks.2"] if ranks == 2 and schedule == "1f1b" else ["blocks.1", "blocks.2", "blocks.3"]
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def rank_main(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=3, schedule=schedule)
+        found = []
+        for _ in range(2):
+            pipe.step(x)
+            found.append({name: each.clone() for name, each in pipe.named_buffers()})
+            assert all(type(each) is torch.Tensor for each in pipe.buffers())
+        with torch.inference_mode():
+            pipe.evaluate(x)
+        pipe.evaluate(x)
+        return [*found, {name: each.clone() for name, each in pipe.named_buffers()}]
+
+    expected = []
+    for passes in (1, 1, 2):
+        for each in x.chunk(3) * passes:
+            model(each)
+        expected.append({name: each.clone() for name, each in model.named_buffers()})
+    for found in ringcomm.run_ranks(rank_main, ranks, timeout=30):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_buffer_that_is_read_before_a_later_stage_writes_it_is_refused() -> None:
+    def rank_main(comm: Communicator) -> str:
+        pipe = Pipeline(ringcomm.split(make(RootBuffers, "read"), ["blocks.2"]), comm, microbatches=2)
+        with pytest.raises(InvalidArgumentError) as caught:
+            pipe.step(torch.ones(4, DIM, dtype=torch.float64))
+        return str(caught.value)
+
+    for text in ringcomm.run_ranks(rank_main, 2, timeout=20):
+        assert "rank 0 ran stage 0, whose forward reads the buffer ema" in text

@@ -6,12 +6,14 @@ import copy
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from test_pipeline import Block, Net, cross_entropy, cuts, make, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
@@ -474,3 +476,107 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
         assert block(torch.ones(2, 6)).isfinite().all()  # and no guard
         with pytest.raises((AbortedError, ClosedError)):
             pipe.step(tokens(2), target=tokens(2))
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return (output * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_loss_with_parameters_is_refused(bound: bool) -> None:
+    def rank_main(comm: Communicator) -> None:
+        loss = Temperature()
+        pipeline(comm, row(), ["2"], loss=loss.forward if bound else loss if comm.rank else torch.sum)
+
+    for error in errors(rank_main):
+        assert isinstance(error, UnsupportedError)
+        assert one_sentence(error)
+        assert "scale that wants a gradient" in str(error)
+    loss = Temperature().requires_grad_(False)
+    assert errors(lambda comm: pipeline(comm, row(), ["2"], loss=loss)) == [None] * 2
+    assert errors(lambda comm: pipeline(comm, model := row(), ["2"], loss=model.add_module)) == [None] * 2
+
+
+class Activated(nn.Module):
+    """An activation that no stage has, and a checkpoint around several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.act = nn.ModuleList(Block(6) for _ in range(3)), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return self.act(self.blocks[1](self.blocks[0](x)))
+
+        return self.blocks[2](checkpoint(inner, x, use_reentrant=False))
+
+
+def test_a_checkpoint_over_a_cut_is_refused() -> None:
+    def rank_main(comm: Communicator) -> None:
+        pipeline(comm, make(Activated), ["blocks.1"]).step(torch.ones(2, 6))
+
+    found = [error for error in errors(rank_main) if not isinstance(error, AbortedError)]
+    assert all(isinstance(error, InvalidArgumentError) and one_sentence(error) for error in found)
+    assert "on both sides of a cut" in str(found[0])
+
+
+def test_carry_of_a_module_without_parameters_says_what_to_carry() -> None:
+    with pytest.raises(InvalidArgumentError, match="name those whose results act is given"):
+        ringcomm.split(Activated(), ["blocks.1"], carry=["act"])
+    with pytest.raises(InvalidArgumentError, match="names no module"):
+        ringcomm.split(Activated(), ["blocks.1"], carry=["no"])
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class Leading(nn.Module):
+    """Blocks that hand on dataclasses, or of which one is called twice or left out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, blocks = how, [Block(6) for _ in range(4)]
+        self.blocks = nn.ModuleList([*blocks[:2], *blocks[:2]] if how == "shared" else blocks)
+        if how == "dataclass":
+            for block in blocks:
+                block.__class__ = OfState
+
+    def forward(self, x: torch.Tensor, *beside: Any) -> torch.Tensor:
+        state: Any = State(x) if self.how == "dataclass" else x
+        for i, block in enumerate(self.blocks):
+            if (self.how, i) != ("skipped", 2):
+                state = block(state)
+        return state.x if self.how == "dataclass" else state
+
+
+class OfState(Block):
+    def forward(self, state: Any) -> Any:
+        return State(super().forward(state.x))
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "text"),
+    [
+        ("dataclass", "blocks.2", "no tensor on but State"),
+        ("skipped", "blocks.2", "at modules that every forward pass calls"),
+        ("shared", "blocks.1", "give each call a module of its own"),
+        ("shared", "blocks.2", "which is blocks.0 once more"),
+        ("target", "blocks.2", "by name: what has none goes to forward"),
+    ],
+)
+def test_sentences_name_the_cause(how: str, at: str, text: str) -> None:
+    def rank_main(comm: Communicator) -> None:
+        options = {"loss": nn.MSELoss()} if how == "target" else {}
+        args = [torch.ones(4, 6)] * (2 if how == "target" else 1)
+        pipeline(comm, make(Leading, how), [at], **options).step(*args)
+
+    found = [error for error in errors(rank_main) if error is not None and not isinstance(error, AbortedError)]
+    assert all(isinstance(error, InvalidArgumentError) and one_sentence(error) for error in found)
+    assert text in str(found[0])

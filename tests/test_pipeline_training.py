@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline.check import times
 from ringcomm.pipeline.messages import Messages
 from ringcomm.pipeline.pipeline import Pipeline
@@ -122,6 +123,34 @@ def test_autocast(schedule: str) -> None:
 def test_other_types(dtype: torch.dtype) -> None:
     model = make(lambda: Row([Block(6) for _ in range(4)])).to(dtype)
     parity(model, torch.randn(6, 6, dtype=dtype), cuts(2, 4), 2, schedule="zero-bubble", microbatches=3)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_loss_that_scales_itself(calls: bool) -> None:
+    model, x = make(lambda: Row([Block(6) for _ in range(4)])), torch.randn(6, 6)
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        scaler, mesh = ringcomm.GradScaler(init_scale=1024.0), ringcomm.init_mesh(pp=2, dp=1, comm=comm)
+        loss = scaler.scale if calls else lambda output: output
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), mesh["pp"], microbatches=3, loss=loss)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        ringcomm.shard(pipe, optimizer, stage=0, mesh=mesh)
+        pipe.step(x)
+        if not calls:
+            with pytest.raises(InvalidArgumentError, match="before any call of scale"):
+                scaler.unscale_(optimizer)
+            return {}
+        scaler.unscale_(optimizer)
+        found = gradients(pipe)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1024.0
+        return found
+
+    done = ringcomm.run_ranks(rank_main, 2, timeout=30)
+    assert not calls or differing(done, expected) == []
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -356,3 +385,62 @@ def test_the_timeline_has_every_action_in_order() -> None:
     for row in rows:
         edges = [edge for _, start, end in row for edge in (start, end)]
         assert edges == sorted(edges)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_hooks_on_parameters(schedule: str) -> None:
+    def hooked() -> Row:
+        model = Row([Block(6) for _ in range(4)])
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad * 2)
+            if p.dim() == 1:
+                p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+        return model
+
+    x = torch.randn(6, 6)
+    _, expected = plain_of(make(hooked), x)
+    models = [make(hooked) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), comm, microbatches=3, schedule=schedule)
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=30), expected) == []
+
+
+def plain_of(model: Row, x: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+    """As `plain`, of the model itself: a copy has no hooks."""
+    total = torch.zeros(())
+    for each in x.chunk(3):
+        loss = model(each) / 3
+        loss.backward()
+        total = total + loss.detach()
+    return total, gradients(model)
+
+
+def test_compiled_blocks() -> None:
+    x, start = torch.randn(6, 6), make(lambda: Row([Block(6) for _ in range(4)]))
+    _, expected = plain(start, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(start) for _ in range(2)]
+    for model in models:
+        for i in range(4):
+            model.blocks[i] = torch.compile(model.blocks[i], backend="eager")
+
+    def rank_main(comm: Communicator) -> Gradients:
+        pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), comm, microbatches=3)
+        pipe.step(x)
+        return {name.replace("_orig_mod.", ""): grad for name, grad in gradients(pipe).items()}
+
+    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=60), expected) == []
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_model_that_is_cut_is_refused(wrapped: bool) -> None:
+    model: Any = Row([Block(6) for _ in range(4)])
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match="compile its blocks"):
+        ringcomm.split(model, [f"_orig_mod.{name}" if wrapped else name for name in cuts(2, 4)])

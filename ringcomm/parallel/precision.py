@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ringcomm.arguments import expects, that
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.parallel.part import refuse_parts
+
+if TYPE_CHECKING:
+    from ringcomm.parallel.flat_model import FlatModel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -116,16 +120,49 @@ class GradScaler(torch.amp.GradScaler):
 
     torch's own looks at this rank's gradients alone, which are a shard from ZeRO-1 on; an optimizer of `ringcomm.shard`
     refuses it there.
+
+    Where a pipeline's last stage alone calls `scale`, in its loss, the ranks of the other stages begin with the same
+    scale by themselves.
     """
+
+    _guessed = False  # whether nobody has called scale() here
+    _agreed = False  # whether it is known that a rank of the pipeline has
 
     @expects("GradScaler", device=that("a kind of device, such as 'cpu'", lambda kind: torch.device(kind).type == kind))
     def __init__(self, device: str = "cpu", *args: Any, **kwargs: Any) -> None:
         super().__init__(device, *args, **kwargs)
 
+    def scale(self, outputs: Any) -> Any:
+        """As torch's."""
+        self._guessed = False
+        return super().scale(outputs)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None:
+            self._guessed = True
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        found: tuple[torch.Tensor, torch.Tensor] = super()._check_scale_growth_tracker(funcname)
+        return found
+
+    def _refuse_unscaled(self, flats: Sequence[FlatModel]) -> None:
+        """Raises where no rank has called scale(), or not this one, and no other stage's may have."""
+        pipelined = next((flat for flat in flats if _has_stages(flat)), None)
+        scaled = not self._guessed
+        if pipelined is not None and not self._agreed:
+            told = torch.tensor([float(scaled)], device=pipelined.device)
+            pipelined.ranks.reduce_over_all(told, "max", everywhere=True)
+            scaled = self._agreed = bool(told)
+        if not scaled and not self._agreed:
+            raise InvalidArgumentError(
+                "GradScaler: got gradients to unscale before any call of scale(), expected one; call "
+                "scaler.scale(loss).backward(), or pass scaler= to a pipeline's step()"
+            )
+
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
         from ringcomm.parallel.optimizer import attached_of
 
         attached = attached_of(optimizer, "GradScaler")
+        self._refuse_unscaled([] if attached is None else attached.flats)
         if attached is None:
             refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
             return super()._unscale_grads_(optimizer, *args, **kwargs)
@@ -146,3 +183,9 @@ class GradScaler(torch.amp.GradScaler):
             for flat in attached.flats:
                 flat.ranks.reduce_over_all(flag.view(1), "max", everywhere=True)
         return found
+
+
+def _has_stages(flat: FlatModel) -> bool:
+    """Whether the ranks have stages of a pipeline."""
+    mesh = flat.ranks.mesh
+    return mesh is not None and any(n > 1 for name, n in zip(mesh.names, mesh.shape, strict=True) if name == "pp")

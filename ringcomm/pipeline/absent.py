@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ _OF_VALUES = {
     _Tensor.bincount, torch.corrcoef, torch.histogramdd, _Tensor.__repr__, _Tensor.__format__, _Tensor.data_ptr,
 }  # fmt: skip
 """What gives tensors whose shape depends on values, or a text of them."""
+_SET_DATA = _Tensor.data.__set__
 _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
@@ -106,9 +107,18 @@ class _Numbers(TorchDispatchMode):
 
 class Reads(TorchFunctionMode):
     """Inside, functions whose only absent arguments are numbers to them raise, too: torch does not ask an argument's
-    class then, but reads its value."""
+    class then, but reads its value.
+
+    Args:
+        told: of each function and its arguments, before it is called.
+    """
+
+    def __init__(self, told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None) -> None:
+        super().__init__()
+        self.told = told
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.told(func, args, kwargs or {})
         if Absent not in types:
             found = _absent_in((args, kwargs or {}))
             if found:
@@ -244,6 +254,26 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return func is _Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def reads(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors whose values a function takes, but for the one that it writes into."""
+    if func in _FACTS or _is_fact(func):
+        return []
+    nest = args[1:] if _writes(func) else args
+    return [x for x in tree_leaves((nest, kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def overwrites(func: Any, args: Any) -> list[torch.Tensor]:
+    """The tensor of which a function keeps no value."""
+    return [args[0]] if func in (_Tensor.zero_, _Tensor.fill_, _Tensor.copy_) else []
+
+
+def writes(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a function writes into, as far as its name and arguments tell."""
+    first = _writes(func) or kwargs.get("inplace") is True or func is _SET_DATA
+    nest = [args[:1] if first else (), kwargs.get("out")]
+    return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)] if first or "out" in kwargs else []
 
 
 def _is_repeated(x: torch.Tensor) -> bool:

@@ -169,7 +169,7 @@ class Watch:
         versions: dict[Any, int] = {}
         for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
             if type(each) is torch.Tensor:
-                versions[key] = _version(each)
+                versions[key] = version_of(each)
             elif isinstance(each, (dict, list, tuple, set, deque)):
                 self._look((*place, key), each, opens=opens)
             elif opens and _opens(each):
@@ -187,7 +187,7 @@ class Watch:
                 own = _OWN if len(place) == 1 else ()
                 for key, x in container.items():
                     other = key not in before or before[key] is not x
-                    changed = not other and versions.get(key, 0) != _version(x)
+                    changed = not other and versions.get(key, 0) != version_of(x)
                     if (other or changed) and key not in own and not _is_code(x):
                         found.append(Left(place, key, x, changed=changed))
                 for key, x in before.items():
@@ -198,7 +198,7 @@ class Watch:
             else:
                 found.append(Left(place, None, list(container), whole=True))
         place, _, args, versions = self._args
-        written = [key for key, version in versions.items() if _version(args[key]) != version]
+        written = [key for key, version in versions.items() if version_of(args[key]) != version]
         return found + [Left(place, key, args[key], changed=True, written=True) for key in written]
 
 
@@ -218,10 +218,11 @@ def _is_same(now: Any, before: Any, versions: Mapping[Any, int]) -> bool:
     if isinstance(now, set):
         return {*map(id, now)} == {*map(id, before)}
     pairs = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
-    return all(map(operator.is_, *pairs)) and all(_version(before[key]) == its for key, its in versions.items())
+    return all(map(operator.is_, *pairs)) and all(version_of(before[key]) == its for key, its in versions.items())
 
 
-def _version(x: Any) -> int:
+def version_of(x: Any) -> int:
+    """How often a tensor was written into."""
     return x._version if type(x) is torch.Tensor and not x.is_inference() else 0
 
 

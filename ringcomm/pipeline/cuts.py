@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringcomm.arguments import TEXT, Wanted, a, expects, several
-from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.parallel.arguments import matches
 from ringcomm.pipeline.balance import balance
 
@@ -110,11 +110,13 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
         order: names of modules, with all that is in them, in the order in which forward calls them: where that is
             another than that in which they were registered. They take one another's places; all others keep theirs.
     Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
+             UnsupportedError: a module that is cut and compiled.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
     known = [name for name, _ in model.named_modules()]
     for name in (*wanted, *order):
         if name not in known or name == "":
+            _refuse_other_name(model, known, name)
             raise InvalidArgumentError(
                 f"split: got {shown(name)}, which is no submodule, expected names such as "
                 f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
@@ -159,6 +161,17 @@ def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None
                 )
 
 
+def _refuse_other_name(model: nn.Module, known: Sequence[str], name: str) -> None:
+    """Raises where it is another name of a module that the model calls at several places."""
+    module = dict(model.named_modules(remove_duplicate=False)).get(name)
+    first = next((each for each in known if model.get_submodule(each) is module), "") if module is not None else ""
+    if first:
+        raise InvalidArgumentError(
+            f"split: got {shown(name)}, which is {first} once more, expected the first name of each module; calls of a "
+            "shared module must lie in one stage: cut elsewhere, or give each place a module of its own"
+        )
+
+
 def _refuse_nested(order: Sequence[str]) -> None:
     for i, name in enumerate(order):
         if any(f"{name}.".startswith(f"{other}.") for other in (*order[:i], *order[i + 1 :])):
@@ -194,6 +207,11 @@ def _uncut(
             f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
             "name the first module in it in its place"
         )
+    if not _is_list(module) and _is_compiled(module):
+        raise UnsupportedError(
+            f"split: got {shown(name) if name else 'the model'} that is cut and compiled, expected compiled modules "
+            "that lie in one stage as a whole; compile its blocks: model.blocks[i].compile(), or torch.compile of them"
+        )
     seen.add(id(module))
     for key, p in module._parameters.items():
         if p is not None:
@@ -209,7 +227,12 @@ def _uncut(
 def _is_list(module: nn.Module) -> bool:
     """Whether a module only holds others, which forward calls one by one: calls of itself show nothing of that."""
     own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
-    return type(module).forward is nn.Module.forward and not own and any(True for _ in module.children())
+    bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # as of torch.compile's
+    return bare and not own and any(True for _ in module.children())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:
@@ -227,11 +250,20 @@ def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]
     inside = {id(each) for name in stage_of for each in model.get_submodule(name).modules()}
     names = [name for name, each in model.named_modules() if id(each) in inside]
     for pattern in carry:
-        if not any(matches(pattern, name) for name in names):
+        if any(matches(pattern, name) for name in names):
+            continue
+        found = [name for name, _ in model.named_modules() if name and matches(pattern, name)]
+        free = [name for name in found if next(model.get_submodule(name).parameters(), None) is None]
+        if free:
             raise InvalidArgumentError(
-                f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
-                f"as {', '.join(map(repr, [*stage_of][:3]))}; look at model.named_modules()"
+                f"split: got carry={shown(pattern)}, which names {free[0]}, a module that lies in no stage, as it has "
+                "no parameters and every stage computes it, expected modules that lie in one stage; name "
+                f"those whose results {free[0]} is given"
             )
+        raise InvalidArgumentError(
+            f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
+            f"as {', '.join(map(repr, [*stage_of][:3]))}; look at model.named_modules()"
+        )
     return frozenset(name for name in names if any(matches(pattern, name) for pattern in carry))
 
 

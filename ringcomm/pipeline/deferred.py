@@ -50,7 +50,8 @@ class Deferring(TorchFunctionMode):
     of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
     autograd. Everything else, also what autocast converts, has its gradients at once; and so have weights of linear
     layers that another function of torch takes as well, such as an embedding that is the output layer too: autograd
-    adds up their gradients before. For a forward pass, and for its backward pass too, in which checkpoints run theirs.
+    adds up their gradients before; and those of layers whose parameters have hooks. For a forward pass, and for its
+    backward pass too, in which checkpoints run theirs.
 
     Args:
         often: ids of parameters whose layers are torch's own, in which autograd adds up several gradients.
@@ -79,7 +80,14 @@ class Deferring(TorchFunctionMode):
         own = [p for p in (weight, bias) if p is not None]
         if any_absent(own):
             return False
+        if any(_has_hooks(p) for p in own):  # which autograd would call here, without a gradient
+            return False
         return all(p.is_leaf and id(p) not in self.often for p in own) and weight.requires_grad
+
+
+def _has_hooks(p: torch.Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient, such as masks."""
+    return any(getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:

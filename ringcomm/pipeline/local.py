@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable
+from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable, writes
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -34,7 +34,9 @@ from ringcomm.pipeline.beside import (
     map_nest,
     restore,
     tensors_inside,
+    version_of,
 )
+from ringcomm.pipeline.buffers import Buffers
 from ringcomm.pipeline.cuts import Chain, Stages
 
 ANY = -1
@@ -131,6 +133,7 @@ class _Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
+    versions: list[int] = field(default_factory=list)  # of these, when a module last had them
     noting: bool = False  # whether a call of a module is being noted
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
@@ -153,6 +156,7 @@ class Local:
         self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
         self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
+        self.buffers = Buffers(self._containers, mine, len(stages))
         for tie in stages.ties:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
@@ -215,9 +219,17 @@ class Local:
         run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
         if about is not None:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
+            run.versions = [version_of(x) for x in run.carried]
             run.before = dict(about.calls)
+
+        def told(func: Any, args: Any, kwargs: Any) -> None:
+            read(func, args, kwargs)
+            for x in writes(func, args, kwargs) if run.carried else ():
+                if not isinstance(x, Absent):
+                    self._keep(run, x)
+
         try:
-            with torch.set_grad_enabled(grads), Reads():
+            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -266,7 +278,8 @@ class Local:
     def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
-            "where its modules are registered in the order of their calls, or name that in split(..., order=[...])"
+            "where its modules are registered in the order of their calls, or name that in split(..., order=[...]), "
+            "and at modules that every forward pass calls"
         )
 
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
@@ -281,7 +294,7 @@ class Local:
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
                         f"{stage} once more, expected modules of its own; cut the model where all calls of a module "
-                        "lie in one stage"
+                        "lie in one stage, or give each call a module of its own"
                     )
                 if run.entered:
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
@@ -299,9 +312,8 @@ class Local:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
-                for x in run.carried:  # the stage before has come here, too, and its tensors have these hooks
-                    if x._backward_hooks is not None:
-                        x._backward_hooks.clear()
+                for x in run.carried:
+                    _clear_hooks(x)
             self._refuse_absent(run, name, (args, kwargs))
             self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
@@ -321,6 +333,7 @@ class Local:
         self, run: _Run, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a module of this stage, which later stages are told of."""
+        self._refuse_written(run, name)
         inside = self._inside[name]
         watch = Watch(self._containers, inside, args, kwargs)
         hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
@@ -342,7 +355,33 @@ class Local:
         left = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
         shown = self._shown(run, output, name, {**dict(enumerate(args)), **kwargs})
         run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
+        run.versions = [version_of(x) for x in run.carried]
         return output
+
+    def _keep(self, run: _Run, x: torch.Tensor) -> None:
+        """Of what the model's own forward is about to write into: of what is carried, later stages get the values that
+        its module gave. They come to that code themselves."""
+        last = run.stage == len(self.stages) - 1  # whom nobody comes after
+        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(run.grads):
+            for i, carried in enumerate(run.carried):
+                if carried is not x and not _shares(carried, x):
+                    continue
+                if not run.entered:
+                    _clear_hooks(carried)
+                if not last:
+                    self._refuse_written(run, "code that writes into what is carried")
+                    run.carried[i] = carried.clone()
+                    run.versions[i] = version_of(run.carried[i])
+
+    def _refuse_written(self, run: _Run, name: str) -> None:
+        """Raises where what is carried was written into by code that `Reads` does not see, such as an extension's."""
+        for x, version in zip(run.carried, run.versions, strict=True):
+            if version_of(x) != version:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} after code "
+                    f"outside of modules wrote into a tensor of shape {tuple(x.shape)} which is carried, "
+                    "expected its values as its module gave them; write into a clone of it"
+                )
 
     def _note_hooks(
         self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
@@ -405,6 +444,7 @@ class Local:
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
                 run.carried.append(x)
+                run.versions.append(version_of(x))
                 return Carried(len(run.carried) - 1)
             return Carried(known)
 
@@ -444,6 +484,7 @@ class Local:
             run.lost += lose(x, name)
         if isinstance(value, Carried) and isinstance(x, Absent):
             run.carried[value.number] = x.fill(run.carried[value.number])
+            run.versions[value.number] = version_of(x)
 
     def _made(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
         """A nest of shapes with tensors in their places; with those that were carried, and objects that were given."""
@@ -464,6 +505,7 @@ class Local:
     # ---- between two stages ----------------------------------------------------------------------------------------
 
     def _handed_on(self, run: _Run, cut: _Cut, inputs: Any) -> tuple[list[torch.Tensor], About]:
+        self._refuse_written(run, self.stages.first[run.stage + 1])
         leaves = tree_leaves(cut.inputs)
         positional = len(tree_leaves(cut.inputs[0]))
         named = {i for i, x in enumerate(leaves) if i >= positional and torch.is_tensor(x) and x.requires_grad}
@@ -483,8 +525,12 @@ class Local:
             else:
                 facts.append(("own", _checksum(x)))
         if not sent and not run.carried:
-            raise self._wrong(
-                run.stage, "handed no tensor on", f"tensors as arguments of {self.stages.first[run.stage + 1]}"
+            kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in leaves)) or "nothing"
+            name = self.stages.first[run.stage + 1]
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward handed no tensor on but {kinds}, "
+                f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
+                "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
@@ -636,6 +682,19 @@ def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
         return others.get(id(x), x)
 
     return tree_map(each, nest, is_leaf=is_container) if others else nest
+
+
+def _clear_hooks(x: torch.Tensor) -> None:
+    """Of what the stage before has, too, whose tensor has the same hooks."""
+    if x._backward_hooks is not None:
+        x._backward_hooks.clear()
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 def _sendable(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.arguments import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
 from ringcomm.communicator import Communicator
@@ -134,6 +135,7 @@ class Pipeline(nn.Module):
                 f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a whole one; "
                 "make or load it again"
             )
+        self._refuse_trained_loss(loss, stages.model)
         self._agree(stages, (reduction, ties, static_shapes))
         self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
         self.messages = Messages(comm, self._local.device, static_shapes)
@@ -144,6 +146,21 @@ class Pipeline(nn.Module):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
+
+    def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:
+        """Raises on every rank where one has such a loss; a collective."""
+        modules = [x for x in (loss, getattr(loss, "__self__", None)) if isinstance(x, nn.Module)]
+        own = {id(p) for p in model.parameters()}
+        found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
+        name = found[0] if found else None
+        told = [pickle.loads(each) for each in exchange(self.comm, pickle.dumps((type(loss).__name__, name)))]
+        for rank, (kind, theirs) in enumerate(told):
+            if theirs is not None:
+                raise UnsupportedError(
+                    f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
+                    "expected none, since the loss is no part of the pipeline and is neither clipped nor saved; make "
+                    "it a module of the model that its last stage calls, or switch its gradients off"
+                )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
         """Raises on every rank where one has another model, cut or schedule; a collective."""
@@ -233,11 +250,12 @@ class Pipeline(nn.Module):
         flat = flat_model_of(self)
         try:
             if train:
-                self._check_target(target)
+                self._check_target(args, target)
             inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
             device = self.messages.device = self._local.device
             self._ties.send_values()
             self._refuse_meta()
+            self._local.buffers.begin()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
             with flat.interleaved() if flat is not None else nullcontext():
@@ -254,22 +272,23 @@ class Pipeline(nn.Module):
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
-            told = torch.tensor([value, bits], dtype=torch.float64, device=device)
+            told = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
             self.comm.broadcast(told, self.schedule.rank_of[-1])
             bits = int(told[1])
             loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
+            self._local.buffers.settle(told[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
             raise
         return (joined(step.outputs) if step.outputs else None), loss
 
-    def _check_target(self, target: Any) -> None:
+    def _check_target(self, args: tuple[Any, ...], target: Any) -> None:
         at_end = self.schedule.stages - 1 in self.mine
         if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
-                "pass target= there"
+                "pass target= there" + (", by name: what has none goes to forward" if len(args) > 1 else "")
             )
 
     def _refuse_meta(self) -> None:
@@ -456,7 +475,14 @@ class _Step:
         else:
             roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
         if roots:
-            backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
+            try:
+                backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
+            except CheckpointError as error:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {stage}, where a function that is checkpointed computed "
+                    "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
+                    "modules one by one, and no function that calls modules on both sides of a cut"
+                ) from error
         before = self.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._parcels["backward", stage, number] = found
