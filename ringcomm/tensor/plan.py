@@ -494,8 +494,16 @@ def _part_of_vector(p: Any, region: Region, name: str) -> Part:
 
 def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Modules with parameters on meta that are cut themselves, and their attributes before the cut."""
-    owners = {id(site.found): site.found for site in sites if site.key and site.found._parameters[site.key].is_meta}
-    return [(each, _attributes(each)) for each in owners.values()]
+    keys: dict[nn.Module, list[str]] = {}
+    for site in sites:
+        if site.key and site.found._parameters[site.key].is_meta:
+            keys.setdefault(site.found, []).append(site.key)
+    whole = [(found, _attributes(found)) for found in keys]
+    for found, before in whole:
+        for key in keys[found]:  # the object itself becomes this rank's part
+            p = found._parameters[key]
+            before["_parameters"][key] = nn.Parameter(p.detach(), p.requires_grad)
+    return whole
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
