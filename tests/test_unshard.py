@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.parallel.flat_model import flat_model_of
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
 
@@ -72,6 +74,23 @@ WRAPPINGS: dict[str, Wrapping] = {
     "fully_shard": by_module,
     "DistributedDataParallel": wrapped_by_ddp,
 }
+
+
+def test_a_rank_may_still_have_a_model_that_is_gone_on_others() -> None:
+    """Python's garbage collector comes when it comes, on each rank."""
+
+    def train(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = new(Tower)
+        opt = sgd(model)
+        first = step_of(by_module(comm, model, opt), opt, comm.rank, 0)
+        kept = flat_model_of(model).ranks  # type: ignore[union-attr]
+        ringcomm.unshard(model, opt)
+        if comm.rank == 1:
+            del kept
+            gc.collect()
+        return [first, step_of(by_module(comm, model, opt), opt, comm.rank, 1)]
+
+    ranks(train)
 
 
 @pytest.mark.parametrize("kind", [Tower, Odd])

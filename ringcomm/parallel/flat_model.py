@@ -131,6 +131,7 @@ class FlatModel:
     ) -> None:
         self.composed = composed
         self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
+        ranks.order = 0  # some ranks may still have those of a model that is gone on others
         self.units, self.root = list(units), units[-1]
         self.groups = [group for unit in units for group in unit.groups]
         for number, group in enumerate(self.groups):
