@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import signal
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -86,6 +88,13 @@ def run(seeds: range, shrinks: bool) -> Counts:
     return counts
 
 
+def wrapped(text: str) -> str:
+    """Lines of 120 columns at most, broken outside of quotes; what goes on from the one before is indented."""
+    whole = re.sub(r"'[^'\n]*'", lambda match: match[0].replace(" ", "\0"), text)
+    lines = [textwrap.wrap(line, 120, subsequent_indent=" " * 8) for line in whole.splitlines()]
+    return "\n".join(part.replace("\0", " ") for parts in lines for part in parts)
+
+
 def page(counts: Counts, seconds: float, asked: int) -> str:
     """The result page."""
     refused = sum(counts.refused.values())
@@ -105,7 +114,7 @@ def page(counts: Counts, seconds: float, asked: int) -> str:
         "",
         "## Failures",
         "",
-        *([f"```\n{each}\n```" for each in counts.failed] or ["None."]),
+        *([f"```\n{wrapped(each)}\n```" for each in counts.failed] or ["None."]),
         "",
         "## Refusals",
         "",

@@ -200,10 +200,10 @@ class Endpoint:
         self._main.close()
         self._span_beside.close()
 
-    def leave(self) -> None:
-        """Closes those, too, that were made from this one: the rank makes no more calls. Others that wait for it hear
-        of it at once."""
-        for end in (self, *self._descendants):
+    def close_descendants(self) -> None:
+        """Closes those that were made from this one: the rank makes no more calls, and others that wait for it hear of
+        it at once."""
+        for end in self._descendants:
             end.close()
 
 

@@ -147,7 +147,7 @@ def _run_threads(job: _Job) -> list[Any]:
             comms.append(comm)
             outcome.results[rank] = job.fn(comm, *job.args)
             comm.close()
-            end.leave()  # others that still need this rank, in whatever communicator, hear of it at once
+            end.close_descendants()  # others that still need this rank, in whatever communicator, hear of it at once
         except BaseException as error:
             outcome.failures.append((rank, error))
             for each in ends:  # others may wait in communicators that this rank has no part in

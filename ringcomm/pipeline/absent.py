@@ -84,7 +84,7 @@ class Absent(torch.Tensor):
         ``x``. It is no leaf, so that code may write into it."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = x.detach()
-            self.__class__ = torch.Tensor
+            find(self)
             if x.requires_grad:
                 version = self._version
                 _Filled.apply(self, x)  # which is no change to who has saved it, as checkpoints do
@@ -301,6 +301,12 @@ def lose(x: Any, origin: str) -> list[torch.Tensor]:
             each.__class__ = Absent
             each.__dict__["origin"] = origin
     return found
+
+
+def find(x: torch.Tensor) -> None:
+    """Makes an absent tensor a plain one again: it has values, or nobody looks at them."""
+    if isinstance(x, Absent):
+        x.__class__ = torch.Tensor
 
 
 def any_absent(tree: Any) -> bool:

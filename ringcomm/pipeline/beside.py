@@ -232,7 +232,7 @@ def can_travel(value: Any) -> bool:
 
     def each(x: Any) -> None:
         nonlocal found
-        found &= isinstance(x, (torch.Tensor, *_PLAIN))
+        found &= isinstance(x, torch.Tensor) or is_plain(x)
 
     map_nest(each, value)
     return found

@@ -14,7 +14,7 @@ from torch import nn
 from ringcomm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.parallel.ranks import exchange
-from ringcomm.pipeline.absent import Absent, overwrites, reads
+from ringcomm.pipeline.absent import Absent, find, overwrites, reads
 from ringcomm.pipeline.beside import version_of
 
 
@@ -102,22 +102,22 @@ class Buffers:
             comm.broadcast(data.view(-1).view(torch.uint8), owner)
             for stage, its in values.items():
                 if several and (stage, i) in self._read and not _is_same(its[i], data):
-                    stale = f"rank {comm.rank} ran stage {stage}, whose forward reads the buffer {name}, which a later "
+                    stale = (
+                        f"Pipeline: rank {comm.rank} ran stage {stage}, whose forward reads the buffer {name}, which a "
+                        "later stage changes in the micro-batch before, expected one that is written before it is "
+                        "read; keep it in a module of one stage, or cut the model elsewhere"
+                    )
             own = module._buffers.get(key)
             if own is before is not None and not own.is_inference() and (own.shape, own.dtype) == (shape, dtype):
                 with torch._C.DisableTorchFunctionSubclass():
-                    if isinstance(own, Absent):
-                        own.__class__ = torch.Tensor
+                    find(own)
                     if own is not here:
                         own.copy_(data)
             elif own is not here:
                 module._buffers[key] = data
         told = next((each.decode() for each in exchange(comm, stale.encode()) if each), None)
         if told is not None:
-            raise InvalidArgumentError(
-                f"Pipeline: {told}stage changes in the micro-batch before, expected one that is written before it is "
-                "read; keep it in a module of one stage, or cut the model elsewhere"
-            )
+            raise InvalidArgumentError(told)
 
 
 def _about(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, Reads, lose, weightless, writable, writes
+from ringcomm.pipeline.absent import Absent, Maker, Reads, find, lose, weightless, writable, writes
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -236,8 +236,7 @@ class Local:
         finally:
             self.running = None
             for x in run.lost:  # which may be the user's
-                if isinstance(x, Absent):
-                    x.__class__ = torch.Tensor
+                find(x)
         if not last:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
@@ -317,15 +316,14 @@ class Local:
             self._refuse_absent(run, name, (args, kwargs))
             self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # whom nobody comes after
-            if last or run.noting:  # a call inside of another one, which later stages do not come to
-                with Reads.left():
+            with Reads.left():
+                if last or run.noting:  # a call inside of another one, which later stages do not come to
                     return forward(*args, **kwargs)
-            run.noting = True
-            try:
-                with Reads.left():
+                run.noting = True
+                try:
                     return self._noted(run, name, forward, args, kwargs)
-            finally:
-                run.noting = False
+                finally:
+                    run.noting = False
 
         return call
 

@@ -22,6 +22,10 @@ from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, Voca
 from ringcomm.tensor.regions import Region
 from ringcomm.tensor.verify import digest
 
+MULTIPLIES = {
+    "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
+}  # fmt: skip
+"""Functions of torch that multiply with rows of a table, or look them up."""
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes whose modules, as a rule, compute with them."""
 
@@ -172,11 +176,6 @@ class _Rows(TorchFunctionMode):
                     "'colwise_gather_output', or leave the embedding out of the plan"
                 )
         return func(*args, **(kwargs or {}))
-
-
-MULTIPLIES = {
-    "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
-}  # fmt: skip
 
 
 def _is_entered(x: torch.Tensor) -> bool:

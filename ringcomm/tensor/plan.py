@@ -161,9 +161,19 @@ class _Site:
     new: nn.Module | None = None
     key: str = ""
 
+    @property
+    def made(self) -> dict[str, nn.Parameter | None]:
+        """Parameters of the layer that takes the place."""
+        return {} if self.new is None else self.new._parameters
+
+    def replaced(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Parameters of the module that the layer has others for: name, this one and that one."""
+        pairs = [(key, self.found._parameters.get(key), p) for key, p in self.made.items()]
+        return [(key, old, p) for key, old, p in pairs if old is not None and p is not None and p is not old]
+
     def fill(self) -> None:
         """Takes over the values of the module, which are rank 0's by now."""
-        for key, p in ({} if self.new is None else self.new._parameters).items():
+        for key, p in self.made.items():
             part = part_of(p) if p is not None else None
             if p is not None and part is not None and part.dim is not None and not p.is_meta:
                 with torch.no_grad():
@@ -599,11 +609,7 @@ def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
     """Lets layers that shared a parameter share its part."""
     new: dict[int, tuple[str, nn.Parameter]] = {}
     for site in sites:
-        made = {} if site.new is None else site.new._parameters
-        for key, p in [*made.items()]:
-            old = site.found._parameters.get(key)
-            if old is None or p is None or p is old:
-                continue
+        for key, old, p in site.replaced():
             name = f"{site.names[0]}.{key}"
             first, shared = new.setdefault(id(old), (name, p))
             if part_of(shared) != part_of(p) or shared.shape != p.shape:
@@ -611,7 +617,7 @@ def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
                     f"parallelize: rank {rank} got {name}, which is tied to {first} and cut in another way, expected "
                     "the same cut; pass pad=True where one is padded, or untie them"
                 )
-            made[key] = shared
+            site.made[key] = shared
     replaced = {name for site in sites if site.new is not None for name in site.names}
     for name, owner in module.named_modules(remove_duplicate=False):
         for key, p in owner._parameters.items():
@@ -625,10 +631,8 @@ def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
 def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
     """Refuses hooks of parameters that are cut: they would see this rank's part of a gradient."""
     for site in sites:
-        made = {} if site.new is None else site.new._parameters
-        keys = [site.key] if site.key else [key for key, p in made.items() if p is not site.found._parameters.get(key)]
-        for key in keys:
-            p = site.found._parameters.get(key)
+        for key in [site.key] if site.key else [key for key, *_ in site.replaced()]:
+            p = site.found._parameters[key]
             if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
                 name = site.names[0] if site.key else f"{site.names[0]}.{key}"
                 raise UnsupportedError(
@@ -643,15 +647,11 @@ def _keep_parameters(sites: Sequence[_Site]) -> None:
     before has them, and so do the attributes that a user gave them. The layers that they leave get others."""
     whole: dict[int, nn.Parameter] = {}
     for site in sites:
-        made = {} if site.new is None else site.new._parameters
-        for key, p in [*made.items()]:
-            old = site.found._parameters.get(key)
-            if old is None or p is None or p is old:
-                continue
+        for key, old, p in site.replaced():
             if id(old) not in whole:
                 whole[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
                 become(old, p)
-            site.found._parameters[key], made[key] = whole[id(old)], old
+            site.found._parameters[key], site.made[key] = whole[id(old)], old
 
 
 def _heads(site: _Site, region: Region) -> tuple[str, ...]:
