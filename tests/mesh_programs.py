@@ -60,6 +60,19 @@ CHANCES = {
     "assign": 0.05,
     "exact": 0.6,
     "forgotten": 0.02,  # what later stages need is not carried
+    # code of the model itself, around its blocks
+    "root.gain": 0.12,  # a parameter for each block
+    "root.table": 0.12,  # a buffer
+    "root.states": 0.12,  # a list of what comes out of the blocks
+    "root.prompt": 0.12,  # tokens of the model's own in front
+    "root.keep": 0.15,  # a mask that is an argument
+    "root.second": 0.12,  # a second head with a loss of its own
+    "root.late": 0.1,  # the head is registered first
+    "hook.pre": 0.12,
+    "hook.backward": 0.08,
+    "meta": 0.15,  # built there
+    "units": 0.2,  # of `shard`: blocks
+    "restage": 0.15,  # behind the first step of a place
 }
 FEATURES = (*MODEL, *CHANCES)
 SCHEDULES = ("gpipe", "1f1b", "1f1b", "interleaved", "zero-bubble")
@@ -206,6 +219,8 @@ def _features(drawn: set[str], model: training_programs.Program, places: list[Pl
     """Without those that mean nothing."""
     found = set(drawn)
     needs = {"tied_head": "text", "overlap": "sequence_parallel", "ring_attention": "cp", "each": "accumulate"}
+    if "memory" in model or any("skip" in call.flags for call in model.calls) or "cp" in found:
+        found -= {"root.prompt"}  # of another length
     for name, other in needs.items():
         if other not in found:
             found.discard(name)
@@ -225,6 +240,10 @@ def _features(drawn: set[str], model: training_programs.Program, places: list[Pl
         found -= {"verify"}  # whose copy of a block has no communicator
     if all(place.data == 1 for place in places):
         found -= {"tree"}
+    if "few_have_data" in found and "bare" not in found:
+        found -= {"root.keep"}  # every rank has an argument then
+    if "meta" in found:
+        found -= {"assign", "verify"}  # there are no values before `shard`
     if "tied_head" in found or any(block.tied_to is not None for block in model.blocks):
         found -= {"assign"}  # which unties parameters, as torch's does
     return found
@@ -339,7 +358,7 @@ def _cut(
         shown = block.output != "tensor" and "unused_output" not in call.flags
         carry |= {name} if stage_of[name] < last and (collects or shown) else set()
         carry |= {"stem"} if stage_of[name] and "memory" in call.flags else set()
-    if any("skip" in call.flags for call in model.calls):
+    if any("skip" in call.flags for call in model.calls) or "root.states" in features:
         carry |= {"stem", *order[:-1]}
     cuts = [names[i] for i in chosen]
     if "inner_cut" in features:
@@ -358,16 +377,17 @@ def _cut_inside(
         block = next((b for b in model.blocks if name_of(model, b.number) == name), None)
         calls = [call for call in model.calls if block is not None and call.block == block.number]
         if block is not None and block.kind in inside and len(calls) == 1 and not calls[0].checkpoint:
-            before = ["stem", *order][order.index(name)]
+            before = ["stem", *order][: order.index(name) + 1]
             cuts[i] = f"{name}.body.{inside[block.kind]}"
-            return cuts, {each for each in carry if each != name} | {before}
+            needed = before if "step_skip" in model else before[-1:]
+            return cuts, {each for each in carry if each != name} | {*needed}
     return cuts, carry
 
 
 def _hooks(draw: Draw, model: training_programs.Program, features: set[str]) -> tuple[tuple[int, str], ...]:
     called = {call.block for call in model.calls if not call.checkpoint}
     found = []
-    for what in ("collect", "change"):
+    for what in ("collect", "change", "pre", "backward"):
         for block in model.blocks:
             if f"hook.{what}" in features and block.number in called:
                 found += [(block.number, what)] if draw.dice(f"hook {what} {block.number}").random() < 0.5 else []

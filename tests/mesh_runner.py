@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mesh_models import MeshNet, batch, build, loss_of
+from mesh_models import MeshNet, batch, build, build_on_meta, loss_of
 from mesh_programs import Place, Program, name_of, shrunk
 from torch import nn
+from training_models import Wrapper
 from training_runner import Failure, clip_by_exact_norm, same_bits
 
 import ringcomm
@@ -93,7 +94,7 @@ def plain(program: Program, places: list[Place] | None = None, scale: float = 1.
         place = None if places is None else place_of(program, step)
         if place is None:
             for number in range(program.passes):
-                loss = loss_of(model(batch(program, step, number)[0], step), batch(program, step, number)[1])
+                loss = _loss(model, step, *batch(program, step, number))
                 loss.backward()
                 seen.losses.append(float(loss.detach()))
         else:
@@ -111,22 +112,25 @@ def plain(program: Program, places: list[Place] | None = None, scale: float = 1.
 
 def _losses(program: Program, model: MeshNet, places: list[Place] | None) -> list[torch.Tensor]:
     """Of an evaluation."""
-    x, y = batch(program, 99, 0)
+    whole = batch(program, 99, 0)
     if places is None:
-        return [loss_of(model(x), y)]
-    by_rank, place = [], places[-1]
-    for a, b in zip(x.chunk(place.data), y.chunk(place.data), strict=True):
-        by_rank.append(_in_shares(program, place, model, a, b)[0])
-    return [_mean(by_rank)]
+        return [_loss(model, 0, *whole)]
+    place = places[-1]
+    by_rank = zip(*(x.chunk(place.data) for x in whole), strict=True)
+    return [_mean([_in_shares(program, place, model, rows)[0] for rows in by_rank])]
+
+
+def _loss(model: nn.Module, step: int, x: torch.Tensor, y: torch.Tensor, *keep: torch.Tensor) -> torch.Tensor:
+    return loss_of(model(x, step, *keep), y)
 
 
 def _in_shares(
-    program: Program, place: Place, model: MeshNet, x: torch.Tensor, y: torch.Tensor, step: int = 0
+    program: Program, place: Place, model: MeshNet, rows: Sequence[torch.Tensor], step: int = 0
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of a rank's rows, and those of its micro-batches, which count as much as their shares."""
     found = []
-    for a, b in zip(x.tensor_split(place.microbatches), y.tensor_split(place.microbatches), strict=True):
-        share, loss = Fraction(len(a), len(x)), loss_of(model(a, step), b)
+    for some in zip(*(x.tensor_split(place.microbatches) for x in rows), strict=True):
+        share, loss = Fraction(len(some[0]), len(rows[0])), _loss(model, step, *some)
         if "bare" not in program:
             loss = loss / share.denominator if share.numerator == 1 else loss * float(share)
         found.append(loss)
@@ -140,8 +144,8 @@ def _micro_batched(program: Program, model: MeshNet, step: int, place: Place, se
     for rank in range(place.data):
         micro: list[list[torch.Tensor | None]] = []
         for number in range(program.passes):
-            x, y = (each.chunk(place.data)[rank] for each in batch(program, step, number))
-            total, losses = _in_shares(program, place, model, x, y, step)
+            rows = [each.chunk(place.data)[rank] for each in batch(program, step, number)]
+            total, losses = _in_shares(program, place, model, rows, step)
             micro += [[*torch.autograd.grad(loss, params, allow_unused=True)] for loss in losses]
             sums[number].append(total)
         by_rank.append(_in_tree(micro) if "tree" in program else _in_turn(micro))
@@ -197,7 +201,8 @@ def has_bits(program: Program) -> bool:
 
 
 def _is_tied(program: Program) -> bool:
-    return "tied_head" in program or any(block.tied_to is not None for block in program.model.blocks)
+    tied = any(block.tied_to is not None for block in program.model.blocks)
+    return tied or "tied_head" in program or "root.gain" in program  # which blocks on several stages use
 
 
 # ---- a mesh ------------------------------------------------------------------------------------------------------
@@ -206,10 +211,15 @@ def _is_tied(program: Program) -> bool:
 class Job:
     """A rank's part of a program's model, at one place."""
 
-    def __init__(self, program: Program, place: Place, comm: ringcomm.Communicator) -> None:
+    def __init__(self, program: Program, place: Place, comm: ringcomm.Communicator, loaded: bool) -> None:
         self.program, self.place = program, place
         self.mesh = mesh = ringcomm.init_mesh(dict(place.axes), comm=comm)
-        model = build(program)
+        how: dict[str, Any] = {"units": Wrapper} if "units" in program else {}
+        if "meta" in program:
+            model, fill = build_on_meta(program)
+            how |= {"init_fn": False if loaded and not [*model.buffers()] else fill}
+        else:
+            model = build(program)
         if place.size("cp") > 1:
             self.cut_context(model)
         if place.size("tp") > 1:
@@ -231,6 +241,7 @@ class Job:
             bucket_cap_mb=program.model.bucket_cap_mb,
             reshard_after_forward="no_reshard" not in program,
             accumulation="tree" if "tree" in program else "sequential",
+            **how,
         )
 
     def plan(self) -> dict[str, Any]:
@@ -257,7 +268,8 @@ class Job:
     def pipeline(self, model: MeshNet) -> ringcomm.Pipeline:
         """Over pp, or of one stage."""
         place = self.place
-        stages = ringcomm.split(model, place.cuts, carry=place.carry)
+        order = ["stem", "blocks", "head"] if "root.late" in self.program else []
+        stages = ringcomm.split(model, place.cuts, carry=place.carry, order=order)
         return ringcomm.Pipeline(
             stages,
             self.mesh["pp"] if "pp" in self.mesh.names else ringcomm.init(0, 1),
@@ -274,15 +286,15 @@ class Job:
             return nullcontext()
         return ringcomm.context_parallel(self.mesh["cp"], local=True)
 
-    def rows(self, step: int, number: int) -> tuple[Any, Any]:
+    def rows(self, step: int, number: int) -> list[Any]:
         """This rank's part of a batch."""
-        x, y = (each.chunk(self.place.data)[self.number] for each in batch(self.program, step, number))
+        found = [each.chunk(self.place.data)[self.number] for each in batch(self.program, step, number)]
         if self.place.size("cp") > 1:
-            x, y = (shard_sequence(each, self.mesh["cp"]) for each in (x, y))
+            found = [shard_sequence(each, self.mesh["cp"]) for each in found]
         count = self.place.microbatches
-        if "lists" in self.program and len(x) % count == 0:
-            return [*x.tensor_split(count)], [*y.tensor_split(count)]
-        return x, y
+        if "lists" in self.program and len(found[0]) % count == 0:
+            return [[*each.tensor_split(count)] for each in found]
+        return found
 
     def averaged(self, loss: torch.Tensor) -> float:
         """Over the ranks with other data."""
@@ -294,23 +306,26 @@ class Job:
 
     def one_pass(self, step: int, number: int) -> float:
         """Forward and backward."""
-        x, y = self.rows(step, number)
+        rows = self.rows(step, number)
         waits = number < self.program.passes - 1 and "each" not in self.program
         with ringcomm.no_sync(self.model) if waits else nullcontext(), self.context():
             if "bare" in self.program:
-                loss = loss_of(self.model(x, step), y)
+                loss = _loss(self.model, step, *rows)
                 loss.backward()
             else:
-                loss = self.model.step(*self.given(x), **self.step_of(step), target=y)
+                loss = self.model.step(*self.given(rows), **self.named(step, rows))
         return self.averaged(loss)
 
-    def given(self, x: Any) -> tuple[Any, ...]:
+    def given(self, rows: list[Any]) -> tuple[Any, ...]:
         """The inputs on the ranks that need them."""
         few = "few_have_data" in self.program and 0 not in self.model.mine
-        return () if few else (x,)
+        return () if few else (rows[0],)
 
-    def step_of(self, step: int) -> dict[str, int]:
-        return {} if "step_skip" not in self.program else {"step": step}
+    def named(self, step: int, rows: list[Any]) -> dict[str, Any]:
+        """The other arguments."""
+        _, target, *keep = rows
+        found = {"target": target, **dict(zip(["keep"], keep, strict=False))}
+        return found | ({"step": step} if "step_skip" in self.program else {})
 
     def train(self, steps: range, seen: Seen, began: list[int]) -> None:
         """Counts in ``began`` the steps that ended."""
@@ -322,15 +337,17 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
             began.append(step)
+            if "restage" in self.program and step == steps[0]:
+                ringcomm.restage(self.model, self.optimizer, (self.place.stage + 1 + self.program.seed % 3) % 4)
 
     def evaluate(self) -> float:
         """The loss."""
-        x, y = self.rows(99, 0)
+        rows = self.rows(99, 0)
         self.model.eval()
         with torch.no_grad(), self.context():
             if "bare" in self.program:
-                return self.averaged(loss_of(self.model(x), y))
-            return self.averaged(self.model.evaluate(*self.given(x), target=y).loss)
+                return self.averaged(_loss(self.model, 0, *rows))
+            return self.averaged(self.model.evaluate(*self.given(rows), **self.named(0, rows)).loss)
 
     def weights(self) -> dict[str, tuple[Part, torch.Tensor]]:
         """This rank's parts."""
@@ -372,7 +389,7 @@ def _at(program: Program, place: Place, steps: range, load: Path | None, save: P
     def body(comm: ringcomm.Communicator) -> Seen:
         seen = Seen()
         try:
-            job = Job(program, place, comm)
+            job = Job(program, place, comm, load is not None)
             if load is not None:
                 ringcomm.checkpoint.load(load, job.model, job.optimizer)
             job.train(steps, seen, began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -607,6 +608,24 @@ def _in_processes() -> Any:
     else:  # Gloo's order of summation depends on the length of a message
         assert torch.allclose(expected[0], found[0])
     return len(units), model._ringcomm_unit.flat.ranks.comm.kind
+
+
+def _where_one_rank_keeps_an_earlier_model() -> Any:
+    """Whether to make a communicator, which is a collective, must not depend on what each rank's collector has done."""
+    import torch.distributed as dist
+
+    earlier = fully_shard(make())
+    comm = earlier._ringcomm_unit.flat.ranks.comm
+    if dist.get_rank():
+        del earlier
+        gc.collect()
+    model = fully_shard(make())
+    assert model._ringcomm_unit.flat.ranks.comm is comm
+    train(_Rank(dist.get_rank()), model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def test_ranks_whose_garbage_collectors_come_at_other_times() -> None:
+    torch_ranks.run(_where_one_rank_keeps_an_earlier_model)
 
 
 class _Rank:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
-from ringcomm.errors import InvalidArgumentError, MismatchError
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 WORLD = 3
 
@@ -54,6 +54,18 @@ class Odd(nn.Module):
         return self.outlet(self.tied(x)) * self.scale * self.mask
 
 
+class Recurrent(nn.Module):
+    """torch's recurrent modules keep weak references to their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.lstm = nn.LSTM(4, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.lstm(self.inlet(x).unsqueeze(1))[0].squeeze(1))
+
+
 def on_meta(kind: type[nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return kind()
@@ -83,7 +95,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", [Tower, Odd])
+@pytest.mark.parametrize("kind", [Tower, Odd, Recurrent])
 @pytest.mark.parametrize("stage", STAGES)
 def test_initialised_on_meta_as_on_the_cpu(stage: int, kind: type[nn.Module], how: str) -> None:
     def train(comm: ringcomm.Communicator, model: nn.Module, **init: Any) -> list[torch.Tensor]:
@@ -96,6 +108,31 @@ def test_initialised_on_meta_as_on_the_cpu(stage: int, kind: type[nn.Module], ho
     expected = ranks(lambda comm: train(comm, on_cpu(kind)))
     found = ranks(lambda comm: train(comm, on_meta(kind), init_fn=fill))
     assert all(map(same, expected, found))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_whose_state_is_made_with_it(stage: int) -> None:
+    """Adagrad's state would be on meta: it is made after the parameters have values."""
+
+    def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+
+    def plain(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = on_cpu(Tower)
+        opt = adagrad(model)
+        ringcomm.shard(model, opt, stage, comm)
+        return trained(model, opt, comm.rank)
+
+    def later(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = on_meta(Tower)
+        with pytest.raises(UnsupportedError, match="Adagrad with the state 'sum' on the meta device"):
+            ringcomm.shard(model, adagrad(model), stage, comm, init_fn=fill)
+        ringcomm.shard(model, None, stage, comm, init_fn=fill)
+        opt = adagrad(model)
+        ringcomm.shard(model, opt)
+        return trained(model, opt, comm.rank)
+
+    assert all(map(same, ranks(plain), ranks(later)))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -451,6 +452,80 @@ def test_tied_weights(schedule: str, world_size: int, uses: int, ties: str) -> N
     for found in done:
         for name, grad in found.items():
             torch.testing.assert_close(grad, expected[name])
+
+
+class Rooted(nn.Module):
+    """Parameters of the model itself, in front of blocks, between them, behind them, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(11, 6), nn.Parameter(torch.randn(5, 6))
+        self.prompt, self.unused = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(3))
+        self.gains = nn.ParameterList(torch.randn(6) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(6) for _ in range(4))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.head, self.scale = nn.Linear(6, 11), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.cat([self.prompt.expand(len(x), -1, -1), self.token(x) + self.position], 1)
+        for gain, block in zip(self.gains, self.blocks, strict=True):
+            h = block(h) * gain + self.frozen
+        return self.head(h[:, 2:]) * self.scale
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ties", ["exact", "sum"])
+def test_parameters_of_the_model_itself(schedule: str, ties: str) -> None:
+    model, x = make(Rooted), tokens(6)
+    at = ["blocks.1", "blocks.2", "head"] if schedule == "interleaved" else ["blocks.2"]
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        assert torch.equal(pipe.step(x, target=x), loss)
+        return gradients(pipe)
+
+    done = on_ranks(model, at, 2, step, microbatches=3, schedule=schedule, loss=cross_entropy, ties=ties)
+    assert differing(done, expected) == []  # each is used on one stage
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_of_the_model_itself_are_clipped_saved_and_loaded_once(stage: int, tmp_path: Path) -> None:
+    model, x = make(Rooted), tokens(4)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    norms = []
+    for _ in range(3):
+        cross_entropy(reference(x), x).backward()
+        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rank_main(comm: Communicator) -> None:
+        mesh = ringcomm.init_mesh({"pp": 2, "dp": 2}, comm)
+        pipe = Pipeline(
+            ringcomm.split(copy.deepcopy(model), ["blocks.2"]), mesh["pp"], microbatches=2, loss=cross_entropy
+        )
+        pipe.load_state_dict({key: value.clone() for key, value in pipe.state_dict().items()}, assign=True)
+        optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=0.1)
+        ringcomm.shard(pipe, optimizer, stage, mesh=mesh)
+        for norm in norms:
+            pipe.step(x, target=x)
+            torch.testing.assert_close(ringcomm.clip_grad_norm_(pipe, 0.5), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        ringcomm.checkpoint.save(tmp_path / "saved", pipe, optimizer)
+
+    ringcomm.run_ranks(rank_main, 4, timeout=30)
+
+    def load(comm: Communicator) -> nn.Module:
+        loaded = make(Rooted, seed=1)
+        ringcomm.shard(loaded, None, 0, comm)
+        ringcomm.checkpoint.load(tmp_path / "saved", loaded)
+        return loaded
+
+    loaded = ringcomm.run_ranks(load, 1)[0]
+    for key, value in reference.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[key], value)
 
 
 class CutOff(nn.Module):

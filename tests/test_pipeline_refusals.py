@@ -85,7 +85,6 @@ class Backwards(nn.Module):
         (row(), ["2", "1"], "the order of the model"),
         (row(), ["2", "2"], "the order of the model"),
         (row(), ["2", "2.mlp"], "inside of it"),
-        (Backwards(), ["body"], "parameter scale of a module that is cut"),
     ],
 )
 def test_cuts_that_cannot_be(model: nn.Module, at: list[str], text: str) -> None:

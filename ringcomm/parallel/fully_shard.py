@@ -35,7 +35,7 @@ from ringcomm.parallel.module_state import keep_state_of
 from ringcomm.parallel.optimizer import watch_optimizers
 from ringcomm.parallel.partition import Recipe, kept_in_their_type, named_parameters
 from ringcomm.parallel.precision import MixedPrecision, precision_of
-from ringcomm.parallel.ranks import Ranks, communicator_of, ranks_of_mesh, refuse_no_mesh
+from ringcomm.parallel.ranks import Ranks, ranks_of_mesh, refuse_no_mesh, shared_communicator
 from ringcomm.parallel.unit import Unit, UnitModule, mix_in
 
 if TYPE_CHECKING:
@@ -418,7 +418,7 @@ _known: weakref.WeakKeyDictionary[Ranks, tuple[Any, ...]] = weakref.WeakKeyDicti
 def _ranks_for(
     comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
 ) -> Ranks:
-    """The ranks of an earlier call with the same arguments while its modules live, else new ones: a collective."""
+    """The ranks of an earlier call with the same arguments while its modules live, else new ones."""
     import torch.distributed as dist
 
     if comm is not None and mesh is not None:
@@ -443,9 +443,9 @@ def _ranks_for(
     if comm is not None:
         ranks = Ranks(*source)
     elif mesh is not None:
-        ranks = ranks_of_mesh(mesh, "fully_shard", device)
+        ranks = ranks_of_mesh(mesh, "fully_shard", device, shared=True)
     else:
-        ranks = Ranks(communicator_of(None, "fully_shard", device))
+        ranks = Ranks(shared_communicator(None, "fully_shard", device))
     with _lock:
         _known[ranks] = key
     return ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,9 @@ class Waiting:
             for name, m in self.modules:
                 self._reset_of(name, m)
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
+        for m in self.recurrent:  # until they have memory: `give_memory` needs parameters without weak references
+            m._flat_weight_refs = []
 
     def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
         uncut = uncut_of(m)
@@ -122,6 +126,8 @@ class Waiting:
                     self._initialise(name, m, homes)
             for group in unit.groups:
                 group.close(send=self.init is not None)
+        for m in self.recurrent:
+            m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
         for name, m in self.modules:  # with buffers alone
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)

@@ -90,6 +90,13 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
                 f"{call}: rank {rank} got {cls.__name__}, {_REFUSED[cls.__name__]}, expected one that updates each "
                 "tensor by itself; use another optimizer"
             )
+    on_meta = [key for state in optimizer.state.values() for key, x in state.items() if getattr(x, "is_meta", False)]
+    if on_meta:
+        raise UnsupportedError(
+            f"{call}: rank {rank} got {type(optimizer).__name__} with the state {on_meta[0]!r} on the meta device, "
+            "expected state with values; make this optimizer after ringcomm.shard(model, stage=...), and pass it to "
+            "ringcomm.shard(model, optimizer)"
+        )
     why = _why_only_whole(optimizer)
     if stage and why is not None:
         raise UnsupportedError(

@@ -43,6 +43,9 @@ class _Done:
 
 DONE = _Done()
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # the least of any rank
+_shared: weakref.WeakKeyDictionary[Any, dict[Any, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)  # see shared_communicator
 
 
 class Ranks:
@@ -306,6 +309,26 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
     return Communicator.from_process_group(group)
 
 
+def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
+    """As `communicator_of`, but the same one for every call with this group and device.
+
+    Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
+    if it lived only as long as the modules that use it, each rank's garbage collector would decide.
+    """
+    import torch.distributed as dist
+
+    import ringcomm
+
+    joined = dist.is_available() and dist.is_initialized()
+    owner = (dist.group.WORLD if group is None else group) if joined else ringcomm  # without a group: this process
+    known = _shared.get(owner, {}).get(device)
+    if known is None or known.closed or known.aborted:
+        known = communicator_of(group, call, device)
+        if not known.kind.startswith("torch.distributed"):  # that one refers to its group, and making it sends nothing
+            _shared.setdefault(owner, {})[device] = known
+    return known
+
+
 def refuse_no_mesh(mesh: Any, call: str) -> None:
     """Raises for what is no mesh, neither ours nor torch's."""
     from ringcomm.mesh import Mesh
@@ -316,9 +339,9 @@ def refuse_no_mesh(mesh: Any, call: str) -> None:
         )
 
 
-def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> Ranks:
+def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = False) -> Ranks:
     """The ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two, the first
-    replicates and the second shards.
+    replicates and the second shards, over a `shared_communicator` or over new ones.
 
     Raises: InvalidArgumentError: an axis along which the ranks have different parts of a model, or may have."""
     from ringcomm.mesh import Mesh
@@ -339,10 +362,11 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device | None = None) -> R
             f"{call}: got a DeviceMesh with the axis {cuts[0]!r}, expected axes along which the ranks have the same "
             "model; pass ringcomm.init_mesh(mesh), which knows axes by their names, or slice it first"
         )
+    communicator = shared_communicator if shared else communicator_of
     if mesh.ndim == 1:
-        return Ranks(communicator_of(mesh.get_group(), call, device))
+        return Ranks(communicator(mesh.get_group(), call, device))
     if mesh.ndim == 2:
-        replicas, shards = (communicator_of(mesh.get_group(axis), call, device) for axis in (0, 1))
+        replicas, shards = (communicator(mesh.get_group(axis), call, device) for axis in (0, 1))
         return Ranks(shards, replicas)
     raise InvalidArgumentError(
         f"{call}: got a mesh of {mesh.ndim} axes, expected one (sharded) or two (replicated, sharded); slice it first, "

@@ -101,6 +101,9 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
     later stages, with their gradients: auxiliary losses. So do the results of modules that ``carry`` names: skips over
     a cut, and what forward hooks collect. Hooks of other modules of earlier stages get tensors without values.
 
+    Parameters of the model itself, and of other modules that are cut, are on the ranks of all stages; `Pipeline` adds
+    up their gradients as those of tied parameters.
+
     Args:
         at: names of submodules with which the second, third, ... stage begins, in order; or how many stages: then
             `ringcomm.pipeline.balance.balance` chooses them by parameters.
@@ -109,7 +112,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
             part of a name, in front for one or more.
         order: names of modules, with all that is in them, in the order in which forward calls them: where that is
             another than that in which they were registered. They take one another's places; all others keep theirs.
-    Raises:  InvalidArgumentError: no such module, in another order, or a parameter that lies in none of the stages.
+    Raises:  InvalidArgumentError: no such module, or in another order.
              UnsupportedError: a module that is cut and compiled.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
@@ -144,7 +147,8 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
             "registered in"
         )
     _refuse_in_two_stages(model, stage_of)
-    return Stages(model, stage_of, ("", *wanted), _ties(model, stage_of), _carried(model, stage_of, carry))
+    ties = _ties(model, stage_of, 1 + len(wanted))
+    return Stages(model, stage_of, ("", *wanted), ties, _carried(model, stage_of, carry))
 
 
 def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None:
@@ -194,7 +198,7 @@ def _uncut(
 
     Args:
         seen: ids of the modules that are cut, which may have other names too.
-    Raises: InvalidArgumentError: a cut inside of another one, or a parameter of a module that is cut.
+    Raises: InvalidArgumentError: a cut inside of another one.
     """
     if id(module) in seen:
         return
@@ -213,22 +217,17 @@ def _uncut(
             "that lie in one stage as a whole; compile its blocks: model.blocks[i].compile(), or torch.compile of them"
         )
     seen.add(id(module))
-    for key, p in module._parameters.items():
-        if p is not None:
-            raise InvalidArgumentError(
-                f"split: got the parameter {f'{name}.{key}' if name else key} of a module that is cut, expected "
-                "every parameter in a module of one stage; put it into a module of its own"
-            )
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         yield from _uncut(child, path, at, order, seen, isinstance(module, (nn.Sequential, Chain)))
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module only holds others, which forward calls one by one: calls of itself show nothing of that."""
+    """Whether a module only holds others, or parameters, which the code around it uses one by one: it is not called
+    itself."""
     own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
     bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # as of torch.compile's
-    return bare and not own and any(True for _ in module.children())
+    return bare and (own or any(True for _ in module.children()))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -273,15 +272,25 @@ def _keeps(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in saved)
 
 
-def _ties(model: nn.Module, stage_of: Mapping[str, int]) -> tuple[Tie, ...]:
+def _ties(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[Tie, ...]:
+    """Parameters of several stages. Those of modules that are cut belong to every stage, since each runs their code."""
     uses: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
+
+    def add(module: nn.Module, stage: int) -> None:
+        for key, p in module._parameters.items():
+            if p is None or not (is_lazy(p) or p.numel()):  # an empty one has no values to agree on
+                continue
+            if (module, key) not in uses.setdefault(id(p), {}).setdefault(stage, []):
+                uses[id(p)][stage].append((module, key))
+
+    inside: set[int] = set()
     for name, stage in stage_of.items():
         for module in model.get_submodule(name).modules():
-            for key, p in module._parameters.items():
-                if p is None or not (is_lazy(p) or p.numel()):  # an empty one has no values to agree on
-                    continue
-                if (module, key) not in uses.setdefault(id(p), {}).setdefault(stage, []):
-                    uses[id(p)][stage].append((module, key))
+            inside.add(id(module))
+            add(module, stage)
+    for module in model.modules():
+        for stage in range(stages) if id(module) not in inside else ():
+            add(module, stage)
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)

@@ -161,7 +161,7 @@ class Local:
             first = tie.stages[0] in mine
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
             for module, key in owners[:1]:
-                note(module, key, names=tie.names, copy=not first)
+                note(module, key, names=tie.names, copy=not first, staged=len(mine) < len(stages))
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:

@@ -145,6 +145,7 @@ class Pipeline(nn.Module):
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.__dict__["_ringcomm_parts"] = model.__dict__.setdefault("_ringcomm_parts", {})
         self.training = model.training
 
     def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:

@@ -220,7 +220,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(self.local_extents)
         if not gather_output:
-            self.region.columns.add(self)
+            self.region.outputs.setdefault(self.local_features, set()).add(self.out_features)
         own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:

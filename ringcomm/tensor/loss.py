@@ -80,7 +80,7 @@ def vocab_parallel_cross_entropy(
 
 def _classes(region: Region, width: int) -> int:
     """The outputs of the layers with so many columns on each rank, without padding."""
-    found = sorted({layer.out_features for layer in [*region.columns] if layer.local_features == width})
+    found = sorted(region.outputs.get(width, ()))
     if len(found) > 1:
         raise InvalidArgumentError(
             f"vocab_parallel_cross_entropy: rank {region.rank} got {width} columns of logits, as many as layers of "

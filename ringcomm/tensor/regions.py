@@ -37,13 +37,14 @@ class Region:
 
     Attributes:
         traffic: "<op> calls" and "<op> elements", of the whole message before it is cut.
-        columns: layers whose outputs lie on the ranks in parts.
+        outputs: of the layers made so far, by the columns on each rank. It keeps those of layers that are gone: each
+            rank's garbage collector comes at another time, and all ranks must find the same.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.traffic: Counter[str] = Counter()
-        self.columns: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.outputs: dict[int, set[int]] = {}
         self._entered: tuple[Any, Any, Any, set[int]] | None = None
 
     @staticmethod
