@@ -91,7 +91,8 @@ def shard(
         mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
             and of two the first replicates and the second shards.
         units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
-            joined while they are small. What is in no unit belongs to the module itself.
+            joined while they are small; where all of it is less than a bucket, the module itself. What is in no unit
+            belongs to the module itself.
         bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
         reshard_after_forward: whether stage 3 lets go of a unit between forward and backward.
         broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
@@ -176,6 +177,8 @@ def _wrap(
     waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
     cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
+    if wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap:
+        blocks = []  # one message in place of several short ones
     groups = [] if optimizer is None else optimizer.param_groups
     recipe = Recipe(
         ranks=ranks,
