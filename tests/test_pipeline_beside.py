@@ -533,6 +533,25 @@ def test_hooks_of_gradients_run_once() -> None:
     check(make(Halved), ["blocks.1", "blocks.2", "blocks.3"], 4, carry=("blocks.0", "blocks.1"))
 
 
+class HalvedAround(nn.Module):
+    """Registers a hook on what it computes of a result itself, in front of the next module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        y = x + x.detach().sin()
+        if torch.is_grad_enabled():
+            y.register_hook(lambda grad: grad * 0.5)
+        return self.blocks[1](x + y).square().mean()
+
+
+def test_a_hook_on_what_a_stage_computes_of_carried_results_runs_once() -> None:
+    check(make(HalvedAround), ["blocks.1"], carry=("blocks.0",))
+
+
 class InPlace(nn.Module):
     """Writes into what the second stage receives."""
 

@@ -87,6 +87,7 @@ class Absent(torch.Tensor):
             find(self)
             if x.requires_grad:
                 version = self._version
+                self.detach_()  # else backward comes to what it was computed from, and calls hooks there with None
                 _Filled.apply(self, x)  # which is no change to who has saved it, as checkpoints do
                 torch._C._autograd._unsafe_set_version_counter((self,), (version,))
             return self
