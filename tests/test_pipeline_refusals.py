@@ -33,8 +33,8 @@ from ringcomm.pipeline.schedules import Schedule, one_f_one_b
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def errors(fn: Callable[[Communicator], Any], world_size: int = 2, timeout: float = 10.0) -> list[BaseException | None]:
-    """What each rank raises, each in time."""
+def errors(fn: Callable[[Communicator], Any], world_size: int = 2, timeout: float = 60.0) -> list[BaseException | None]:
+    """What each rank raises; none waits for its limit."""
 
     def rank_main(comm: Communicator) -> BaseException | None:
         try:
@@ -45,7 +45,7 @@ def errors(fn: Callable[[Communicator], Any], world_size: int = 2, timeout: floa
 
     start = time.monotonic()
     found = ringcomm.run_ranks(rank_main, world_size, timeout=timeout)
-    assert time.monotonic() - start < timeout + 5
+    assert time.monotonic() - start < timeout
     return found
 
 
