@@ -111,11 +111,16 @@ class Reads(TorchFunctionMode):
 
     Args:
         told: of each function and its arguments, before it is called.
+        call: calls it.
     """
 
-    def __init__(self, told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None) -> None:
+    def __init__(
+        self,
+        told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None,
+        call: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
         super().__init__()
-        self.told = told
+        self.told, self.call = told, call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.told(func, args, kwargs or {})
@@ -123,7 +128,7 @@ class Reads(TorchFunctionMode):
             found = _absent_in((args, kwargs or {}))
             if found:
                 raise _read(func, found)
-        return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
 
     @staticmethod
     @contextmanager

@@ -38,6 +38,7 @@ from ringcomm.pipeline.beside import (
 )
 from ringcomm.pipeline.buffers import Buffers
 from ringcomm.pipeline.cuts import Chain, Stages
+from ringcomm.pipeline.draws import are_needed, checkpoint_around, drawing, drawn_again
 
 ANY = -1
 
@@ -101,6 +102,7 @@ class About:
         usual: the first tensor that the first stage sends, as a shape.
         calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
         carried: how many tensors are.
+        draws: by functions around modules, in turn: the function's name, and what it drew if later stages need it.
         share: of the micro-batch in the rows of the batch, as far as stages so far know it.
     """
 
@@ -109,6 +111,7 @@ class About:
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
     carried: int
+    draws: tuple[tuple[str, Carried | None], ...] = ()
     share: Fraction | None = None
 
     def of_any(self) -> About:
@@ -137,6 +140,10 @@ class _Run:
     noting: bool = False  # whether a call of a module is being noted
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
+    draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
+    drawn: int = 0  # how many of them this stage has come to
+    redrawn_in: Any = None  # the checkpoint in which it last took what another stage has drawn
+    hooking: bool = False  # whether hooks of modules of earlier stages run
 
 
 class Local:
@@ -221,6 +228,7 @@ class Local:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
             run.versions = [version_of(x) for x in run.carried]
             run.before = dict(about.calls)
+            run.draws = [*about.draws]
 
         def told(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
@@ -229,7 +237,7 @@ class Local:
                     self._keep(run, x)
 
         try:
-            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told):
+            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told, partial(self._called, run)):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -243,6 +251,26 @@ class Local:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
         self._refuse_absent(run, "the end", output)
         return output, None
+
+    def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function outside of modules of stages. What one draws there later stages get."""
+        name = "" if run.hooking else drawing(func)
+        if not name:
+            return func(*args, **kwargs)
+        number, run.drawn = run.drawn, run.drawn + 1
+        if number == len(run.draws):
+            result = func(*args, **kwargs)
+            needed = run.stage < len(self.stages) - 1 and are_needed(func, args, kwargs, result)
+            run.draws.append((name, self._carry(run, result, name, {}) if needed else None))
+            return result
+        expected, stand = run.draws[number]
+        if name == expected and stand is None:
+            return func(*args, **kwargs)
+        result = drawn_again(func, args, kwargs, run.carried[stand.number]) if stand and name == expected else None
+        if result is None:
+            raise self._other_draws(run, f"by {name}", expected)
+        run.redrawn_in = checkpoint_around()
+        return result
 
     def _refuse_other_inputs(self, mine: Mapping[Any, Any], inputs: Any) -> None:
         """Of the model: what this rank has as well as the stage before must be alike, as far as shapes and plain values
@@ -281,6 +309,12 @@ class Local:
             "and at modules that every forward pass calls"
         )
 
+    def _other_draws(self, run: _Run, got: str, expected: Any) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward drew random numbers {got}, expected "
+            f"{expected} as on the stage before; draw them in every forward pass, or in __init__"
+        )
+
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
         first = self.stages.first
 
@@ -309,6 +343,15 @@ class Local:
             if not run.entered:
                 if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
+                assert run.about is not None
+                if run.drawn != len(run.about.draws):
+                    raise self._other_draws(run, f"{run.drawn} times before {name}", len(run.about.draws))
+                if run.redrawn_in is not None and run.redrawn_in is checkpoint_around():
+                    raise InvalidArgumentError(
+                        f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
+                        "that is checkpointed and draws random numbers, expected them to be drawn outside, since a "
+                        "backward pass would draw others than an earlier stage has; checkpoint modules one by one"
+                    )
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
                 for x in run.carried:
@@ -470,7 +513,11 @@ class Local:
         for inner, inputs, outputs in call.hooked:
             its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
             made = [self._made(output, inner) for output in outputs]
-            _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
+            run.hooking = True
+            try:
+                _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
+            finally:
+                run.hooking = False
         result = self._made(call.output, name, given)
         for each, (place, before) in zip(lefts, there, strict=True):  # what hooks left is among it: once is enough
             restore(each, place, before)
@@ -533,7 +580,7 @@ class Local:
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried))
+        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the stage's first module, with what was received in its place."""

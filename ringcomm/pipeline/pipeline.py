@@ -89,7 +89,8 @@ class Pipeline(nn.Module):
     Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
              runs forward and backward of each micro-batch in turn and adds their gradients.
     Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
-             rank has all modules in one stage, and others otherwise.
+             rank has all modules in one stage, and others otherwise. What forward draws around modules, such as noise,
+             is drawn once, and sent on to later stages.
     Memory:  parameters of this rank's stages; of a micro-batch between its forward and backward pass what autograd
              keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
              and their results' gradients until their weights' turn.
