@@ -1108,8 +1108,10 @@ class WrittenInto(nn.Module):
         for block in self.blocks[1:]:
             x = block(x)
             x.clamp_(-2, 2)
+            x.data = x.data + 0.125
             torch.mul(x, 1.5, out=x) if not x.requires_grad else x.mul_(1.5)
-        return (x + skip).square().mean()
+            skip = skip + x
+        return skip.square().mean()
 
 
 @pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.3"]], ids=len)

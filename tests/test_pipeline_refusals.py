@@ -351,6 +351,8 @@ class Reads(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         early = self.first(x * self.third.weight.sum() if self.what == "later weight" else x)
         late = self.second(early * 1)
+        if self.what == "penalty":
+            return self.third(late) + sum(p.square().sum() for p in self.parameters())
         if self.what == "weight":
             return late @ self.first.weight
         if self.what == "ids":  # of which a zero for each would not be seen
@@ -360,7 +362,7 @@ class Reads(nn.Module):
         return self.third(late + early)
 
 
-@pytest.mark.parametrize("what", ["weight", "ids", "within", "skip", "later weight"])
+@pytest.mark.parametrize("what", ["weight", "ids", "within", "skip", "later weight", "penalty"])
 def test_values_of_another_stage_are_missed_aloud(what: str) -> None:
     x, ids = torch.ones(2, 6), torch.arange(2)[:, None]
 
@@ -374,6 +376,21 @@ def test_values_of_another_stage_are_missed_aloud(what: str) -> None:
     assert "not been handed on" in str(by)
     assert one_sentence(by)
     assert isinstance(other, AbortedError)
+
+
+def test_a_penalty_on_all_parameters_in_the_loss_is_refused() -> None:
+    def rank_main(comm: Communicator) -> None:
+        def loss(output: torch.Tensor) -> torch.Tensor:
+            return output.square().mean() + sum(p.square().sum() for p in pipe.parameters())
+
+        pipe = pipeline(comm, row(), ["2"], loss=loss)
+        pipe.step(torch.ones(2, 6))
+
+    found = errors(rank_main)
+    assert isinstance(found[0], AbortedError)
+    assert isinstance(found[1], UnsupportedError)
+    assert "rank 1 got a loss that depends on parameters of other stages" in str(found[1])
+    assert one_sentence(found[1])
 
 
 def test_values_of_the_inputs_are_there_where_they_are_passed() -> None:

@@ -248,6 +248,24 @@ def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
         assert differing([grads], expected) == []
 
 
+class Counting(Row):
+    """Looks at all parameters, of which one lies in two stages and one is frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = [p.numel() for p in self.parameters() if p.requires_grad]
+        names = [name for name, _ in self.named_parameters()]
+        return super().forward(x) * (sum(wanted) / 100) + len(names)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_counts_the_parameters_of_all_stages(schedule: str) -> None:
+    model = make(lambda: Counting([Block(6) for _ in range(4)]))
+    model.blocks[3].norm.weight = model.blocks[0].norm.weight
+    model.blocks[1].mlp[0].weight.requires_grad_(False)
+    at = cuts(4 if schedule == "interleaved" else 2, 4)
+    parity(model, torch.randn(6, 6), at, 2, schedule=schedule, microbatches=3, ties="exact")
+
+
 class Noised(nn.Module):
     """Hands on what it is given, but for what it draws in its own forward pass and takes off again at its end."""
 

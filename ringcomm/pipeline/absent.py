@@ -41,6 +41,7 @@ _OF_VALUES = {
 }  # fmt: skip
 """What gives tensors whose shape depends on values, or a text of them."""
 _SET_DATA = _Tensor.data.__set__
+_WANTS_GRADIENT = _Tensor.requires_grad.__get__
 _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
@@ -49,12 +50,15 @@ class Absent(torch.Tensor):
     shape. It is not a number, or zero. Code that would go on differently for other values raises."""
 
     origin = ""  # the name of the module whose result it is, or is computed from
+    wants_gradient: bool | None = None  # of a parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _Tensor.__iter__:  # whose parts torch would give as plain tensors
             return iter(args[0].unbind(0))
+        if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
+            return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
             return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
@@ -276,7 +280,7 @@ def overwrites(func: Any, args: Any) -> list[torch.Tensor]:
 
 def writes(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a function writes into, as far as its name and arguments tell."""
-    first = _writes(func) or kwargs.get("inplace") is True or func is _SET_DATA
+    first = _writes(func) or kwargs.get("inplace") is True or func == _SET_DATA
     nest = [args[:1] if first else (), kwargs.get("out")]
     return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)] if first or "out" in kwargs else []
 
@@ -346,4 +350,6 @@ class Maker:
 def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In the place of a parameter or buffer: without memory of its own."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
-    return x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)
+    made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)
+    made.wants_gradient = x.requires_grad
+    return made

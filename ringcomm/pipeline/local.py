@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -169,10 +170,13 @@ class Local:
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
             for module, key in owners[:1]:
                 note(module, key, names=tie.names, copy=not first)
+        self._elsewhere: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []  # modules, and what stands for parameters
+        of_mine = (self.model.get_submodule(name) for name, stage in stages.stage_of.items() if stage in mine)
+        seen = {id(p) for module in of_mine for p in module.parameters()}
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:
-                _empty(module, device)
+                self._elsewhere += _empty(module, device, seen)
             elif len(mine) < len(stages):
                 for inside in module.modules():
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
@@ -198,6 +202,19 @@ class Local:
         """Parameters here that more than one module has."""
         uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)
         return [p for p in self.model.parameters() if uses[id(p)] > 1]
+
+    @contextmanager
+    def all_parameters(self) -> Iterator[None]:
+        """Inside, the model's parameters are those of all stages, so that code that counts or sums them up does not
+        take this rank's for all: those of other stages have no values."""
+        for module, held in self._elsewhere:
+            module._parameters.update(cast(Any, held))
+        try:
+            yield
+        finally:
+            for module, held in self._elsewhere:
+                for key in held:
+                    module._parameters.pop(key, None)
 
     # ---- one stage ------------------------------------------------------------------------------------------------
 
@@ -237,7 +254,12 @@ class Local:
                     self._keep(run, x)
 
         try:
-            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told, partial(self._called, run)):
+            with (
+                torch.set_grad_enabled(grads),
+                self.all_parameters(),
+                self.buffers.of(stage) as read,
+                Reads(told, partial(self._called, run)),
+            ):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -783,16 +805,27 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
-def _empty(module: nn.Module, device: torch.device) -> None:
+def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
     """Lets go of a module's parameters and buffers; what is computed from them all the same is absent. Of those on meta
-    it is on ``device``."""
+    it is on ``device``.
+
+    Args:
+        seen: ids of parameters that the model has at another place.
+    Returns: what stands for the parameters that were not seen, by the modules that had them.
+    """
+    stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
         each.__dict__["_ringcomm_elsewhere"] = True
+        stand.append((each, {}))
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
                 if tensor is not None:
                     del held[key]
                     each.__dict__[key] = weightless(tensor, device if tensor.is_meta else tensor.device)
+                    if held is each._parameters and id(tensor) not in seen:
+                        stand[-1][1][key] = each.__dict__[key]
+                        seen.add(id(tensor))
+    return stand
 
 
 def _in_function() -> bool:

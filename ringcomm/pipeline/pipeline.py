@@ -27,6 +27,7 @@ from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.meta import device_of
 from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
+from ringcomm.pipeline.absent import Absent
 from ringcomm.pipeline.check import check
 from ringcomm.pipeline.cuts import Chain, Stages, split
 from ringcomm.pipeline.deferred import Deferring, Store, backward
@@ -438,7 +439,14 @@ class _Step:
         if not self.computes:
             return None
         loss = self.pipe._loss
-        value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        with self.pipe._local.all_parameters():
+            value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        if isinstance(value, Absent):
+            raise UnsupportedError(
+                f"Pipeline: rank {self.rank} got a loss that depends on parameters of other stages, such as a penalty "
+                "on them, expected one of the output and the target; use the optimizer's weight_decay, or add the "
+                "gradient of the penalty to each parameter's behind step()"
+            )
         if not torch.is_tensor(value) or value.numel() != 1:
             if not self.train:
                 self.computes = False
