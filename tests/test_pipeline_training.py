@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -293,6 +294,10 @@ class Noised(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.device("cpu") if self.how == "a mode" else nullcontext():
+            return self.taken_off(x)
+
+    def taken_off(self, x: torch.Tensor) -> torch.Tensor:
         total = self.drawn(x)
         h = self.first(x + 1) * 0 + total  # which draws within a module
         for block in self.blocks:
@@ -304,7 +309,7 @@ class Noised(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("how", ["drawn", "in place", "buffer", "distribution", "dropout", "leaves out"])
+@pytest.mark.parametrize("how", ["drawn", "in place", "buffer", "distribution", "dropout", "leaves out", "a mode"])
 def test_later_stages_have_the_numbers_that_forward_draws(how: str, schedule: str) -> None:
     """Ranks as threads take turns at one generator."""
     x = torch.zeros(6, 4, dtype=torch.float64)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -125,8 +125,11 @@ class Reads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.told, self.call = told, call
+        self.is_left = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_left:
+            return func(*args, **(kwargs or {}))
         self.told(func, args, kwargs or {})
         if Absent not in types:
             found = _absent_in((args, kwargs or {}))
@@ -138,15 +141,20 @@ class Reads(TorchFunctionMode):
     @contextmanager
     def left() -> Iterator[None]:
         """Outside of it for a while, where nothing is absent."""
-        mode = _get_current_function_mode()
-        if not isinstance(mode, Reads):
+        modes = _get_current_function_mode_stack()
+        mode = next((each for each in modes if isinstance(each, Reads) and not each.is_left), None)
+        if mode is None:
             yield
             return
-        mode.__exit__(None, None, None)
+        is_last, mode.is_left = mode is modes[-1], True  # else another mode, such as a torch.device, was entered in it
+        if is_last:  # saves a call for each function
+            mode.__exit__(None, None, None)
         try:
             yield
         finally:
-            mode.__enter__()
+            if is_last:
+                mode.__enter__()
+            mode.is_left = False
 
 
 def _absent_in(nest: Any) -> list[Absent]:
