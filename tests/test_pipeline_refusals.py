@@ -393,6 +393,40 @@ def test_a_penalty_on_all_parameters_in_the_loss_is_refused() -> None:
     assert one_sentence(found[1])
 
 
+class Averaged(nn.Module):
+    """Keeps a running mean of a layer of another stage in its last one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(6, 6), nn.Linear(6, 6)
+        self.mean = nn.Linear(6, 6).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for p, mean in zip(self.first.parameters(), self.mean.parameters(), strict=True):
+            if self.how == "data":
+                mean.data = mean.data * 0.9 + p.data * 0.1
+            else:
+                (mean.data if self.how == "view" else mean).lerp_(p, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        self.update()
+        return x - self.mean(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "view", "data"])
+def test_a_running_mean_of_parameters_of_another_stage_is_refused(how: str) -> None:
+    model = make(Averaged, how)
+    before = [p.clone() for p in model.mean.parameters()]
+    models = [copy.deepcopy(model) for _ in range(2)]
+    found = errors(lambda comm: pipeline(comm, models[comm.rank], ["second"]).step(torch.ones(2, 6)))
+    assert isinstance(found[0], AbortedError)
+    assert "forward writes into mean.weight what depends on another stage, expected values" in str(found[1])
+    assert one_sentence(found[1])
+    assert all(map(torch.equal, models[1].mean.parameters(), before))
+
+
 def test_values_of_the_inputs_are_there_where_they_are_passed() -> None:
     x, ids = torch.ones(2, 6), torch.arange(2)[:, None]
     assert errors(lambda comm: pipeline(comm, Reads("ids"), ["second"]).step(x, ids)) == [None, None]

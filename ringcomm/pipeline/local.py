@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, Reads, find, lose, weightless, writable, writes
+from ringcomm.pipeline.absent import Absent, Maker, Reads, any_absent, find, lose, weightless, writable, writes
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -249,9 +249,11 @@ class Local:
 
         def told(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
-            for x in writes(func, args, kwargs) if run.carried else ():
-                if not isinstance(x, Absent):
-                    self._keep(run, x)
+            written = [x for x in writes(func, args, kwargs) if not isinstance(x, Absent)]
+            if written and any_absent((args, kwargs)):
+                self._refuse_written_parameters(run, written)
+            for x in written if run.carried else ():
+                self._keep(run, x)
 
         try:
             with (
@@ -444,6 +446,16 @@ class Local:
                     f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} after code "
                     f"outside of modules wrote into a tensor of shape {tuple(x.shape)} which is carried, "
                     "expected its values as its module gave them; write into a clone of it"
+                )
+
+    def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
+        """Raises where something absent would be written into a parameter, such as into a running mean of another."""
+        for name, p in self.model.named_parameters():
+            if not isinstance(p, Absent) and any(_shares(p, x) for x in written):
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward writes into {name} what depends "
+                    "on another stage, expected values; cut the model where both lie in one stage, or write into "
+                    "parameters behind step()"
                 )
 
     def _note_hooks(
