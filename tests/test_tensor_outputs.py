@@ -140,6 +140,10 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.topk(2), "topk goes over all of them"),
     (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm goes over all of them"),
     (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy goes over all of them"),
+    (ONE, lambda y: torch.cat([y, y]), None),
+    (ONE, lambda y: torch.cat([y.view(2, 3, 4), y.view(2, 3, 4)], -1), None),  # within heads
+    (ONE, lambda y: torch.cat([torch.ones(2, 1), y], -1), "cat lays others beside them"),
+    (ONE, lambda y: torch.concat(tensors=[y * 2, y], dim=1), "concat lays others beside them"),
     (PARTS, lambda y: y.logsumexp(1), "logsumexp goes over all of them"),
     (ONE, lambda y: y.chunk(3, -1), "chunk parts the outputs at 4"),
     (ONE, lambda y: torch.chunk(y, 3, dim=-1), "chunk parts the outputs at 4"),

@@ -20,6 +20,7 @@ KEEPS = {
 }  # fmt: skip
 """Functions whose result has the same outputs in the same places."""
 VIEWS = ("view", "reshape", "unflatten")
+_JOINS = ("cat", "concat", "concatenate")
 FUSED = (2, 3)
 """How many outputs are fused in one layer, as a rule: gate and up; queries, keys and values."""
 
@@ -91,13 +92,12 @@ class CutOutputs:
         elif first in FUSED and len(others) > 1 and first not in {*self.divided, *others}:
             self._refuse(f"{function} parts the outputs into {first} first", "a layer whose outputs are not fused")
 
-    def refuse_mixed(self, function: str) -> None:
+    def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
         """Refuses a function over all outputs, of which it would see this rank's."""
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut, here "
-            f"{sum(self.extents)}, but {function} goes over all of them, expected functions of each output or within "
-            "a head; cut it as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both "
-            "out of the plan"
+            f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
+            "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
         )
 
     def _refuse(self, saw: str, expected: str) -> None:
@@ -122,13 +122,17 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        x: Any = args[0] if args else given.get("input")
+        x: Any = args[0] if args else given.get("input", given.get("tensors"))
         cut, name = getattr(x, "_ringcomm_cut", None), getattr(func, "__name__", "")
         if cut is not None and name in _PARTED:
             ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             cut.check_ends(name.strip("_"), ends, step)
         if cut is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
             cut.refuse_mixed(name.removeprefix("linalg_"))
+        if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
+            joined = next((each for each in (getattr(y, "_ringcomm_cut", None) for y in x) if each is not None), None)
+            if joined is not None:  # a layer behind is cut as if each rank had the next of all inputs
+                joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
         if cut is None or type(made) not in (torch.Tensor, _Watched):
