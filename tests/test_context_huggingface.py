@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -231,6 +233,15 @@ class Fourier(nn.Module):
         return torch.fft.fft2(x).real
 
 
+class Moving(nn.Module):
+    def __init__(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.move = move
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.move(x)
+
+
 SIMPLE: dict[str, tuple[Any, str]] = {
     "softmax": (Flat, r"attention by softmax and matmul in the model \(Flat\).*sdpa"),
     "inside": (lambda: nn.Sequential(nn.Linear(4, 4), Flat()), r"attention by softmax and matmul in 1 \(Flat\)"),
@@ -238,6 +249,11 @@ SIMPLE: dict[str, tuple[Any, str]] = {
     "recurrent": (recurrent, r"a recurrent layer in 1 \(LSTM\)"),
     "convolution": (lambda: nn.Conv1d(4, 4, 3, padding=1), r"a convolution over the sequence in the model \(Conv1d\)"),
     "shift": (lambda: nn.ZeroPad2d((0, 0, 1, -1)), r"tokens shifted along the sequence .* \(ZeroPad2d\)"),
+    "roll": (
+        partial(Moving, lambda x: x.roll((0, 1), (-1, 1))),
+        r"tokens shifted along .*\(roll\) in the model \(Moving\)",
+    ),
+    "cumsum": (partial(Moving, lambda x: torch.cumsum(x, dim=-2)), r"running sums along the sequence \(cumsum\)"),
     "Fourier": (Fourier, r"a Fourier transform in the model \(Fourier\)"),
 }
 
@@ -280,11 +296,56 @@ def test_what_has_no_tokens_to_mix_is_no_error() -> None:
                 nn.Linear(4, 4)(chunk).sum().backward(inputs=[x])
         with context_parallel(comm):  # called by the user's model itself
             ring_attention(nn.Linear(4, 4)(q), q, q, comm)
+        with context_parallel(comm):  # features, numbers and whole tensors may move
+            (
+                x.roll(1, -1),
+                x.roll(1),
+                torch.cumsum(x, -1),
+                torch.ones(2, 4, 4, dtype=torch.long).cumsum(1),
+                x[0].cumsum(0),
+            )
         with context_parallel(comm):  # a router's softmax, whose product is no attention
             F.scaled_dot_product_attention(q, q, q)
             torch.einsum("te,ted->td", torch.softmax(torch.ones(3, 5), -1), torch.ones(3, 5, 2))
         with context_parallel(comm, local=True):
             nn.Linear(4, 4)(x).sum().backward(inputs=[x])
+
+    on_ranks(rank, 2)
+
+
+class Rotated(nn.Module):
+    """Attention with angles of positions, from a table of as many as it says, or one of all."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, q: torch.Tensor, at: torch.Tensor | None, length: int) -> torch.Tensor:
+        angles = torch.arange(length, dtype=q.dtype)[:, None] * torch.tensor([1.0, 0.1])
+        if self.by == "polar":
+            turned = torch.view_as_complex(q.unflatten(-1, (2, 2))) * torch.polar(torch.ones_like(angles), angles)
+            q = torch.view_as_real(turned).flatten(-2)
+        else:
+            table = angles.cos() if at is None else angles.cos()[at]
+            q = q * table.repeat_interleave(2, -1)
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("by", ["cos", "polar"])
+def test_angles_of_positions_from_0_on_are_refused(by: str, layout: str) -> None:
+    """But on the rank that has these, and from a table in which the rank's own are looked up."""
+    q = torch.randn(1, 2, 4, 4)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        with context_parallel(comm, layout=layout):
+            Rotated("cos")(q, positions(8, comm, layout), 8)
+        with context_parallel(comm, layout=layout):
+            if layout == "contiguous" and comm.rank == 0:
+                return
+            text = rf"rank {comm.rank} got angles of positions 0 to 3 in the model \(Rotated\), expected those of its"
+            with pytest.raises(InvalidArgumentError, match=text):
+                Rotated(by)(q, None, 4)
 
     on_ranks(rank, 2)
 

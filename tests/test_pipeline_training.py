@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -246,6 +247,114 @@ def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
         ((found, grads),) = on_ranks(model, [], 1, step, microbatches=3, schedule=schedule)
         assert torch.equal(found, loss)
         assert differing([grads], expected) == []
+
+
+class Counting(Row):
+    """Looks at all parameters, of which one lies in two stages and one is frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = [p.numel() for p in self.parameters() if p.requires_grad]
+        names = [name for name, _ in self.named_parameters()]
+        return super().forward(x) * (sum(wanted) / 100) + len(names)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_counts_the_parameters_of_all_stages(schedule: str) -> None:
+    model = make(lambda: Counting([Block(6) for _ in range(4)]))
+    model.blocks[3].norm.weight = model.blocks[0].norm.weight
+    model.blocks[1].mlp[0].weight.requires_grad_(False)
+    at = cuts(4 if schedule == "interleaved" else 2, 4)
+    parity(model, torch.randn(6, 6), at, 2, schedule=schedule, microbatches=3, ties="exact")
+
+
+class Noised(nn.Module):
+    """Hands on what it is given, but for what it draws in its own forward pass and takes off again at its end."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        for each in (self.first[0], *self.blocks):
+            nn.init.eye_(each.weight), nn.init.zeros_(each.bias)
+        self.register_buffer("noise", torch.zeros(2, 4))
+
+    def drawn(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            noise = torch.empty_like(x).normal_()
+            return torch.cat([noise.mul_(2)[:, :2], noise[:, 2:].uniform_()], 1)
+        if self.how == "buffer":
+            return nn.init.normal_(self.noise).clone()
+        if self.how == "distribution":
+            return torch.distributions.Normal(x.new_zeros(4), 1.0).sample(x.shape[:1])
+        return (
+            nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+            if self.how == "dropout"
+            else torch.randn_like(x)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.device("cpu") if self.how == "a mode" else nullcontext():
+            return self.taken_off(x)
+
+    def taken_off(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.drawn(x)
+        h = self.first(x + 1) * 0 + total  # which draws within a module
+        for block in self.blocks:
+            if self.how == "leaves out" and self.training and block is self.blocks[0] and torch.rand(()) < 0.5:
+                continue
+            noise = torch.randn_like(x)
+            h, total = block(h + noise), total + noise
+        return (h - total).square().mean()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("how", ["drawn", "in place", "buffer", "distribution", "dropout", "leaves out", "a mode"])
+def test_later_stages_have_the_numbers_that_forward_draws(how: str, schedule: str) -> None:
+    """Ranks as threads take turns at one generator."""
+    x = torch.zeros(6, 4, dtype=torch.float64)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[float, ...]:
+        return float(pipe.step(x)), float(pipe.evaluate(x).loss)
+
+    model = make(Noised, how).double()
+    at, ranks = (cuts(4, 4), 2) if schedule == "interleaved" else (["blocks.1", "blocks.3"], 3)
+    for found in on_ranks(model, at, ranks, step, microbatches=3, schedule=schedule):
+        assert found == pytest.approx((0.0, 0.0), abs=1e-9)
+
+
+class DrawsOnce(Noised):
+    """In its first forward pass alone, or in a function that is checkpointed."""
+
+    def drawn(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = torch.randn_like(x)
+        return self.kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x if self.how == "checkpoint" else x + self.drawn(x))
+        for block in self.blocks:
+            if self.how == "checkpoint":
+                h = checkpoint(lambda h, block=block: block(h + torch.randn_like(h)), h, use_reentrant=False)
+            else:
+                h = block(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "schedule", "text"),
+    [
+        ("once", cuts(4, 4), "interleaved", r"stage 2, whose forward drew random numbers 0 times before blocks.2, exp"),
+        ("checkpoint", ["blocks.2"], "1f1b", r"begins with blocks.2 inside of a function that is checkpointed and dr"),
+    ],
+)
+def test_draws_that_stages_do_not_share_are_refused(how: str, at: list[str], schedule: str, text: str) -> None:
+    def build(comm: Communicator) -> None:
+        stages = ringcomm.split(make(DrawsOnce, how), at, carry=["first", "blocks.*"])
+        Pipeline(stages, comm, microbatches=2, schedule=schedule).step(torch.ones(4, 4))
+
+    with pytest.raises(InvalidArgumentError, match=text):
+        ringcomm.run_ranks(build, 2, timeout=30)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,44 @@ def test_a_sequence_that_nobody_cuts_is_noticed(verify: bool) -> None:
     else:
         with pytest.warns(UserWarning, match=said):
             on_ranks(rank, 2)
+
+
+class Penalised(nn.Module):
+    """Computes with a weight of its own layer, if ``how`` says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(x.to(self.up.weight.dtype))) + self.down.weight.shape[0]
+        loss = x.square().mean()
+        if self.how == "all":
+            return loss + sum(p.square().sum() for p in self.parameters())
+        return loss + (x @ self.down.weight.T.T[:, :1].repeat(1, 2)).sum() if self.how == "turned" else loss
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("how", "name"), [("all", "square"), ("turned", "__get__"), ("none", "")])
+def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, compiled: bool) -> None:
+    """In the first forward pass with gradients, once; not under torch.compile, which would look at what looks on."""
+    models = [Penalised(how) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)
+        if compiled:
+            model.up.compile(backend="eager")
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        for _ in range(2):
+            model(torch.ones(2, 4))
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", UserWarning)
+        on_ranks(rank, 2)
+    said = [str(each.message) for each in seen if "outside of the layer" in str(each.message)]
+    assert len(said) == (2 if name and not compiled else 0)
+    assert all(f"saw {name.strip('_')} with the weight of " in each for each in said)
 
 
 def test_frozen_parameters_that_are_trained_later() -> None:

@@ -148,6 +148,28 @@ def test_another_loss() -> None:
         assert "losses or targets that differ" in said
 
 
+class Penalised(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean() + sum(p.square().sum() for p in self.parameters())
+
+
+def test_a_loss_of_the_module_that_is_another_on_each_rank() -> None:
+    model = Penalised(*(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)))
+    plan: Plan = {"*.0": "colwise", "*.1": "rowwise"}
+    for said in refused(model, plan, lambda cut, rank: cut(torch.ones(2, 4)).backward(), 2):
+        assert "rank 1 has another output than rank 0, float32 of shape () with norm " in said
+
+
+def test_layers_that_follow_one_another_in_a_list_are_compared_together() -> None:
+    """Each alone takes or gives a rank's part."""
+    plan: Plan = {"0": "colwise", "2": "rowwise"}
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)]
+    models = [nn.Sequential(*copy.deepcopy(layers)) for _ in range(2)]
+    on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm, verify=True)(torch.ones(2, 4)), 2)
+    for said in refused(Penalised(*layers), plan, lambda cut, rank: cut(torch.ones(2, 4)), 2):
+        assert "saw by verify=True that the module gives rank 0 a difference of " in said
+
+
 @pytest.mark.parametrize(
     ("kind", "plan", "block"),
     [

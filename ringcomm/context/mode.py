@@ -32,6 +32,12 @@ _SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__getitem__: 1}
 """What takes rows of a table, and the place of their numbers among the arguments."""
+_ANGLES = {
+    **dict.fromkeys((torch.cos, torch.sin, torch.Tensor.cos, torch.Tensor.sin), 0),
+    torch.polar: 1,
+}
+"""What takes angles, and their place among the arguments."""
+_MOVES = {"cumsum": "running sums", "cumprod": "running products", "roll": "tokens shifted"}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -60,10 +66,10 @@ def context_parallel(
     positions in the whole sequence.
 
     What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
-    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, tokens
-    shifted by a pad, labels that a loss of transformers shifts (pass ``shift_labels``), a loss from one token
-    of each sequence, layers other than attention in a configuration of transformers; and a backward pass, or the end of
-    the context, where linear layers have been computed inside and no attention at all.
+    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, running
+    sums, tokens shifted by a pad or roll, labels that a loss of transformers shifts (pass ``shift_labels``), a loss
+    from one token of each sequence, layers other than attention in a configuration of transformers; and a backward
+    pass, or the end of the context, where linear layers have been computed inside and no attention at all.
 
     Args:
         layout, overlap: as in `ring_attention`.
@@ -177,6 +183,31 @@ def _is_own_table(x: Any) -> bool:
     )
 
 
+def _ramps(x: Any) -> Iterator[int]:
+    """The lengths of dimensions along which a tensor is 0, 1, 2 ... times something, as angles of positions are."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.requires_grad or not x.numel():
+        return
+    for dim, length in enumerate(x.shape):
+        if length > 2 and not x.narrow(dim, 0, 1).any():
+            step, shape = x.narrow(dim, 1, 1), [-1 if each == dim else 1 for each in range(x.dim())]
+            expected = step * torch.arange(length, dtype=x.dtype, device=x.device).view(shape)
+            if step.any() and torch.allclose(x, expected, rtol=1e-2):
+                yield length
+
+
+def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether a function of values moves along another dimension than the last one, the features."""
+    x = args[0] if args else options.get("input")
+    if not isinstance(x, torch.Tensor) or x.dim() < 3 or not x.is_floating_point():
+        return False
+    name, at = ("dims", 2) if getattr(func, "__name__", "") == "roll" else ("dim", 1)
+    dims = options.get(name, args[at] if len(args) > at else ())
+    return any(
+        isinstance(dim, int) and dim % x.dim() != x.dim() - 1
+        for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
+    )
+
+
 def _rows(numbers: Any) -> torch.Tensor:
     """Numbers of rows; those of several sequences one behind the other as a sequence in each row."""
     if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32):
@@ -204,6 +235,7 @@ class _Mode(TorchFunctionMode):
         self._calls = CALLS.count
         self._met: torch.Size | None = None  # batch and length of the part in the last attention
         self._picks: dict[Any, str] = {}  # nodes that took a token of a part, and where
+        self._ramps: dict[int, str] = {}  # by length: where angles of positions from 0 on were computed
         self._layer: str | None = None  # the module of the first layer that was computed
         self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it
 
@@ -254,6 +286,8 @@ class _Mode(TorchFunctionMode):
                 "loss of tokens: it compares the tokens of a rank's part alone; pass no labels, and compute the loss "
                 "from what ringcomm.context.gather_sequence gives of the outputs"
             )
+        if func in _ANGLES and len(args) > _ANGLES[func]:
+            self._ramps.update((length, _module()) for length in _ramps(args[_ANGLES[func]]))
         result = func(*args, **options)
         if func is torch.Tensor.__getitem__ and args[0].shape[:2] == self._met and _picks_token(*args):
             self._note_pick(result)
@@ -305,6 +339,8 @@ class _Mode(TorchFunctionMode):
             what = "a recurrent layer"
         elif name.startswith("fft_"):
             what = "a Fourier transform"
+        elif name in _MOVES and _is_along_tokens(func, args, options):
+            what = f"{_MOVES[name]} along the sequence ({name})"
         elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
             what = "tokens shifted along the sequence (pad)"
         elif self._weights and name in _PRODUCTS:
@@ -326,14 +362,17 @@ class _Mode(TorchFunctionMode):
         first = numbers.reshape(-1, length)[0]
         if not torch.equal(numbers, (first[0] + torch.arange(length, device=numbers.device)).expand_as(numbers)):
             return
+        self._refuse_row(int(first[0]), length, "an embedding", _module())
+
+    def _refuse_row(self, first: int, length: int, what: str, where: str) -> None:
+        """Raises for positions one behind the other that are not those of this part."""
         expected = [begin for _, begin in places(self.comm.rank, self.comm.world_size, length, self.layout)]
         apart = len(expected) > 1 and expected[1] != expected[0] + length // 2
-        if apart or int(first[0]) < expected[0]:
+        if apart or first < expected[0]:
             raise InvalidArgumentError(
-                f"{CALL}: rank {self.comm.rank} got an embedding of positions {int(first[0])} to {int(first[-1])} in "
-                f"{_module()}, expected those of its part of the sequence ({self.layout}, pieces that begin at "
-                f"{expected}); pass position_ids=ringcomm.context.positions(length, comm) if the model takes it, or "
-                "cut it in other ways"
+                f"{CALL}: rank {self.comm.rank} got {what} of positions {first} to {first + length - 1} in {where}, "
+                f"expected those of its part of the sequence ({self.layout}, pieces that begin at {expected}); pass "
+                "position_ids=ringcomm.context.positions(length, comm) if the model takes it, or cut it in other ways"
             )
 
     def attend(
@@ -364,6 +403,8 @@ class _Mode(TorchFunctionMode):
                 f"{CALL}: rank {self.comm.rank} got {query.shape[1]} query heads and {key.shape[1]} key heads, "
                 "expected as many of both; pass enable_gqa=True"
             )
+        if rule.part is None and query.shape[2] in self._ramps:  # tables of other lengths may be looked up
+            self._refuse_row(0, query.shape[2], "angles", self._ramps[query.shape[2]])
         self._met = None if rule.part is not None else torch.Size((query.shape[0], query.shape[2]))
         if rule.part is not None:
             how = (scale, softcap, rule.key_mask)

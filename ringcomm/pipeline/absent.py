@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -41,6 +41,7 @@ _OF_VALUES = {
 }  # fmt: skip
 """What gives tensors whose shape depends on values, or a text of them."""
 _SET_DATA = _Tensor.data.__set__
+_WANTS_GRADIENT = _Tensor.requires_grad.__get__
 _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
@@ -49,12 +50,15 @@ class Absent(torch.Tensor):
     shape. It is not a number, or zero. Code that would go on differently for other values raises."""
 
     origin = ""  # the name of the module whose result it is, or is computed from
+    wants_gradient: bool | None = None  # of a parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _Tensor.__iter__:  # whose parts torch would give as plain tensors
             return iter(args[0].unbind(0))
+        if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
+            return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
             return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
@@ -112,33 +116,46 @@ class Reads(TorchFunctionMode):
 
     Args:
         told: of each function and its arguments, before it is called.
+        call: calls it.
     """
 
-    def __init__(self, told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None) -> None:
+    def __init__(
+        self,
+        told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None,
+        call: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
         super().__init__()
-        self.told = told
+        self.told, self.call = told, call
+        self.is_left = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_left:
+            return func(*args, **(kwargs or {}))
         self.told(func, args, kwargs or {})
         if Absent not in types:
             found = _absent_in((args, kwargs or {}))
             if found:
                 raise _read(func, found)
-        return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
 
     @staticmethod
     @contextmanager
     def left() -> Iterator[None]:
         """Outside of it for a while, where nothing is absent."""
-        mode = _get_current_function_mode()
-        if not isinstance(mode, Reads):
+        modes = _get_current_function_mode_stack()
+        mode = next((each for each in modes if isinstance(each, Reads) and not each.is_left), None)
+        if mode is None:
             yield
             return
-        mode.__exit__(None, None, None)
+        is_last, mode.is_left = mode is modes[-1], True  # else another mode, such as a torch.device, was entered in it
+        if is_last:  # saves a call for each function
+            mode.__exit__(None, None, None)
         try:
             yield
         finally:
-            mode.__enter__()
+            if is_last:
+                mode.__enter__()
+            mode.is_left = False
 
 
 def _absent_in(nest: Any) -> list[Absent]:
@@ -272,7 +289,7 @@ def overwrites(func: Any, args: Any) -> list[torch.Tensor]:
 
 def writes(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a function writes into, as far as its name and arguments tell."""
-    first = _writes(func) or kwargs.get("inplace") is True or func is _SET_DATA
+    first = _writes(func) or kwargs.get("inplace") is True or func == _SET_DATA
     nest = [args[:1] if first else (), kwargs.get("out")]
     return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)] if first or "out" in kwargs else []
 
@@ -342,4 +359,6 @@ class Maker:
 def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In the place of a parameter or buffer: without memory of its own."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
-    return x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)
+    made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)
+    made.wants_gradient = x.requires_grad
+    return made

@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -18,7 +19,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.parallel.part import note
-from ringcomm.pipeline.absent import Absent, Maker, Reads, find, lose, weightless, writable, writes
+from ringcomm.pipeline.absent import Absent, Maker, Reads, any_absent, find, lose, weightless, writable, writes
 from ringcomm.pipeline.beside import (
     Given,
     Gone,
@@ -38,6 +39,7 @@ from ringcomm.pipeline.beside import (
 )
 from ringcomm.pipeline.buffers import Buffers
 from ringcomm.pipeline.cuts import Chain, Stages
+from ringcomm.pipeline.draws import are_needed, checkpoint_around, drawing, drawn_again
 
 ANY = -1
 
@@ -101,6 +103,7 @@ class About:
         usual: the first tensor that the first stage sends, as a shape.
         calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
         carried: how many tensors are.
+        draws: by functions around modules, in turn: the function's name, and what it drew if later stages need it.
         share: of the micro-batch in the rows of the batch, as far as stages so far know it.
     """
 
@@ -109,6 +112,7 @@ class About:
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
     carried: int
+    draws: tuple[tuple[str, Carried | None], ...] = ()
     share: Fraction | None = None
 
     def of_any(self) -> About:
@@ -137,6 +141,10 @@ class _Run:
     noting: bool = False  # whether a call of a module is being noted
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
+    draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
+    drawn: int = 0  # how many of them this stage has come to
+    redrawn_in: Any = None  # the checkpoint in which it last took what another stage has drawn
+    hooking: bool = False  # whether hooks of modules of earlier stages run
 
 
 class Local:
@@ -162,10 +170,14 @@ class Local:
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
             for module, key in owners[:1]:
                 note(module, key, names=tie.names, copy=not first, staged=len(mine) < len(stages))
+        self._elsewhere: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []  # modules, and what stands for parameters
+        of_mine = (self.model.get_submodule(name) for name, stage in stages.stage_of.items() if stage in mine)
+        seen = {id(p) for module in of_mine for p in module.parameters()}
+        seen |= {id(p) for module in self._containers.values() for p in module._parameters.values()}
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:
-                _empty(module, device)
+                self._elsewhere += _empty(module, device, seen)
             elif len(mine) < len(stages):
                 for inside in module.modules():
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
@@ -191,6 +203,19 @@ class Local:
         """Parameters here that more than one module has."""
         uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)
         return [p for p in self.model.parameters() if uses[id(p)] > 1]
+
+    @contextmanager
+    def all_parameters(self) -> Iterator[None]:
+        """Inside, the model's parameters are those of all stages, so that code that counts or sums them up does not
+        take this rank's for all: those of other stages have no values."""
+        for module, held in self._elsewhere:
+            module._parameters.update(cast(Any, held))
+        try:
+            yield
+        finally:
+            for module, held in self._elsewhere:
+                for key in held:
+                    module._parameters.pop(key, None)
 
     # ---- one stage ------------------------------------------------------------------------------------------------
 
@@ -221,15 +246,23 @@ class Local:
             run.carried = [writable(x) for x in received[len(received) - about.carried :]]
             run.versions = [version_of(x) for x in run.carried]
             run.before = dict(about.calls)
+            run.draws = [*about.draws]
 
         def told(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
-            for x in writes(func, args, kwargs) if run.carried else ():
-                if not isinstance(x, Absent):
-                    self._keep(run, x)
+            written = [x for x in writes(func, args, kwargs) if not isinstance(x, Absent)]
+            if written and any_absent((args, kwargs)):
+                self._refuse_written_parameters(run, written)
+            for x in written if run.carried else ():
+                self._keep(run, x)
 
         try:
-            with torch.set_grad_enabled(grads), self.buffers.of(stage) as read, Reads(told):
+            with (
+                torch.set_grad_enabled(grads),
+                self.all_parameters(),
+                self.buffers.of(stage) as read,
+                Reads(told, partial(self._called, run)),
+            ):
                 output = self.model(*args, **kwargs)
         except _Cut as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
@@ -243,6 +276,26 @@ class Local:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
         self._refuse_absent(run, "the end", output)
         return output, None
+
+    def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function outside of modules of stages. What one draws there later stages get."""
+        name = "" if run.hooking else drawing(func)
+        if not name:
+            return func(*args, **kwargs)
+        number, run.drawn = run.drawn, run.drawn + 1
+        if number == len(run.draws):
+            result = func(*args, **kwargs)
+            needed = run.stage < len(self.stages) - 1 and are_needed(func, args, kwargs, result)
+            run.draws.append((name, self._carry(run, result, name, {}) if needed else None))
+            return result
+        expected, stand = run.draws[number]
+        if name == expected and stand is None:
+            return func(*args, **kwargs)
+        result = drawn_again(func, args, kwargs, run.carried[stand.number]) if stand and name == expected else None
+        if result is None:
+            raise self._other_draws(run, f"by {name}", expected)
+        run.redrawn_in = checkpoint_around()
+        return result
 
     def _refuse_other_inputs(self, mine: Mapping[Any, Any], inputs: Any) -> None:
         """Of the model: what this rank has as well as the stage before must be alike, as far as shapes and plain values
@@ -281,6 +334,12 @@ class Local:
             "and at modules that every forward pass calls"
         )
 
+    def _other_draws(self, run: _Run, got: str, expected: Any) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward drew random numbers {got}, expected "
+            f"{expected} as on the stage before; draw them in every forward pass, or in __init__"
+        )
+
     def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
         first = self.stages.first
 
@@ -309,6 +368,15 @@ class Local:
             if not run.entered:
                 if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
+                assert run.about is not None
+                if run.drawn != len(run.about.draws):
+                    raise self._other_draws(run, f"{run.drawn} times before {name}", len(run.about.draws))
+                if run.redrawn_in is not None and run.redrawn_in is checkpoint_around():
+                    raise InvalidArgumentError(
+                        f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
+                        "that is checkpointed and draws random numbers, expected them to be drawn outside, since a "
+                        "backward pass would draw others than an earlier stage has; checkpoint modules one by one"
+                    )
                 args, kwargs = self._put(run, args, kwargs)
                 run.entered = True
                 for x in run.carried:
@@ -379,6 +447,16 @@ class Local:
                     f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} after code "
                     f"outside of modules wrote into a tensor of shape {tuple(x.shape)} which is carried, "
                     "expected its values as its module gave them; write into a clone of it"
+                )
+
+    def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
+        """Raises where something absent would be written into a parameter, such as into a running mean of another."""
+        for name, p in self.model.named_parameters():
+            if not isinstance(p, Absent) and any(_shares(p, x) for x in written):
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward writes into {name} what depends "
+                    "on another stage, expected values; cut the model where both lie in one stage, or write into "
+                    "parameters behind step()"
                 )
 
     def _note_hooks(
@@ -470,7 +548,11 @@ class Local:
         for inner, inputs, outputs in call.hooked:
             its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
             made = [self._made(output, inner) for output in outputs]
-            _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
+            run.hooking = True
+            try:
+                _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
+            finally:
+                run.hooking = False
         result = self._made(call.output, name, given)
         for each, (place, before) in zip(lefts, there, strict=True):  # what hooks left is among it: once is enough
             restore(each, place, before)
@@ -533,7 +615,7 @@ class Local:
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried))
+        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the stage's first module, with what was received in its place."""
@@ -736,16 +818,27 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
-def _empty(module: nn.Module, device: torch.device) -> None:
+def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
     """Lets go of a module's parameters and buffers; what is computed from them all the same is absent. Of those on meta
-    it is on ``device``."""
+    it is on ``device``.
+
+    Args:
+        seen: ids of parameters that the model has at another place.
+    Returns: what stands for the parameters that were not seen, by the modules that had them.
+    """
+    stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
         each.__dict__["_ringcomm_elsewhere"] = True
+        stand.append((each, {}))
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
                 if tensor is not None:
                     del held[key]
                     each.__dict__[key] = weightless(tensor, device if tensor.is_meta else tensor.device)
+                    if held is each._parameters and id(tensor) not in seen:
+                        stand[-1][1][key] = each.__dict__[key]
+                        seen.add(id(tensor))
+    return stand
 
 
 def _in_function() -> bool:

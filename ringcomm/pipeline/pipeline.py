@@ -27,6 +27,7 @@ from ringcomm.parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.parallel.meta import device_of
 from ringcomm.parallel.partition import facts_of
 from ringcomm.parallel.ranks import exchange
+from ringcomm.pipeline.absent import Absent
 from ringcomm.pipeline.check import check
 from ringcomm.pipeline.cuts import Chain, Stages, split
 from ringcomm.pipeline.deferred import Deferring, Store, backward
@@ -89,7 +90,8 @@ class Pipeline(nn.Module):
     Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
              runs forward and backward of each micro-batch in turn and adds their gradients.
     Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
-             rank has all modules in one stage, and others otherwise.
+             rank has all modules in one stage, and others otherwise. What forward draws around modules, such as noise,
+             is drawn once, and sent on to later stages.
     Memory:  parameters of this rank's stages; of a micro-batch between its forward and backward pass what autograd
              keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
              and their results' gradients until their weights' turn.
@@ -438,7 +440,14 @@ class _Step:
         if not self.computes:
             return None
         loss = self.pipe._loss
-        value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        with self.pipe._local.all_parameters():
+            value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        if isinstance(value, Absent):
+            raise UnsupportedError(
+                f"Pipeline: rank {self.rank} got a loss that depends on parameters of other stages, such as a penalty "
+                "on them, expected one of the output and the target; use the optimizer's weight_decay, or add the "
+                "gradient of the penalty to each parameter's behind step()"
+            )
         if not torch.is_tensor(value) or value.numel() != 1:
             if not self.train:
                 self.computes = False

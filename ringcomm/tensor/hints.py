@@ -127,14 +127,17 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         return
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
     rows = {name: new for name, new in layers.items() if isinstance(new, VocabParallelEmbedding)}
+    linear = {name: new for name, new in layers.items() if isinstance(new, (ColumnParallelLinear, RowParallelLinear))}
     own, forward = vars(module).get("forward"), module.forward
 
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
+        grads = torch.is_grad_enabled()
+        compiled = grads and any(map(_is_compiled, module.modules()))  # Dynamo would compile what looks on, too
         try:
-            with _Rows(rows, region) if rows and torch.is_grad_enabled() else nullcontext():
+            with _Weights(rows, {} if compiled else linear, region) if grads else nullcontext():
                 output = forward(*args, **kwargs)
         except RingcommError:
             raise
@@ -143,7 +146,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
             if said is None:
                 raise
             raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
-        if vars(module).get("forward") is explained and (torch.is_grad_enabled() or not rows):
+        if vars(module).get("forward") is explained and grads:
             if own is None:
                 del module.forward
             else:
@@ -153,29 +156,58 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
     module.forward = explained
 
 
-class _Rows(TorchFunctionMode):
+class _Weights(TorchFunctionMode):
     """Refuses code outside of our layers that multiplies with the rows of an embedding, of which a rank has its part;
-    but not where the input has come out of `f`: that code knows of ranks.
+    but not where the input has come out of `f`: that code knows of ranks. Warns of code that computes with the weight
+    of a linear layer, which may be right where it is a rank's own heads.
 
     Args:
         rows: the embeddings, by name.
+        linear: the layers, by name.
     """
 
-    def __init__(self, rows: Mapping[str, nn.Module], region: Region) -> None:
+    def __init__(self, rows: Mapping[str, nn.Module], linear: Mapping[str, nn.Module], region: Region) -> None:
         self.names, self.region = {id(each.weight): name for name, each in rows.items()}, region
+        self.linear = {id(each.weight): name for name, each in linear.items() if id(each.weight) not in self.names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._refuse_rows(func, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        if self.linear and torch.is_grad_enabled():
+            self._warn_of_linear(func, (args, kwargs), result)
+        return result
+
+    def _warn_of_linear(self, func: Any, given: Any, result: Any) -> None:
+        """Of what has a gradient from the weight: shapes, and hooks, may be asked for."""
+        known = [id(x) for x in tree_leaves(given) if id(x) in self.linear]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = [x for x in tree_leaves(result) if known and isinstance(x, torch.Tensor) and x.requires_grad]
+        if all(id(x) in known for x in made) or _is_ours(sys._getframe(2)):
+            return
+        name = self.linear[known[0]]
+        self.linear.clear()  # once is enough
+        warnings.warn(
+            f"parallelize: rank {self.region.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
+            "the layer, which is cut: a rank has its part of the weight, and what is computed from it is this rank's; "
+            "add it up over the ranks, or leave the layer out of the plan",
+            stacklevel=3,
+        )
+
+    def _refuse_rows(self, func: Any, args: Any, kwargs: Any) -> None:
         if self.names and torch.is_grad_enabled() and getattr(func, "__name__", "") in MULTIPLIES:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             found = [name for x in given for y in (x, x._base) if (name := self.names.get(id(y))) is not None]
-            if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(1)):
+            if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
                 raise InvalidArgumentError(
                     f"parallelize: rank {self.region.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
                     ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
                     "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
                     "'colwise_gather_output', or leave the embedding out of the plan"
                 )
-        return func(*args, **(kwargs or {}))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_entered(x: torch.Tensor) -> bool:

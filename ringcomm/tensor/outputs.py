@@ -20,6 +20,7 @@ KEEPS = {
 }  # fmt: skip
 """Functions whose result has the same outputs in the same places."""
 VIEWS = ("view", "reshape", "unflatten")
+_JOINS = ("cat", "concat", "concatenate")
 FUSED = (2, 3)
 """How many outputs are fused in one layer, as a rule: gate and up; queries, keys and values."""
 
@@ -91,6 +92,14 @@ class CutOutputs:
         elif first in FUSED and len(others) > 1 and first not in {*self.divided, *others}:
             self._refuse(f"{function} parts the outputs into {first} first", "a layer whose outputs are not fused")
 
+    def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
+        """Refuses a function over all outputs, of which it would see this rank's."""
+        raise InvalidArgumentError(
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut, here "
+            f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
+            "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
+        )
+
     def _refuse(self, saw: str, expected: str) -> None:
         several = len(self.extents) > 1
         how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
@@ -113,11 +122,17 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        x: Any = args[0] if args else given.get("input")
+        x: Any = args[0] if args else given.get("input", given.get("tensors"))
         cut, name = getattr(x, "_ringcomm_cut", None), getattr(func, "__name__", "")
         if cut is not None and name in _PARTED:
             ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             cut.check_ends(name.strip("_"), ends, step)
+        if cut is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
+            cut.refuse_mixed(name.removeprefix("linalg_"))
+        if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
+            joined = next((each for each in (getattr(y, "_ringcomm_cut", None) for y in x) if each is not None), None)
+            if joined is not None:  # a layer behind is cut as if each rank had the next of all inputs
+                joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
         if cut is None or type(made) not in (torch.Tensor, _Watched):
@@ -156,6 +171,30 @@ def _factors(
 
 
 # ---- where functions part the last dimension -----------------------------------------------------------------------
+
+_MIXES = {
+    **dict.fromkeys(("mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "softmax", "log_softmax"), (1, None)),
+    **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min", "argmax", "argmin", "cumsum", "cumprod"), (1, None)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm"), (2, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    "normalize": (2, 1),
+    "flip": (1, ()),
+    "topk": (2, -1),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (9, -1)),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), (9, 1)),
+}
+"""Functions over a dimension: its place among the arguments, and what it is by default; None: all."""
+
+
+def _mixes_last(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether a function goes over the last dimension."""
+    at, default = _MIXES[name]
+    dims = given.get("dim", given.get("dims", given.get("axis", args[at - 1] if len(args) >= at else default)))
+    if torch.is_tensor(dims):  # the larger of two
+        return False
+    dims = range(x.dim()) if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else dims
+    return any(_is_last(x, dim) for dim in dims)
+
 
 Ends = tuple[list[int], int]
 NOWHERE: Ends = ([], 1)

@@ -76,7 +76,7 @@ class Verifier:
         blocks: bool,
     ) -> None:
         self.module, self.region, self.summed, self.alike = module, region, summed, alike
-        self.gradients: dict[str, list[Digest | None]] = {}
+        self.found: dict[str, list[Digest | None]] = {}  # in a backward pass
         self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
         self.hooked: dict[int, torch.Tensor] = {}
         self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
@@ -107,21 +107,25 @@ class Verifier:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for path, y in tree_leaves_with_path(output):
             if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
-                name, made = f"output {keystr(path)}", digest(y)
+                name, made = f"output {keystr(path)}".rstrip(), digest(y)
+                if self.alike and not y.dim():  # of a loss no rank has a part
+                    y.register_hook(lambda gradient, name=name, made=made: self._note_found(name, made))
                 y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
 
     def _note(self, name: str, gradient: torch.Tensor | None, *more: Digest) -> None:
         """Of a parameter, or of an output, whose own digest comes with it; a function of autograd may give none."""
+        self._note_found(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
+
+    def _note_found(self, what: str, found: Digest | None) -> None:
         if self.end() is None:  # also after a pass that raised, whose end autograd has let go of
-            self.gradients = {}
+            self.found = {}
             end = partial(type(self)._after_backward, self)
             self.end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
-        found = None if gradient is None else [*digest(gradient), *more]
-        self.gradients.setdefault(f"gradient of {name}", []).append(found)
+        self.found.setdefault(what, []).append(found)
 
     def _after_backward(self) -> None:
-        found, self.gradients = self.gradients, {}
+        found, self.found = self.found, {}
         self.compare(
             found,
             "name its module 'summed' in the plan if ranks use it on their own heads or features; else look for "
@@ -166,9 +170,11 @@ def _said(values: list[Any] | None) -> str:
 
 
 def _first_of_each_kind(module: nn.Module, cut: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Blocks in which something is cut, with copies of them that have no memory."""
+    """Blocks in which something is cut, with copies of them that have no memory; the module, where its blocks are the
+    layers that are cut: what goes in there, or comes out, is a rank's part."""
     kinds = set()
-    for name, block in blocks_of(module) or [("", module)]:
+    around = [(name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in cut)]
+    for name, block in around or [("", module)]:
         inside = [each for each in cut if not name or each == name or each.startswith(f"{name}.")]
         shapes = [(key, tuple(p.shape)) for key, p in block.named_parameters()]
         kind = repr((type(block), shapes, [each.removeprefix(name) for each in inside]))

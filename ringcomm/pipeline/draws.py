@@ -1,0 +1,58 @@
+"""Random numbers that the model's own forward draws around the modules of stages, such as noise: every stage runs that
+code, so the first stage that comes to it draws, and later ones take the same numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ringcomm.pipeline.absent import Absent, writes
+
+_OF_PYTHON = {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d"}
+"""Functions that draw, beside those that torch has a tag for."""
+
+
+@cache
+def _is_tagged(name: str) -> bool:
+    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
+    tags = [getattr(packet, each).tags for each in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in each for each in tags)
+
+
+def drawing(func: Any) -> str:
+    """The name of a function that draws from a generator; "" for others. Attention has dropout, too, of what modules
+    give: no later stage has that."""
+    name = str(getattr(func, "__name__", ""))
+    return name if name != "scaled_dot_product_attention" and (name in _OF_PYTHON or _is_tagged(name)) else ""
+
+
+def are_needed(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether later stages need what was drawn. What has a gradient is computed from results of modules, which they do
+    not have either; and a dropout that is switched off gives its input back."""
+    if not isinstance(result, torch.Tensor) or isinstance(result, Absent) or result.requires_grad:
+        return False
+    return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
+
+
+def drawn_again(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
+    """What a function gives that draws ``numbers``; None where it draws into a tensor of another shape."""
+    for into in _written(func, args, kwargs):
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if into.shape != numbers.shape:
+                return None
+            return into.fill(numbers.clone()) if isinstance(into, Absent) else into.copy_(numbers)
+    return numbers
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    if getattr(func, "__module__", None) == "torch.nn.init":
+        return [kwargs["tensor"]]
+    return writes(func, args, kwargs)
+
+
+def checkpoint_around() -> Any:
+    """What tells one call of `torch.utils.checkpoint.checkpoint` from another, inside of one; else None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
