@@ -484,8 +484,8 @@ def test_ranks_that_differ_raise_at_once(what: str, overlap: bool) -> None:
             failures[comm.rank] = error
 
     begin = time.monotonic()
-    on_ranks(rank, 3, timeout=20)
-    assert time.monotonic() - begin < 10
+    on_ranks(rank, 3, timeout=100)
+    assert time.monotonic() - begin < 60
     assert any(isinstance(error, MismatchError) for error in failures.values())
     assert any("got forward of q (" in str(error) and " where rank " in str(error) for error in failures.values())
 
@@ -507,6 +507,6 @@ def test_a_rank_in_backward_while_another_is_in_forward_raises_at_once() -> None
             pass
 
     begin = time.monotonic()
-    on_ranks(rank, 3, timeout=20)
-    assert time.monotonic() - begin < 10
+    on_ranks(rank, 3, timeout=100)
+    assert time.monotonic() - begin < 60
     assert any("forward of" in message and "backward of" in message for message in caught)
