@@ -920,9 +920,18 @@ def test_modules_registered_in_another_order_than_called(at: list[str]) -> None:
     assert differing([grads for _, grads in done], expected) == []
 
 
+def test_a_list_that_is_named_stands_for_its_members() -> None:
+    """A ModuleList is never called itself."""
+    model = make(Net)
+    assert ringcomm.split(model, ["blocks"]).first == ("", "blocks.0")
+    stages = ringcomm.split(model, ["blocks.4"], order=["token", "blocks", "head"])
+    assert {stages.stage_of[f"blocks.{i}"] for i in range(4)} == {0}
+    assert {stages.stage_of[f"blocks.{i}"] for i in range(4, 8)} == {1}
+
+
 def test_modules_that_order_does_not_name_keep_their_places() -> None:
     stages = ringcomm.split(make(Net, 2, tied=False), ["blocks", "position"], order=["token", "blocks", "position"])
-    assert stages.stage_of == {"token": 0, "blocks": 1, "position": 2, "norm": 2, "head": 2}
+    assert stages.stage_of == {"token": 0, "blocks.0": 1, "blocks.1": 1, "position": 2, "norm": 2, "head": 2}
 
 
 class Latent(nn.Module):

@@ -124,6 +124,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
                 f"split: got {shown(name)}, which is no submodule, expected names such as "
                 f"{', '.join(repr(each) for each in known[1:4])}; look at model.named_modules()"
             )
+    wanted = [_first_called(model, name) for name in wanted]
     _refuse_nested(order)
     shared = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     stage_of: dict[str, int] = {}
@@ -203,7 +204,7 @@ def _uncut(
     if id(module) in seen:
         return
     inside = [each for each in (*at, *order) if each.startswith(f"{name}." if name else "")]
-    if not inside and not (_is_list(module) and name not in (*at, *order)):
+    if not inside and not _is_list(module):
         yield name, in_a_row
         return
     if name in at:
@@ -228,6 +229,14 @@ def _is_list(module: nn.Module) -> bool:
     own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
     bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # as of torch.compile's
     return bare and (own or any(True for _ in module.children()))
+
+
+def _first_called(model: nn.Module, name: str) -> str:
+    """The first module of a list, which is not called itself; else the module."""
+    module = model.get_submodule(name)
+    while _is_list(module) and (first := next(module.named_children(), None)) is not None:
+        name, module = f"{name}.{first[0]}", first[1]
+    return name
 
 
 def _is_compiled(module: nn.Module) -> bool:

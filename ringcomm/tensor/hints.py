@@ -196,7 +196,9 @@ class _Weights(TorchFunctionMode):
     def _refuse_rows(self, func: Any, args: Any, kwargs: Any) -> None:
         if self.names and torch.is_grad_enabled() and getattr(func, "__name__", "") in MULTIPLIES:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            found = [name for x in given for y in (x, x._base) if (name := self.names.get(id(y))) is not None]
+            with torch._C.DisableTorchFunctionSubclass():  # of another stage's tensors this may be asked, too
+                known = [id(y) for x in given for y in (x, x._base)]
+            found = [self.names[each] for each in known if each in self.names]
             if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
                 raise InvalidArgumentError(
                     f"parallelize: rank {self.region.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
