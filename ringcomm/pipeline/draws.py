@@ -1,5 +1,5 @@
-"""Random numbers that the model's own forward draws around the modules of stages, such as noise: every stage runs that
-code, so the first stage that comes to it draws, and later ones take the same numbers."""
+"""Random numbers that the model's own forward draws around the modules of stages, such as noise. Every stage runs that
+code: the first stage that reaches it draws, and later stages take the same numbers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ def _is_tagged(name: str) -> bool:
     return any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
 
-def drawing(func: Any) -> str:
-    """The name of a function that draws from a generator; "" for others. Attention has dropout, too, of what modules
-    give: no later stage has that."""
+def random_op(func: Any) -> str:
+    """The name of a function that draws from a generator; "" for others, and for attention, whose dropout is of results
+    of modules that later stages do not have."""
     name = str(getattr(func, "__name__", ""))
     return name if name != "scaled_dot_product_attention" and (name in _OF_PYTHON or _is_tagged(name)) else ""
 
 
-def are_needed(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether later stages need what was drawn. What has a gradient is computed from results of modules, which they do
-    not have either; and a dropout that is switched off gives its input back."""
+def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether later stages need what was drawn. They do not need results with a gradient, since these are computed from
+    results of modules, which later stages do not have; nor the result of a dropout that is off, which is its input."""
     if not isinstance(result, torch.Tensor) or isinstance(result, Absent) or result.requires_grad:
         return False
     return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
 
 
-def drawn_again(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
-    """What a function gives that draws ``numbers``; None where it draws into a tensor of another shape."""
+def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
+    """The result of a function that drew ``numbers`` on an earlier stage; None where it draws into a tensor of another
+    shape."""
     for into in _written(func, args, kwargs):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if into.shape != numbers.shape:

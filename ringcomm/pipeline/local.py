@@ -39,7 +39,7 @@ from ringcomm.pipeline.beside import (
 )
 from ringcomm.pipeline.buffers import Buffers
 from ringcomm.pipeline.cuts import Chain, Stages
-from ringcomm.pipeline.draws import are_needed, checkpoint_around, drawing, drawn_again
+from ringcomm.pipeline.draws import checkpoint_around, must_send, random_op, replay
 
 ANY = -1
 
@@ -142,8 +142,8 @@ class _Run:
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
     draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
-    drawn: int = 0  # how many of them this stage has come to
-    redrawn_in: Any = None  # the checkpoint in which it last took what another stage has drawn
+    draws_done: int = 0  # how many of them this stage has come to
+    replayed_in: Any = None  # the checkpoint in which it last took what another stage has drawn
     hooking: bool = False  # whether hooks of modules of earlier stages run
 
 
@@ -279,22 +279,22 @@ class Local:
 
     def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function outside of modules of stages. What one draws there later stages get."""
-        name = "" if run.hooking else drawing(func)
+        name = "" if run.hooking else random_op(func)
         if not name:
             return func(*args, **kwargs)
-        number, run.drawn = run.drawn, run.drawn + 1
+        number, run.draws_done = run.draws_done, run.draws_done + 1
         if number == len(run.draws):
             result = func(*args, **kwargs)
-            needed = run.stage < len(self.stages) - 1 and are_needed(func, args, kwargs, result)
+            needed = run.stage < len(self.stages) - 1 and must_send(func, args, kwargs, result)
             run.draws.append((name, self._carry(run, result, name, {}) if needed else None))
             return result
         expected, stand = run.draws[number]
         if name == expected and stand is None:
             return func(*args, **kwargs)
-        result = drawn_again(func, args, kwargs, run.carried[stand.number]) if stand and name == expected else None
+        result = replay(func, args, kwargs, run.carried[stand.number]) if stand and name == expected else None
         if result is None:
             raise self._other_draws(run, f"by {name}", expected)
-        run.redrawn_in = checkpoint_around()
+        run.replayed_in = checkpoint_around()
         return result
 
     def _refuse_other_inputs(self, mine: Mapping[Any, Any], inputs: Any) -> None:
@@ -369,9 +369,9 @@ class Local:
                 if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
                 assert run.about is not None
-                if run.drawn != len(run.about.draws):
-                    raise self._other_draws(run, f"{run.drawn} times before {name}", len(run.about.draws))
-                if run.redrawn_in is not None and run.redrawn_in is checkpoint_around():
+                if run.draws_done != len(run.about.draws):
+                    raise self._other_draws(run, f"{run.draws_done} times before {name}", len(run.about.draws))
+                if run.replayed_in is not None and run.replayed_in is checkpoint_around():
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
                         "that is checkpointed and draws random numbers, expected them to be drawn outside, since a "
