@@ -71,7 +71,7 @@ def test_a_device_mesh_whose_axes_cut_the_model(names: tuple[str, ...]) -> None:
     """Its second axis would be taken for one of shards, over which gradients are averaged."""
     mesh = SimpleNamespace(ndim=len(names), mesh_dim_names=names)
     with pytest.raises(InvalidArgumentError, match=rf"shard: .* axis '{names[-1]}', .* ringcomm.init_mesh\(mesh\)"):
-        ranks_of_mesh(mesh, "shard")
+        ranks_of_mesh(mesh, "shard", torch.device("cpu"))
 
 
 def test_parts_of_a_model_are_not_averaged() -> None:
