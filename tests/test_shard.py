@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import ringcomm
 from ringcomm.parallel.flat_model import flat_model_of
 
 STAGES = (0, 1, 2, 3)
+SHARD = importlib.import_module("ringcomm.parallel.shard")
+IS_ONE_UNIT = SHARD._is_one_unit  # which conftest.py replaces
 _BUILDING = threading.Lock()
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], None]
 Script = Callable[[Wrap, int], list[torch.Tensor]]
@@ -491,6 +494,28 @@ def test_a_loop_on_one_rank_is_that_of_torch(script: Script) -> None:
     plain = script(lambda model, opt: None, 0)
     for result in on_ranks(script, 1)[0]:
         torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_smaller_than_a_bucket_is_one_unit(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of several units; not where units or buckets are asked for."""
+
+    def run(comm: ringcomm.Communicator, **how: Any) -> tuple[int, list[torch.Tensor]]:
+        model = tower()
+        opt = sgd(model)
+        ringcomm.shard(model, opt, stage, comm, **how)
+        losses = [step_of(model, opt, comm.rank, step) for step in range(3)]
+        flat = flat_model_of(model)
+        assert flat is not None
+        return len(flat.units), losses + state_of(model)
+
+    several = ringcomm.run_ranks(run, 2)
+    monkeypatch.setattr(SHARD, "_is_one_unit", IS_ONE_UNIT)
+    one = ringcomm.run_ranks(run, 2)
+    asked = ringcomm.run_ranks(lambda comm: run(comm, bucket_cap_mb=25), 2)
+    assert [count for count, _ in (*several, *one, *asked)] == [2, 2, 1, 1, 2, 2]
+    for (_, expected), (_, found) in zip(several, one, strict=True):
+        assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])

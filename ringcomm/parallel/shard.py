@@ -177,8 +177,8 @@ def _wrap(
     waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
     cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
-    if wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap:
-        blocks = []  # one message in place of several short ones
+    if _is_one_unit(params, wish, cap):
+        blocks = []
     groups = [] if optimizer is None else optimizer.param_groups
     recipe = Recipe(
         ranks=ranks,
@@ -246,6 +246,11 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
         f"group {number} of {kind} with {', '.join(names.get(id(p), 'another') for p in group['params'])}"
         for number, group in enumerate(optimizer.param_groups if optimizer is not None else ())
     ]
+
+
+def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) -> bool:
+    """Whether everything fits into a bucket: one message then takes the place of several short ones."""
+    return wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap
 
 
 def units_of(
