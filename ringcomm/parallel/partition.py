@@ -226,6 +226,11 @@ def runs_of(
     return [(name, modules) for name, modules, _ in runs]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, by either of its forms."""
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
     """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block, of
     blocks inside each other the innermost."""

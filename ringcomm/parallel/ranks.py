@@ -43,9 +43,7 @@ class _Done:
 
 DONE = _Done()
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # the least of any rank
-_shared: weakref.WeakKeyDictionary[Any, dict[Any, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)  # see shared_communicator
+_shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
 
 class Ranks:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from ringcomm.arguments import TEXT, Wanted, a, expects, several
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.parallel.arguments import matches
+from ringcomm.parallel.partition import is_compiled
 from ringcomm.pipeline.balance import balance
 
 
@@ -212,7 +213,7 @@ def _uncut(
             f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
             "name the first module in it in its place"
         )
-    if not _is_list(module) and _is_compiled(module):
+    if not _is_list(module) and is_compiled(module):
         raise UnsupportedError(
             f"split: got {shown(name) if name else 'the model'} that is cut and compiled, expected compiled modules "
             "that lie in one stage as a whole; compile its blocks: model.blocks[i].compile(), or torch.compile of them"
@@ -237,10 +238,6 @@ def _first_called(model: nn.Module, name: str) -> str:
     while _is_list(module) and (first := next(module.named_children(), None)) is not None:
         name, module = f"{name}.{first[0]}", first[1]
     return name
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:

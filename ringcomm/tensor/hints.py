@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.parallel.partition import is_compiled
 from ringcomm.parallel.ranks import exchange
 from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor.regions import Region
@@ -135,7 +136,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         grads = torch.is_grad_enabled()
-        compiled = grads and any(map(_is_compiled, module.modules()))  # Dynamo would compile what looks on, too
+        compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile what looks on, too
         try:
             with _Weights(rows, {} if compiled else linear, region) if grads else nullcontext():
                 output = forward(*args, **kwargs)
@@ -206,10 +207,6 @@ class _Weights(TorchFunctionMode):
                     "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
                     "'colwise_gather_output', or leave the embedding out of the plan"
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_entered(x: torch.Tensor) -> bool:
