@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from emulated import EMULATES, ROOT, build, run
+from emulated import EMULATES, ROOT, build, module, run
 
 KINDS = {  # what to instrument: world sizes of engine_test
     "": ["1", "2", "3", "5", "8"],
@@ -30,6 +30,15 @@ def test_core_and_engine(kind: str) -> None:
     run(str(at / "trace_test"), limit_s=120)
     run(str(at / "hosts_test"), "quick", limit_s=130)
     run(str(at / "engine_test"), "quick", *KINDS[kind], limit_s=290)
+
+
+@pytest.mark.timeout(900)
+def test_a_second_build_writes_nothing() -> None:
+    """Each process of the suite configures and builds while others load what is there."""
+    before = module().stat()
+    build.__wrapped__("", "_C")
+    after = module().stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @pytest.mark.timeout(900)
