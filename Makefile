@@ -47,7 +47,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 bench: setup
-	$(TORCHRUN) -m ringcomm.cli bench $(BENCH)
+	$(TORCHRUN) -m ringcomm bench $(BENCH)
 
 # The core, the CPU engine and the emulated CUDA engine under the sanitizers, a part of `make test`.
 sanitize: setup

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ringcomm.tensor import Colwise, Heads
+from ringcomm.tensor_parallel import Colwise, Heads
 
 KINDS = {
     "seq2seq": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForSeq2SeqLM),

@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.context import context_parallel, shard_sequence
+from ringcomm.data_parallel.part import part_of, take
 from ringcomm.errors import AbortedError, RingcommError
-from ringcomm.parallel.part import part_of, take
 
 COLUMNS = ("tp, its plan", "tp, our plan", "pp, middle", "pp, elsewhere", "cp", "together", "generate")
 ROWS, LENGTH, STEPS, RATE = 4, 16, 2, 0.05

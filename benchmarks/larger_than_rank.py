@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
-from ringcomm.tensor import Colwise
+from ringcomm.tensor_parallel import Colwise
 
 DIM, LAYERS, HEADS, WORDS, ROWS, LENGTH = 768, 8, 8, 256, 8, 8
 TIMES = 1.5  # of what a rank may have

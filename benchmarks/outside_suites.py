@@ -53,7 +53,7 @@ def adapt() -> None:
     import torch.distributed as dist
 
     import ringcomm
-    from ringcomm.parallel.fully_shard import FSDPModule
+    from ringcomm.data_parallel.fully_shard import FSDPModule
 
     for name in ("init_process_group", "new_group"):
         replaced = _over_ringcomm(getattr(dist, name))

@@ -31,10 +31,10 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import ringcomm
-from ringcomm.pipeline.check import bubble, formula, times
-from ringcomm.pipeline.deferred import Deferring
-from ringcomm.pipeline.picture import draw
-from ringcomm.pipeline.schedules import schedule_of
+from ringcomm.pipeline_parallel.check import bubble, formula, times
+from ringcomm.pipeline_parallel.deferred import Deferring
+from ringcomm.pipeline_parallel.picture import draw
+from ringcomm.pipeline_parallel.schedules import schedule_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import Block

@@ -41,13 +41,13 @@ def command(name: str) -> list[str]:
     if words[0].startswith("examples/"):
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
     files = ["-J", f"benchmarks/results/{name}.json", "--plot", f"benchmarks/results/{name}.png"]
-    return [sys.executable, "-m", "ringcomm.cli", "bench", *words, *files]
+    return [sys.executable, "-m", "ringcomm", "bench", *words, *files]
 
 
 def shown(words: list[str]) -> str:
     """The command as one types it."""
     text = " ".join(["python", *words[1:]])
-    return text.replace("python -m ringcomm.cli", "ringcomm").replace("python -m torch.distributed.run", "torchrun")
+    return text.replace("python -m ringcomm", "ringcomm").replace("python -m torch.distributed.run", "torchrun")
 
 
 def run(name: str) -> int:

@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringcomm.simulate import ENGINE, Cluster, LinkClass, compare, crossovers, predict
-from ringcomm.simulate_calibrate import Deviation, calibrate, deviations, samples_of
-from ringcomm.simulate_presets import a100, ethernet, h100
-from ringcomm.simulate_training import forward_us, step
+from ringcomm.tools.simulate import ENGINE, Cluster, LinkClass, compare, crossovers, predict
+from ringcomm.tools.simulate.calibrate import Deviation, calibrate, deviations, samples_of
+from ringcomm.tools.simulate.presets import a100, ethernet, h100
+from ringcomm.tools.simulate.training import forward_us, step
 
 OUT = Path(__file__).resolve().parent / "results" / "simulate.md"
 MEASURED = "all_reduce reduce_scatter all_gather broadcast -b 64K -e 64M -f 2 -c 0 --rounds 5"
@@ -78,7 +78,7 @@ def measure(ranks: Sequence[int], runs: int) -> dict[int, list[dict[str, Any]]]:
                 words = [
                     sys.executable,
                     "-m",
-                    "ringcomm.cli",
+                    "ringcomm",
                     "bench",
                     *MEASURED.split(),
                     "-g",
@@ -100,7 +100,7 @@ def measure_over_hosts(runs: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, Namespaces(2, 1.0, 1.0) as hosts:
         path = Path(folder) / "report.json"
         for run in range(runs):
-            hosts.run([2, 2], ["-m", "ringcomm.cli", "bench", *OVER_HOSTS.split(), "-J", str(path)], 300)
+            hosts.run([2, 2], ["-m", "ringcomm", "bench", *OVER_HOSTS.split(), "-J", str(path)], 300)
             found.append(json.loads(path.read_text()))
             print(f"run {run + 1} of {runs}, over hosts", flush=True)
     return found

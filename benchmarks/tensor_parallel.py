@@ -25,7 +25,7 @@ from torch import nn
 
 import ringcomm  # noqa: F401  registers the backend
 from ringcomm.mesh import init_mesh
-from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor_parallel.plan import parallelize
 
 WORLD = 2
 SHAPES = [(128, 128), (512, 128), (128, 512), (512, 512), (2048, 256), (512, 1024)]  # (sequence, features)

@@ -11,10 +11,9 @@ from gpt import GPT
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.part import part_of
-from ringcomm.parallel.ranks import exchange
-from ringcomm.pipeline.schedules import SCHEDULES
-from ringcomm.tensor.styles import Colwise, Style
+from ringcomm.data_parallel.part import part_of
+from ringcomm.pipeline_parallel.schedules import SCHEDULES
+from ringcomm.tensor_parallel.styles import Colwise, Style
 
 PLAN: dict[str, str | Style] = {
     "token": "vocab", "head": Colwise(gather_output=True, pad=True), "blocks.*": "heads",
@@ -111,7 +110,7 @@ def whole_state(model: nn.Module, mesh: ringcomm.Mesh) -> dict[str, torch.Tensor
     if mesh.coordinates["dp"] == mesh.coordinates["cp"] == 0:
         mine = [(name, part_of(p), state[name]) for name, p in model.named_parameters(remove_duplicate=False)]
     whole: dict[str, torch.Tensor] = {}
-    for theirs in exchange(mesh.comm, pickle.dumps(mine)):
+    for theirs in mesh.comm.exchange(pickle.dumps(mine)):
         for name, part, x in pickle.loads(theirs):
             if part.dim is None:
                 whole[name] = x

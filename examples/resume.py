@@ -9,8 +9,6 @@ import torch.distributed as dist
 from text import Batches
 from training import Training
 
-from ringcomm.parallel.ranks import exchange
-
 KEPT = 2  # one to go on from while another is written, and one more
 
 
@@ -38,7 +36,7 @@ class Saved:
         """Goes on from the newest one; the steps that were made, 0 if there is none. A collective."""
         comm = self.training.mesh.comm
         newest = (steps_in(self.folder) or [0])[-1] if comm.rank == 0 else 0
-        step = int(exchange(comm, str(newest).encode())[0])  # as the first rank sees the folder
+        step = int(comm.exchange(str(newest).encode())[0])  # as the first rank sees the folder
         if step == 0:
             return 0
         path = path_of(self.folder, step)

@@ -14,8 +14,8 @@ from report import MIB, Peak, mean_over_ranks, slowest, train, watched
 from training import batches_of, sharded_training
 
 import ringcomm
-from ringcomm.parallel import memory
-from ringcomm.parallel.flat_model import flat_model_of
+from ringcomm.data_parallel import memory
+from ringcomm.data_parallel.flat_model import flat_model_of
 
 KEPT = ("parameters", "master", "gradients", "optimizer", "transient", "gathered")
 COLUMNS = (*KEPT, "wire")

@@ -17,8 +17,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm.context import context_parallel, positions
-from ringcomm.parallel import checkpoint
-from ringcomm.parallel.flat_model import flat_model_of
+from ringcomm.data_parallel import checkpoint
+from ringcomm.data_parallel.flat_model import flat_model_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

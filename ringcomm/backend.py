@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ringcomm import errors
-from ringcomm.devices import CPU, Device
+from ringcomm.arrays.devices import CPU, Device
+from ringcomm.comm.hosts import Hosts, Network, Span, identity
+from ringcomm.comm.sealed import generation, seal, unseal
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.errors import ShapeError as ShapeError
-from ringcomm.hosts import Hosts, Network, Span, identity
-from ringcomm.sealed import generation, seal, unseal
 
 if TYPE_CHECKING:
     from ringcomm import _c10d

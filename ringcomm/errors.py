@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 
@@ -77,3 +78,21 @@ def shown(value: object) -> str:
 def one_line(error: BaseException) -> str:
     """What an error of other code says, short enough for a message."""
     return " ".join(str(error).split())[:200]
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Such as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def carry_notes(source: BaseException, target: BaseException) -> None:
+    """Gives an error that replaces another one its notes."""
+    for note in getattr(source, "__notes__", ()):
+        target.add_note(note)  # type: ignore[attr-defined]  # Python 3.11

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.arguments import COMMUNICATOR, expects, is_communicator
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import init
 from ringcomm.errors import InvalidArgumentError, MismatchError, shown
-from ringcomm.parallel.part import part_of
-from ringcomm.rendezvous import init
+from ringcomm.validation import COMMUNICATOR, expects, is_communicator
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA = ("dp", "shard", "cp")
@@ -104,11 +103,6 @@ class Mesh:
         """Whether this rank speaks for parameters that all ranks of its tensor parallel group have whole."""
         return self.coordinates.get(TENSOR, 0) == 0
 
-    def speaks_for(self, p: torch.Tensor) -> bool:
-        """Whether this rank counts a parameter in norms, and saves it: another may have the same values."""
-        part = part_of(p)
-        return not part.copy and (part.dim is not None or self.counts)
-
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes of more than one rank whose ranks have different parts of the model."""
@@ -137,6 +131,14 @@ def refuse_mesh(comm: Any, call: str, axis: str) -> None:
         )
 
 
+def refuse_no_mesh(mesh: Any, call: str) -> None:
+    """Raises for what is no mesh, neither ours nor torch's."""
+    if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
+        raise InvalidArgumentError(
+            f"{call}: got mesh={shown(mesh)}, expected one of ringcomm.init_mesh, or a DeviceMesh; pass that"
+        )
+
+
 def _is_axis(name: Any, extent: Any) -> bool:
     return isinstance(name, str) and name.isprintable() and type(extent) is int
 
@@ -161,8 +163,6 @@ def init_mesh(
     Raises:  InvalidArgumentError: extents whose product is not the number of ranks. MismatchError: the ranks ask for
              different axes.
     """
-    from ringcomm.parallel.ranks import communicator_of, exchange, refuse_no_mesh
-
     if axes is not None and not isinstance(axes, Mapping):
         refuse_no_mesh(axes, "init_mesh")
         return _from_device_mesh(axes, device)
@@ -172,7 +172,7 @@ def init_mesh(
     wrong = not named or not all(_is_axis(*each) for each in named.items())
     words = [f"{name if _is_axis(name, 1) else shown(name)}={shown(extent)}" for name, extent in named.items()]
     asked = ", ".join(words).encode(errors="backslashreplace").decode() or "no axes"
-    everybody = [each.decode() for each in exchange(comm, asked.encode())]  # also from a rank that is refused below
+    everybody = [each.decode() for each in comm.exchange(asked.encode())]  # also from a rank that is refused below
     known = 0 if wrong else math.prod(extent for extent in named.values() if extent != -1)
     free = [] if wrong else [name for name, extent in named.items() if extent == -1]
     if len(free) == 1 and known > 0 and comm.world_size % known == 0:
@@ -194,8 +194,6 @@ def init_mesh(
 def _from_device_mesh(device_mesh: DeviceMesh, device: Any) -> Mesh:
     import torch.distributed as dist
 
-    from ringcomm.parallel.ranks import communicator_of
-
     names = device_mesh.mesh_dim_names
     if not names:
         raise InvalidArgumentError(
@@ -212,8 +210,6 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: Any) -> Mesh:
 
 def _of_device_mesh(device_mesh: DeviceMesh, key: tuple[str, ...], device: str) -> Communicator:
     import torch
-
-    from ringcomm.parallel.ranks import communicator_of
 
     part = device_mesh[key]
     group = part.get_group() if len(key) == 1 else part._flatten().get_group()

@@ -55,7 +55,7 @@ def nothing_is_left() -> Iterator[None]:
 def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of tests are smaller than a bucket; each would be one unit, and tests would see less."""
     if "torch" in sys.modules:
-        module = importlib.import_module("ringcomm.parallel.shard")
+        module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
 
 

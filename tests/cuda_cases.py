@@ -462,7 +462,7 @@ def native() -> None:
 
 
 def commands(folder: str) -> None:
-    from ringcomm import cli
+    from ringcomm.tools import cli
 
     assert cli.main(["doctor"]) == 0
     sizes = ["-b", "64", "-e", "4K", "-f", "64"]
@@ -485,7 +485,7 @@ def commands(folder: str) -> None:
 
 def no_driver() -> None:
     """A machine without a driver: everything says so, nothing else breaks."""
-    from ringcomm import cli
+    from ringcomm.tools import cli
 
     assert _C.why_no_cuda()
     with pytest.raises(errors.UnsupportedError, match="asked for engine 'cuda', which cannot run here: "):

@@ -11,7 +11,7 @@ from cuda_training import bits
 from torch import nn
 
 import ringcomm
-from ringcomm.tensor.plan import Colwise
+from ringcomm.tensor_parallel.plan import Colwise
 
 PLAN: dict[str, Any] = {
     "embed": "vocab",

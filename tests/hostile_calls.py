@@ -12,7 +12,8 @@ from hostile_values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
 from torch import nn
 
 import ringcomm
-from ringcomm import Communicator, tensor
+from ringcomm import Communicator
+from ringcomm import tensor_parallel as tensor
 
 # ---- values, by what they cannot be ------------------------------------------------------------------------------
 
@@ -290,9 +291,12 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     ),
     "stage_of": (_wrapped, kinds("module:object")),
     "step": (lambda c: {"number": 3}, kinds("number:whole")),
-    "tensor.ShardedDropout": (lambda c: _here(c, p=0.5, dim=0), kinds("p:share comm:object dim:dim")),
-    **{f"tensor.{name}": (lambda c: _here(c, x=_x()), OVER) for name in ("f", "f_bar")},
-    **{f"tensor.{name}": (lambda c: _here(c, x=_x(), dim=1), ALONG) for name in ("g", "g_bar", "gather", "scatter")},
+    "tensor_parallel.ShardedDropout": (lambda c: _here(c, p=0.5, dim=0), kinds("p:share comm:object dim:dim")),
+    **{f"tensor_parallel.{name}": (lambda c: _here(c, x=_x()), OVER) for name in ("f", "f_bar")},
+    **{
+        f"tensor_parallel.{name}": (lambda c: _here(c, x=_x(), dim=1), ALONG)
+        for name in ("g", "g_bar", "gather", "scatter")
+    },
     "trace": (lambda c: {"path": Path("trace.json"), "spans_per_thread": 9}, kinds("path:path spans_per_thread:count")),
     "unshard": (_wrapped, kinds("module:object optimizer:object?")),
     "vocab_parallel_cross_entropy": (

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
-from ringcomm.parallel.norm import total_norm
-from ringcomm.parallel.part import Part, part_of, take
-from ringcomm.pipeline.cuts import split
-from ringcomm.pipeline.pipeline import Pipeline
-from ringcomm.tensor.plan import Colwise, parallelize
+from ringcomm.data_parallel.norm import total_norm
+from ringcomm.data_parallel.part import Part, part_of, take
+from ringcomm.pipeline_parallel.cuts import split
+from ringcomm.pipeline_parallel.pipeline import Pipeline
+from ringcomm.tensor_parallel.plan import Colwise, parallelize
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 37, 16, 4, 8, 4  # the vocabulary is padded on 2 and 4 ranks
 MICROBATCHES, BATCH = 4, 8

@@ -14,14 +14,14 @@ from training_faults import Fault, Function
 from ringcomm.context import attention
 from ringcomm.context.attention import _Call
 from ringcomm.context.ring import Sums
-from ringcomm.pipeline import local, pipeline
-from ringcomm.pipeline.deferred import Store
-from ringcomm.pipeline.local import Local
-from ringcomm.pipeline.messages import Messages
-from ringcomm.pipeline.ties import _Exact, _Held, _Summed
-from ringcomm.tensor import sequence
-from ringcomm.tensor.layers import VocabParallelEmbedding
-from ringcomm.tensor.regions import Region
+from ringcomm.pipeline_parallel import local, pipeline
+from ringcomm.pipeline_parallel.deferred import Store
+from ringcomm.pipeline_parallel.local import Local
+from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.ties import _Exact, _Held, _Summed
+from ringcomm.tensor_parallel import sequence
+from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
+from ringcomm.tensor_parallel.regions import Region
 
 FAULTS: list[Fault] = []
 

@@ -28,9 +28,9 @@ from training_runner import Failure, clip_by_exact_norm, same_bits
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
+from ringcomm.data_parallel.part import Part, part_of, take
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
-from ringcomm.parallel.part import Part, part_of, take
-from ringcomm.tensor import Colwise
+from ringcomm.tensor_parallel import Colwise
 
 CALL_LIMIT_S = 20.0
 PROGRAM_LIMIT_S = 60

@@ -12,7 +12,8 @@ import torch
 from reference import same_bits, values
 
 import ringcomm
-from ringcomm import _C, Communicator, errors, nccl
+from ringcomm import _C, Communicator, errors
+from ringcomm.comm import nccl
 
 LIMIT_S = 60
 

@@ -255,7 +255,7 @@ def train_alone(case: Case, steps: int = 3) -> Result:
 @contextlib.contextmanager
 def background_is(value: bool) -> Iterator[None]:
     """Ranks whose collectives run in the background, or not, whatever the machine; entered once for all threads."""
-    from ringcomm.parallel import ranks
+    from ringcomm.data_parallel import ranks
 
     made = ranks.Ranks.__init__
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.part import part_of, take
-from ringcomm.tensor.regions import Region
+from ringcomm.data_parallel.part import part_of, take
+from ringcomm.tensor_parallel.regions import Region
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """The largest difference, of the largest magnitude: a sum is cut into one for each rank, and rounded in between."""

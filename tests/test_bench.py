@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm import bench, bench_check, bench_run
-from ringcomm.bench_cases import COLLECTIVE, Case
-from ringcomm.bench_options import COLLECTIVES, DTYPES, REDUCTIONS, parse_options, parse_size
-from ringcomm.bench_report import Stats, number
+from ringcomm.tools.bench import check as bench_check
+from ringcomm.tools.bench import cli as bench
+from ringcomm.tools.bench import run as bench_run
+from ringcomm.tools.bench.cases import COLLECTIVE, Case
+from ringcomm.tools.bench.options import COLLECTIVES, DTYPES, REDUCTIONS, parse_options, parse_size
+from ringcomm.tools.bench.report import Stats, number
 
 
 def run(words: str, *more: str) -> int:

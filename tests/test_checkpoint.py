@@ -18,13 +18,13 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
+from ringcomm.checkpoint.files import boxes
+from ringcomm.data_parallel import checkpoint, checkpoint_files
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.fully_shard import fully_shard
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
-from ringcomm.parallel import checkpoint, checkpoint_files
-from ringcomm.parallel.checkpoint_files import boxes
-from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.fully_shard import fully_shard
-from ringcomm.parallel.precision import MixedPrecision
-from ringcomm.parallel.shard import restage, shard
 
 torch.set_num_threads(1)
 
@@ -775,8 +775,8 @@ def test_an_error_of_another_kind_reaches_all(tmp_path: Path, monkeypatch: pytes
 
 KILLED = """
 import os, sys, torch, ringcomm
-from ringcomm.parallel import checkpoint, checkpoint_files
-from ringcomm.parallel.shard import shard
+from ringcomm.data_parallel import checkpoint, checkpoint_files
+from ringcomm.data_parallel.shard import shard
 checkpoint_files.put_in_place = lambda *args: os._exit(9)  # all is written, nothing has its name
 model = torch.nn.Linear(3, 3)
 ringcomm.run_ranks(lambda comm: checkpoint.save(sys.argv[1], shard(model, None, 2, comm)[0]), 1, ranks="threads")

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm import _C, cli, driver, info, info_cuda
-from ringcomm.pipeline.schedules import schedule_of
+from ringcomm import _C
+from ringcomm.arrays import driver
+from ringcomm.observe import cuda as info_cuda
+from ringcomm.observe import info
+from ringcomm.pipeline_parallel.check import table
+from ringcomm.pipeline_parallel.schedules import schedule_of
+from ringcomm.tools import cli
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +43,7 @@ def test_schedule_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path:
     words = ["schedule", "--schedule", "interleaved", "--ranks", "2", "--microbatches", "2", "--chunks", "2"]
     assert cli.main([*words, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert schedule_of("interleaved", 2, 2, 2).table() in text
+    assert table(schedule_of("interleaved", 2, 2, 2)) in text
     assert "idle 20.0%, by the published formula 20.0%" in text  # (p - 1) / (v m + p - 1)
     assert "activations held, by rank: 4 3" in text
     assert out.read_text().count('<g class="box') == 16
@@ -115,6 +120,6 @@ def test_doctor_says_why_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("command", ["info", "doctor"])
 def test_the_module_runs_as_a_command(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "ringcomm.cli", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "ringcomm", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "cpu" in done.stdout

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.bench_check import tree_sum
-from ringcomm.data_parallel import DistributedDataParallel
+from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.errors import InvalidArgumentError, MismatchError
+from ringcomm.tools.bench.check import tree_sum
 
 Gradients = dict[str, "torch.Tensor | None"]
 WORLD = 4  # a power of two: the mean is exact once the sum is

@@ -13,11 +13,11 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel import DistributedDataParallel, NaiveDataParallel
+from ringcomm.data_parallel.ddp import DistributedDataParallel, NaiveDataParallel
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.shard import restage, shard
+from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.parallel.precision import MixedPrecision
-from ringcomm.parallel.shard import restage, shard
-from ringcomm.parallel.sync_batch_norm import SyncBatchNorm
 
 Values = dict[str, torch.Tensor]
 WORLD = 3

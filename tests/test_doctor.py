@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import ringcomm
-from ringcomm import cli, record
+from ringcomm.observe import record
+from ringcomm.tools import cli
 
 JOB = """
 import os, signal, sys, time

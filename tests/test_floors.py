@@ -1,4 +1,6 @@
-"""Who may use whom: reads #include and import lines, on dependencies only.
+"""Who may use whom: reads #include and import lines, those inside functions and for type checkers too.
+
+csrc/, by folder:
 
 | floor | holds | may use |
 |---|---|---|
@@ -7,8 +9,8 @@
 | 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
-| 3 | the primitives in ringcomm/ | `_C`, `_c10d`, one another |
-| 4 | training (ringcomm/parallel, and on it tensor, pipeline, context), bench, cli | floor 3 |
+
+ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,14 +36,31 @@ FORBIDDEN_INCLUDES = {
     "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
     "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
 }
-FLOOR_3 = {
-    *("__init__", "arguments", "backend", "buckets", "calls", "collective_lists", "collectives", "communicator"),
-    *("devices", "driver", "endpoint", "errors", "hosts", "interop", "launch", "libraries", "nccl", "process_group"),
-    *("profiling", "record", "record_view", "rendezvous", "schedule", "sealed", "timeline", "work"),
-}
-# The only primitives that import torch or NumPy at all, and then inside functions unless named in TORCH_AT_IMPORT.
+FLOORS = (
+    *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
+    *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
+)
+APART = {"tensor_parallel", "pipeline_parallel", "context"}
+"""Folders that do not know one another: what they share is in data_parallel/ and mesh.py."""
+PRIMITIVES = FLOORS[: FLOORS.index("mesh")]
+ROOT_NAMES = {"_C", "_c10d", "__version__"}
+"""What any floor may import from `ringcomm` itself; the tools use its public names as users do."""
+CIRCLES = [
+    {"comm.communicator", "comm.process_group", "comm.rendezvous"},
+    {
+        *("data_parallel.arguments", "data_parallel.clip", "data_parallel.flat_model", "data_parallel.gradient"),
+        *("data_parallel.group", "data_parallel.join", "data_parallel.meta", "data_parallel.offload"),
+        *("data_parallel.optimizer", "data_parallel.optimizer_state", "data_parallel.options", "data_parallel.place"),
+        *("data_parallel.precision", "data_parallel.ranks", "data_parallel.sharded_gradient"),
+        *("data_parallel.sharded_parameter", "data_parallel.unit"),
+    },
+]
+"""Files that import one another, to be taken apart; no others."""
+# The only primitives beside arrays/ that import torch or NumPy at all, and then inside functions, or for type checkers,
+# unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {
-    *("backend", "buckets", "collectives", "hosts", "interop", "libraries", "process_group", "rendezvous"),
+    *("backend", "comm.buckets", "comm.collectives", "comm.hosts", "comm.process_group", "comm.rendezvous"),
+    *("observe.cuda", "observe.info"),
 }
 TORCH_AT_IMPORT = {"backend"}
 
@@ -49,23 +69,38 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
 
 
-def imports(nodes: list[ast.stmt] | ast.Module, deep: bool) -> set[str]:
-    """Modules that are imported at the top (or, deep, anywhere), leaving out what only type checkers see."""
+def name_of(path: Path) -> str:
+    """A module's name below `ringcomm`; empty for the package itself."""
+    return ".".join(path.relative_to(ROOT / "ringcomm").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {name_of(path): path for path in PYTHON if name_of(path)}
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Full names of what is imported: a module, or a name in one."""
     found: set[str] = set()
-    body = nodes.body if isinstance(nodes, ast.Module) else nodes
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        for each in ast.walk(node) if deep else [node]:
-            if isinstance(each, ast.Import):
-                found |= {alias.name for alias in each.names}
-            elif isinstance(each, ast.ImportFrom) and each.module:
-                found |= {each.module} | {f"{each.module}.{alias.name}" for alias in each.names}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def module_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def imports_of(path: Path) -> set[str]:
+    """Modules of `ringcomm` that a file imports anywhere, by their names below it."""
+    used = set()
+    for name in imported(ast.walk(tree_of(path))):
+        inside = name.removeprefix("ringcomm").lstrip(".")
+        if name.split(".")[0] == "ringcomm" and inside not in ROOT_NAMES:
+            used.add(inside if inside in MODULES else inside.rpartition(".")[0])
+    return used
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -81,42 +116,47 @@ def test_native_files_include_only_what_lies_below(path: Path) -> None:
 
 
 def is_primitive(path: Path) -> bool:
-    return path.parent == ROOT / "ringcomm" and path.stem in FLOOR_3
+    return name_of(path).split(".")[0] in PRIMITIVES
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_primitives_do_not_know_what_is_built_on_them(path: Path) -> None:
-    if not is_primitive(path):
-        return
-    above = {other.stem for other in PYTHON if other.parent == ROOT / "ringcomm"} - FLOOR_3
-    above |= {other.parent.name for other in PYTHON} - {"ringcomm"}
-    used = {name.split(".")[1] for name in imports(module_of(path), deep=True) if name.startswith("ringcomm.")}
-    assert not used & above, f"{path.name} imports {sorted(used & above)} from a higher floor"
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[0] for name in MODULES} == {*FLOORS}
 
 
-# Packages of floor 4 that do not know one another: what they share is in ringcomm/parallel and ringcomm/mesh.py.
-APART = ("tensor", "pipeline", "context")
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name: str) -> None:
+    home = name.split(".")[0]
+    below = {*FLOORS[: FLOORS.index(home) + 1]} - (APART - {home} if home in APART else set())
+    above = {used for used in imports_of(MODULES[name]) if used.split(".")[0] not in below}
+    if home == "tools":
+        above -= {""}
+    assert not above, f"{name} imports {sorted(above)}, which is not below it"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_ways_of_training_do_not_know_one_another(path: Path) -> None:
-    home = path.parent.name
-    if home not in (*APART, "parallel"):
-        return
-    used = {name.split(".")[1] for name in imports(module_of(path), deep=True) if name.startswith("ringcomm.")}
-    assert not used & {*APART} - {home}, f"{home}/{path.name} imports {sorted(used & {*APART} - {home})}"
+def test_files_import_one_another_only_where_it_is_known() -> None:
+    edges = {name: imports_of(path) & MODULES.keys() for name, path in MODULES.items()}
+    reached = {name: {name} for name in MODULES}
+    while True:
+        wider = {name: seen.union(*(edges[each] for each in seen)) for name, seen in reached.items()}
+        if wider == reached:
+            break
+        reached = wider
+    circles = {frozenset(b for b in reached[a] if a in reached[b]) for a in MODULES}
+    assert sorted(map(sorted, (circle for circle in circles if len(circle) > 1))) == sorted(map(sorted, CIRCLES))
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
 def test_only_the_bridges_know_torch_and_numpy(path: Path) -> None:
     if not is_primitive(path):
         return
-    at_import = {name.split(".")[0] for name in imports(module_of(path), deep=False)}
-    anywhere = {name.split(".")[0] for name in imports(module_of(path), deep=True)}
-    if path.stem not in TORCH_AT_IMPORT:
-        assert not at_import & {"torch", "numpy", "cupy"}, f"{path.name} imports torch or numpy when it is imported"
-    if path.stem not in KNOWS_ARRAYS:
-        assert not anywhere & {"torch", "numpy", "cupy"}, f"{path.name} imports torch or numpy"
+    tree, name = tree_of(path), name_of(path)
+    arrays = {"torch", "numpy", "cupy"}
+    if name not in TORCH_AT_IMPORT:
+        at_import = {each.split(".")[0] for each in imported(tree.body)}
+        assert not at_import & arrays, f"{name} imports torch or numpy when it is imported"
+    if name.split(".")[0] != "arrays" and name not in KNOWS_ARRAYS:
+        anywhere = {each.split(".")[0] for each in imported(ast.walk(tree))}
+        assert not anywhere & arrays, f"{name} imports torch or numpy"
 
 
 def test_nobody_else_computes_a_chunk() -> None:
@@ -130,9 +170,9 @@ def test_nobody_else_computes_a_chunk() -> None:
                 assert not pattern.search(line), f"{path.relative_to(ROOT)}:{number} computes a chunk by itself"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
 def test_arguments_are_typed(path: Path) -> None:
-    for node in ast.walk(module_of(path)):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.parallel.fully_shard import FSDPModule, fully_shard, register_forward_method
-from ringcomm.parallel.precision import GradScaler, MixedPrecision
-from ringcomm.parallel.shard import shard, whole
+from ringcomm.data_parallel.fully_shard import FSDPModule, fully_shard, register_forward_method
+from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
+from ringcomm.data_parallel.shard import shard, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringcomm
-from ringcomm import hooks
-from ringcomm.bench_check import tree_sum
+from ringcomm.data_parallel import hooks
+from ringcomm.tools.bench.check import tree_sum
 
 WORLD = 3
 STEPS = 3

@@ -23,9 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringcomm
-from ringcomm import _C, errors, launch
-from ringcomm.hosts import identity
-from ringcomm.sealed import seal, unseal
+from ringcomm import _C, errors
+from ringcomm.comm import launch
+from ringcomm.comm.hosts import identity
+from ringcomm.comm.sealed import seal, unseal
 
 LIMIT_MS = 600_000  # whoever waits for it instead of refusing fails by the test's own limit
 
@@ -385,7 +386,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def reads(files: dict[str, bytes]) -> Callable[[], Any]:
     """Reads all of a checkpoint that has these files."""
-    from ringcomm.parallel.checkpoint_files import Source
+    from ringcomm.checkpoint.files import Source
 
     def read() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:

@@ -19,8 +19,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, errors
+from ringcomm.data_parallel import memory
 from ringcomm.errors import shown
-from ringcomm.parallel import memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +37,7 @@ ELSEWHERE = {
     "build_info": "has no argument",
     "errors": "are raised, not called",
     "init": "test_hostile",
-    "pipeline": "has no function of its own; Pipeline, split",
+    "pipeline_parallel": "has no function of its own; Pipeline, split",
     "run_ranks": "test_hostile",
     "hooks.attach": "below: it takes a model over a process group",
     "hooks.all_reduce_hook": "is called by torch",
@@ -50,16 +50,21 @@ ELSEWHERE = {
     "random.philox": "takes words of this module's own making",
     "record.Call": "a value, which records gives",
     "record.Record": "a value, which records gives",
-    "record.annotate": "is called by the native modules",
-    "record.carry_notes": "is called by this package",
+    "record.View": "a value, which merge gives",
     "record.find": "any number may be a communicator's",
+    "simulate": "test_simulate_refusals",
     "schedule.Step": "a value, which ring_step gives",
-    "tensor.Region": "is made of a communicator by what is here",
+    "tensor_parallel.Region": "is made of a communicator by what is here",
     **dict.fromkeys(
-        [f"tensor.{name}" for name in ("Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise")],
+        [
+            f"tensor_parallel.{name}"
+            for name in ("Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise")
+        ],
         "a wish, which parallelize looks at",
     ),
-    **dict.fromkeys([f"tensor.{name}" for name in ("Experts", "Latent", "SequenceRegion", "Vocab")], "the same"),
+    **dict.fromkeys(
+        [f"tensor_parallel.{name}" for name in ("Experts", "Latent", "SequenceRegion", "Vocab")], "the same"
+    ),
 }
 
 
@@ -80,7 +85,7 @@ def _names() -> set[str]:
             continue
         inner = inspect.ismodule(value) and name not in ELSEWHERE
         found |= {f"{name}.{each}" for each in _public(value) if callable(getattr(value, each))} if inner else {name}
-    return found - {f"{home}.{name}" for home in ("context", "record", "tensor") for name in ringcomm.__all__}
+    return found - {f"{home}.{name}" for home in ("context", "record", "tensor_parallel") for name in ringcomm.__all__}
 
 
 def test_every_public_name_is_here() -> None:
@@ -168,7 +173,7 @@ def test_what_is_wrong_is_refused(name: str, world_size: int, tmp_path: Path, mo
 
 @pytest.mark.parametrize("argument", ["model", "comm"])
 def test_hooks_refuse_what_is_wrong(argument: str) -> None:
-    from ringcomm import hooks
+    from ringcomm.data_parallel import hooks
 
     for make in WRONG["object?"].values():
         refusal(partial(hooks.attach, **{"model": model(), argument: make()}))

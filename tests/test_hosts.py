@@ -19,10 +19,10 @@ from reference import BOOL_COMBINE, COMBINE, DTYPES, FLOATS, accumulator, factor
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
-from ringcomm.devices import CPU
-from ringcomm.endpoint import Endpoint
+from ringcomm.arrays.devices import CPU
+from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.hosts import Hosts, Network, identity, memory_store
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.hosts import Hosts, Network, identity, memory_store
 
 Ranks = tuple[tuple[int, ...], ...]
 

@@ -207,7 +207,7 @@ def test_a_process_group_as_the_network() -> None:
 BENCH = """
 import os, sys
 os.environ["RINGCOMM_HOST"] = sys.argv[1][int(os.environ["RANK"])]
-from ringcomm.bench import main
+from ringcomm.tools.bench.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 

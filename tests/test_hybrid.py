@@ -13,11 +13,11 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.fully_shard import fully_shard
-from ringcomm.parallel.partition import PROBES, measured_bucket_bytes
-from ringcomm.parallel.precision import MixedPrecision
-from ringcomm.parallel.ranks import Ranks
-from ringcomm.parallel.shard import shard
+from ringcomm.data_parallel.fully_shard import fully_shard
+from ringcomm.data_parallel.partition import PROBES, measured_bucket_bytes
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.shard import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 4

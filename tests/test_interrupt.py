@@ -20,7 +20,7 @@ from torch.distributed import FileStore
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import AbortedError, InvalidArgumentError
-from ringcomm.record import records
+from ringcomm.observe.record import records
 
 Told = tuple[str, str, bool]  # what a rank's call raised, its sentence, and whether that was long before the limit
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
-from ringcomm.bench_check import tree_sum
-from ringcomm.data_parallel import DistributedDataParallel
+from ringcomm.data_parallel.clip import clip_grad_norm_
+from ringcomm.data_parallel.ddp import DistributedDataParallel
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.join import join
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.shard import no_sync, shard
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.parallel.clip import clip_grad_norm_
-from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.join import join
-from ringcomm.parallel.precision import MixedPrecision
-from ringcomm.parallel.shard import no_sync, shard
+from ringcomm.tools.bench.check import tree_sum
 
 WORLD = 4
 STEPS = (3, 1, 4, 0)  # of each rank: one has no input at all, and the last to go is not the first

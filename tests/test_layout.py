@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ringcomm.data_parallel.layout import ALIGN_BYTES, Atom, FlatLayout, Spec, up
+from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.layout import ALIGN_BYTES, Atom, FlatLayout, Spec, up
-from ringcomm.parallel.partition import blocks_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])

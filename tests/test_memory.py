@@ -14,11 +14,11 @@ from parity import OPTIMIZERS, Case, Net, background_is, loss_of, net, optimizer
 from torch import nn
 
 import ringcomm
-from ringcomm import cli
+from ringcomm.data_parallel.budget import bytes_per_rank
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.parallel.budget import bytes_per_rank
-from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.memory import Memory, Plan, memory, predict, traffic
+from ringcomm.tools import cli
 
 STAGES = (0, 1, 2, 3)
 SMALL_MB = 0.001

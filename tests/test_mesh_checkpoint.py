@@ -16,10 +16,10 @@ from mesh_cases import Job, Net, make, pieces_of
 from torch import nn
 
 import ringcomm
+from ringcomm.checkpoint.parts import flat_of, name_of
+from ringcomm.data_parallel import checkpoint
+from ringcomm.data_parallel.part import Part, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
-from ringcomm.parallel import checkpoint
-from ringcomm.parallel.checkpoint_parts import flat_of, name_of
-from ringcomm.parallel.part import Part, part_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

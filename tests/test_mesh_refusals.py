@@ -11,9 +11,9 @@ import torch
 from mesh_cases import Job, Net
 
 import ringcomm
+from ringcomm.data_parallel.precision import GradScaler
+from ringcomm.data_parallel.ranks import ranks_of_mesh
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.precision import GradScaler
-from ringcomm.parallel.ranks import ranks_of_mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

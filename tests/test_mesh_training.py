@@ -14,12 +14,12 @@ import torch
 from mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 import ringcomm
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.memory import predict
+from ringcomm.data_parallel.part import Part
+from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
+from ringcomm.data_parallel.shard import restage
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.memory import predict
-from ringcomm.parallel.part import Part
-from ringcomm.parallel.precision import GradScaler, MixedPrecision
-from ringcomm.parallel.shard import restage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 2

@@ -9,7 +9,8 @@ from pathlib import Path
 import emulated
 import pytest
 
-from ringcomm import _C, errors, nccl
+from ringcomm import _C, errors
+from ringcomm.comm import nccl
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm import _C
-from ringcomm.devices import EMULATED
+from ringcomm.arrays.devices import EMULATED
+from ringcomm.data_parallel import norm
+from ringcomm.data_parallel.norm import fold_native, fold_torch, total_norm
 from ringcomm.errors import DtypeError, InvalidArgumentError, UnsupportedError
-from ringcomm.parallel import norm
-from ringcomm.parallel.norm import fold_native, fold_torch, total_norm
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 Cut = list[list[torch.Tensor]]  # the fragments of every rank

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline.cuts import Chain
-from ringcomm.pipeline.microbatches import Whole, joined
-from ringcomm.pipeline.pipeline import Pipeline
+from ringcomm.pipeline_parallel.cuts import Chain
+from ringcomm.pipeline_parallel.microbatches import Whole, joined
+from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline.balance import BEFORE, BEHIND, balance, measure, parameters
+from ringcomm.pipeline_parallel.balance import BEFORE, BEHIND, balance, measure, parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,10 +17,10 @@ from test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plai
 from torch import nn
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.pipeline.absent import Absent, Maker, Reads, any_absent
-from ringcomm.pipeline.pipeline import Pipeline
+from ringcomm.pipeline_parallel.absent import Absent, Maker, Reads, any_absent
+from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,10 +16,10 @@ from test_pipeline import Net, cross_entropy, cuts, tokens
 from torch import nn
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.place import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
-from ringcomm.parallel.place import place_of
-from ringcomm.pipeline.pipeline import Pipeline
+from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.pipeline.check import Timed, times
-from ringcomm.pipeline.picture import COLORS, IDLE, draw
-from ringcomm.pipeline.schedules import (
+from ringcomm.pipeline_parallel.check import Timed, times
+from ringcomm.pipeline_parallel.picture import COLORS, IDLE, draw
+from ringcomm.pipeline_parallel.schedules import (
     Action,
     Kind,
     Schedule,
@@ -145,7 +145,7 @@ def test_png_has_a_box_for_each_action(make: Callable[[int, int], Schedule], tmp
 def test_png_is_drawn_without_global_state(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="a .png needs it")
     program = (
-        "import sys; from ringcomm.pipeline import picture, check, schedules; "
+        "import sys; from ringcomm.pipeline_parallel import picture, check, schedules; "
         f"picture.draw(check.times(schedules.gpipe(2, 2)), {str(tmp_path / 'a.png')!r}); "
         "print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import (
     AbortedError,
     ClosedError,
@@ -27,8 +27,8 @@ from ringcomm.errors import (
     ShapeError,
     UnsupportedError,
 )
-from ringcomm.pipeline.pipeline import Pipeline
-from ringcomm.pipeline.schedules import Schedule, one_f_one_b
+from ringcomm.pipeline_parallel.pipeline import Pipeline
+from ringcomm.pipeline_parallel.schedules import Schedule, one_f_one_b
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

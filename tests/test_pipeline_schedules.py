@@ -16,8 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline.check import COSTS, bubble, check, formula, times
-from ringcomm.pipeline.schedules import (
+from ringcomm.pipeline_parallel.check import COSTS, bubble, check, formula, table, times
+from ringcomm.pipeline_parallel.schedules import (
     SCHEDULES,
     Action,
     Kind,
@@ -108,7 +108,7 @@ def test_every_schedule_is_proved(p: int) -> None:
 def test_every_schedule_comes_to_its_end(p: int) -> None:
     for m in (1, 2, 3, 4, 7, 8, 13, 32):
         for schedule, _ in all_of(p, m):
-            assert runs(schedule), schedule.table()
+            assert runs(schedule), table(schedule)
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -202,7 +202,7 @@ TABLES = {
 @pytest.mark.parametrize("case", TABLES)
 def test_printed_tables(case: str) -> None:
     name, *numbers = case.split()
-    assert schedule_of(name, *map(int, numbers)).table() == dedent(TABLES[case]).strip()
+    assert table(schedule_of(name, *map(int, numbers))) == dedent(TABLES[case]).strip()
 
 
 def test_interleaved_is_the_order_of_the_paper() -> None:
@@ -381,7 +381,7 @@ def test_bad_numbers_and_names() -> None:
 
 def test_schedules_need_no_array_library() -> None:
     program = (
-        "import sys, ringcomm.pipeline.schedules, ringcomm.pipeline.check, ringcomm.pipeline.picture; "
+        "import sys\nfrom ringcomm.pipeline_parallel import schedules, check, picture\n"
         "print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -30,11 +30,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.pipeline.check import times
-from ringcomm.pipeline.messages import Messages
-from ringcomm.pipeline.pipeline import Pipeline
+from ringcomm.pipeline_parallel.check import times
+from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

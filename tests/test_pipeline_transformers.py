@@ -12,9 +12,9 @@ from test_pipeline import SCHEDULES, Gradients, differing, gradients
 from torch import nn
 
 import ringcomm
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError
-from ringcomm.pipeline.pipeline import Pipeline
+from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 

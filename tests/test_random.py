@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from ringcomm.data_parallel import random
+from ringcomm.data_parallel.random import Constant, Normal, Uniform, dropout, init_parameters, normal_, uniform_
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel import random
-from ringcomm.parallel.random import Constant, Normal, Uniform, dropout, init_parameters, normal_, uniform_
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 Fill = Callable[[torch.Tensor, int], torch.Tensor]

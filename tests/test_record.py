@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch_ranks
 
 import ringcomm
-from ringcomm import Communicator, errors, record
-from ringcomm.record import Record
+from ringcomm import Communicator, errors
+from ringcomm.observe import record
+from ringcomm.observe.record import Record
 
 ONES = np.ones(4, np.float32)
 HERE = os.path.relpath(__file__)

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringcomm
-from ringcomm import Communicator, errors, record
-from ringcomm.record import Call, Record
-from ringcomm.record_view import View, rank_list
+from ringcomm import Communicator, errors
+from ringcomm.errors import rank_list
+from ringcomm.observe import record
+from ringcomm.observe.record import Call, Record, View
 
 ONES = np.ones(4, np.float32)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringcomm import errors, schedule
+from ringcomm import errors
+from ringcomm.comm import schedule
 
 # Chunk sent, by rank (row) and step (column). World size 4.
 #  reduce-scatter | all-gather

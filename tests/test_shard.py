@@ -18,10 +18,10 @@ from parity import differences_of
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.flat_model import flat_model_of
 
 STAGES = (0, 1, 2, 3)
-SHARD = importlib.import_module("ringcomm.parallel.shard")
+SHARD = importlib.import_module("ringcomm.data_parallel.shard")
 IS_ONE_UNIT = SHARD._is_one_unit  # which conftest.py replaces
 _BUILDING = threading.Lock()
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], None]

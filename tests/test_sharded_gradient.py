@@ -18,9 +18,9 @@ from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.sharded_gradient import ShardedGradient
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
-from ringcomm.parallel.flat_model import flat_model_of
-from ringcomm.parallel.sharded_gradient import ShardedGradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

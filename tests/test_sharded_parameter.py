@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
+from ringcomm.data_parallel.sharded_parameter import ShardedView
 from ringcomm.errors import MismatchError
-from ringcomm.parallel.sharded_parameter import ShardedView
 
 
 def _model() -> nn.Sequential:

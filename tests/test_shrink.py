@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import Communicator, launch, run_ranks
+from ringcomm import Communicator, run_ranks
+from ringcomm.comm import launch
+from ringcomm.comm.hosts import Network, memory_store
 from ringcomm.errors import AbortedError, CollectiveTimeoutError, MismatchError, RankLostError, RingcommError
-from ringcomm.hosts import Network, memory_store
 
 HERE = os.path.join("tests", os.path.basename(__file__))
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm import schedule, simulate
-from ringcomm.simulate import BETWEEN_SLICES, Cluster, LinkClass, predict
+from ringcomm.comm import schedule
+from ringcomm.tools import simulate
+from ringcomm.tools.simulate import BETWEEN_SLICES, Cluster, LinkClass, predict
 
 ALPHA_US, GBPS, GAMMA_GBPS = 7.0, 2.0, 5.0
 NBYTES = 3 << 20  # divides by what the tests use: 2, 3, 4, 8, 12, 16

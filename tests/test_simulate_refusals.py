@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringcomm import _C, errors
-from ringcomm.simulate import Cluster, LinkClass, predict
+from ringcomm.tools.simulate import Cluster, LinkClass, predict
 
 
 def layered_cluster(hosts: int, ranks: int, **between: Any) -> Cluster:

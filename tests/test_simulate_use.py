@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from ringcomm import cli, errors, simulate
-from ringcomm.pipeline.check import formula
-from ringcomm.simulate import ENGINE, Cluster, LinkClass, predict, time_us
-from ringcomm.simulate_calibrate import calibrate, deviations, samples_of
-from ringcomm.simulate_presets import PRESETS, a100, ethernet, h100, preset
-from ringcomm.simulate_training import forward_us, message_us, pipeline_us, step, tensor_us, wire
+from ringcomm import errors
+from ringcomm.pipeline_parallel.check import formula
+from ringcomm.tools import cli, simulate
+from ringcomm.tools.simulate import ENGINE, Cluster, LinkClass, predict, time_us
+from ringcomm.tools.simulate.calibrate import calibrate, deviations, samples_of
+from ringcomm.tools.simulate.presets import PRESETS, a100, ethernet, h100, preset
+from ringcomm.tools.simulate.training import forward_us, message_us, pipeline_us, step, tensor_us, wire
 
 SIZES = [1 << k for k in range(12, 26, 2)]
 
@@ -157,7 +158,7 @@ def test_a_step_without_overlap_is_all_of_its_parts(stage: int) -> None:
     assert found.time_us == pytest.approx(found.compute_us + found.communication_us, rel=1e-9)
     sent = wire(PARAMETERS, LAYERS, stage, 32, microbatches=2, param_dtype="float32")
     assert found.wire == sent
-    # What `ringcomm.parallel.memory.traffic` counts: 4 bytes a parameter once, or twice and again for each pass.
+    # What `ringcomm.data_parallel.memory.traffic` counts: 4 bytes a parameter once, or twice and again for each pass.
     gathered = {0: 0, 1: 1, 2: 1, 3: 4}[stage]
     assert sent.get("all_gather bytes", 0) == pytest.approx(gathered * 4 * PARAMETERS, rel=1e-3)
     assert sent.get("all_reduce bytes", 0) + sent.get("reduce_scatter bytes", 0) == pytest.approx(4e8, rel=1e-3)

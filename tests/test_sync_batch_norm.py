@@ -14,9 +14,9 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel import DistributedDataParallel
+from ringcomm.data_parallel.ddp import DistributedDataParallel
+from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.sync_batch_norm import SyncBatchNorm
 
 WORLD = 3
 COUNTS = (4, 1, 7)  # of each rank's batch

@@ -18,12 +18,12 @@ from tensor_cases import close, on_ranks, part, sent, tensor_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.data_parallel.part import part_of, take
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.parallel.part import part_of, take
-from ringcomm.tensor.dropout import ShardedDropout
-from ringcomm.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from ringcomm.tensor.overlapped import gather_linear, linear_scatter
-from ringcomm.tensor.regions import Region
+from ringcomm.tensor_parallel.dropout import ShardedDropout
+from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ringcomm.tensor_parallel.overlapped import gather_linear, linear_scatter
+from ringcomm.tensor_parallel.regions import Region
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]

@@ -11,10 +11,10 @@ from tensor_cases import close, on_ranks, sent, tensor_of
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError, ShapeError
-from ringcomm.tensor.layers import ColumnParallelLinear
-from ringcomm.tensor.loss import vocab_parallel_cross_entropy
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.styles import Colwise
+from ringcomm.tensor_parallel.layers import ColumnParallelLinear
+from ringcomm.tensor_parallel.loss import vocab_parallel_cross_entropy
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]

@@ -20,7 +20,7 @@ import ringcomm
 from ringcomm import checkpoint
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import init_mesh
-from ringcomm.tensor.plan import parallelize
+from ringcomm.tensor_parallel.plan import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,9 +16,9 @@ from test_tensor_transformers import VOCABULARY, check, gpt2, run, spread
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.tensor.outputs import CutOutputs
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.styles import Colwise
+from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

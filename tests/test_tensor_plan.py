@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
+from ringcomm.data_parallel.part import part_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import init_mesh
-from ringcomm.parallel.part import part_of
-from ringcomm.tensor.layers import RowParallelLinear
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.styles import Colwise
+from ringcomm.tensor_parallel.layers import RowParallelLinear
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT

@@ -12,11 +12,11 @@ from tensor_cases import on_ranks
 from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
 
+from ringcomm.data_parallel.arguments import matches
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
-from ringcomm.parallel.arguments import matches
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.regions import f
-from ringcomm.tensor.styles import STYLES, Colwise, Dropout, Heads, Vocab
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.regions import f
+from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

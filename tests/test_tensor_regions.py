@@ -11,10 +11,10 @@ import pytest
 import torch
 from tensor_cases import close, on_ranks, sent, tensor_of, whole_numbers
 
-from ringcomm.bench_check import tree_sum
 from ringcomm.errors import ShapeError
-from ringcomm.tensor.layers import ColumnParallelLinear
-from ringcomm.tensor.regions import Region, f, f_bar, g, g_bar, gather, scatter
+from ringcomm.tensor_parallel.layers import ColumnParallelLinear
+from ringcomm.tensor_parallel.regions import Region, f, f_bar, g, g_bar, gather, scatter
+from ringcomm.tools.bench.check import tree_sum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Tensors = list[torch.Tensor]

@@ -18,9 +18,9 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.tensor.dropout import ShardedDropout
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.styles import Colwise, Dropout
+from ringcomm.tensor_parallel.dropout import ShardedDropout
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise, Dropout
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

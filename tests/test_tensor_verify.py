@@ -18,10 +18,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import MismatchError
-from ringcomm.tensor.outputs import CutOutputs
-from ringcomm.tensor.plan import parallelize
-from ringcomm.tensor.styles import Colwise
-from ringcomm.tensor.verify import CHUNK, differ, digest
+from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
+from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 

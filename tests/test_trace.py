@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch_ranks
 
 import ringcomm
-from ringcomm import Communicator, cli, run_ranks
-from ringcomm.schedule import num_steps, ring_step
-from ringcomm.timeline import merge, trace
+from ringcomm import Communicator, run_ranks
+from ringcomm.comm.schedule import num_steps, ring_step
+from ringcomm.observe.trace import merge, trace
+from ringcomm.tools import cli
 
 Span = dict[str, Any]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ringcomm import _C, tune
-from ringcomm.tune import Candidate, choose, entries
+from ringcomm import _C
+from ringcomm.tools import tune
+from ringcomm.tools.tune import Candidate, choose, entries
 
 SMALL, LARGE = Candidate("oneshot"), Candidate("direct")
 WIDE = Candidate("direct", 16, 512)

@@ -14,8 +14,8 @@ from test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from torch import nn
 
 import ringcomm
+from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.parallel.flat_model import flat_model_of
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
 

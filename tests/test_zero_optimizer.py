@@ -13,7 +13,7 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.parallel.zero_optimizer import ZeroRedundancyOptimizer
+from ringcomm.data_parallel.zero_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

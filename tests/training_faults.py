@@ -1,7 +1,7 @@
 """Faults to plant in the training layer, each of a kind that has been, or could be, made; the fuzzer must find each.
 
-A fault patches one attribute of one class or module of `ringcomm.parallel`, named here alone. It says which features a
-program must have to see it, so that the search need not run the others.
+A fault patches one attribute of one class or module of `ringcomm.data_parallel`, named here alone. It says which
+features a program must have to see it, so that the search need not run the others.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ringcomm.parallel import clip, sharded_parameter
-from ringcomm.parallel.flat_model import FlatModel
-from ringcomm.parallel.gradient import Gradient
-from ringcomm.parallel.group import FlatGroup
-from ringcomm.parallel.optimizer_state import GroupState
-from ringcomm.parallel.ranks import Ranks
-from ringcomm.parallel.unit import Unit
+from ringcomm.data_parallel import clip, sharded_parameter
+from ringcomm.data_parallel.flat_model import FlatModel
+from ringcomm.data_parallel.gradient import Gradient
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.optimizer_state import GroupState
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.unit import Unit
 
 Function = Callable[..., Any]
 

@@ -39,7 +39,8 @@ from training_models import Boom, Net, batch, build, loss_of, unwrapped
 from training_programs import FEATURES, Program, shrunk
 
 import ringcomm
-from ringcomm import backend, hooks
+from ringcomm import backend
+from ringcomm.data_parallel import hooks
 
 Seen = list[tuple[str, torch.Tensor]]
 PLACEMENTS = ("plain", "torch", "ddp", "stage 0", "stage 1", "stage 2", "stage 3")

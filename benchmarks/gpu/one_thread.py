@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ringcomm.communicator import Communicator
-from ringcomm.devices import EMULATED, Device
-from ringcomm.endpoint import Endpoint
+from ringcomm.arrays.devices import EMULATED, Device
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.endpoint import Endpoint
 
 PLACE = "cpu" if EMULATED else "cuda:0"
 """Where torch makes tensors for the ranks: an emulated device's memory is the host's."""

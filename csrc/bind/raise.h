@@ -21,7 +21,7 @@ inline void raise_in_python(const char* module, const char* name, const Error& e
     const auto length = static_cast<Py_ssize_t>(text.size());
     const py::object value =
         type(py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.c_str(), length, "backslashreplace")));
-    if (error.group() != 0) py::module_::import("ringcomm.record").attr("annotate")(value, error.group());
+    if (error.group() != 0) py::module_::import("ringcomm.observe.record").attr("annotate")(value, error.group());
     PyErr_SetObject(type.ptr(), value.ptr());
   } catch (py::error_already_set& other) {
     other.restore();

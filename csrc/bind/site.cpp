@@ -158,7 +158,7 @@ bool handle_signals() {
 constexpr std::array<std::string_view, 10> kQuiet = {"tqdm",    "wandb",         "tensorboard", "tensorboardX",
                                                      "mlflow",  "comet_ml",      "ipykernel",   "zmq",
                                                      "execnet", "pytest_timeout"};
-constexpr std::array<std::string_view, 3> kQuietModules = {"multiprocessing.queues", "ringcomm.hosts",
+constexpr std::array<std::string_view, 3> kQuietModules = {"multiprocessing.queues", "ringcomm.comm.hosts",
                                                            "torch.utils.data._utils.pin_memory"};
 
 struct Where {
@@ -194,8 +194,8 @@ bool is_quiet(const std::vector<Where>& frames, const std::string& timer, const 
   if (frames.empty()) return is(kQuiet, Where{timer, {}}.package());  // else it has only just begun
   const Where& inner = frames.front();
   const Where& outer = frames.back();
-  if (inner.module == "ringcomm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
-  if (outer.module == "ringcomm.launch" && outer.function == "_obey") return true;
+  if (inner.module == "ringcomm.comm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
+  if (outer.module == "ringcomm.comm.launch" && outer.function == "_obey") return true;
   if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // has nothing to do
   if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
   return std::all_of(frames.begin(), frames.end(), [&](const Where& each) {

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ringcomm.arguments import COMMUNICATOR, FLAG, POSITIVE, expects, number, whole
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, wide_type, with_dense_rows
 from ringcomm.context.ring import Link, Pair, Sums
 from ringcomm.context.sequence import Block, blocks_of, check_layout
+from ringcomm.data_parallel.arguments import TENSOR
+from ringcomm.data_parallel.unit import eager
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
-from ringcomm.parallel.arguments import TENSOR
-from ringcomm.parallel.unit import eager
+from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, whole
 
 CALL = "ring_attention"
 

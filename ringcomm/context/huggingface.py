@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.context.sequence import positions
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError, shown
 

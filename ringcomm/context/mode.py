@@ -14,15 +14,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.arguments import FLAG, expects
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
 from ringcomm.context import huggingface
 from ringcomm.context.attention import CALLS, cached_attention, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
+from ringcomm.data_parallel.unit import eager
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
-from ringcomm.parallel.unit import eager
+from ringcomm.validation import FLAG, expects
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}

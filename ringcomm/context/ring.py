@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.work import Work
 from ringcomm.errors import MismatchError, UnsupportedError
-from ringcomm.work import Work
 
 FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags, of messages that nobody else sends
 FACTS_NBYTES = 256

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ringcomm.arguments import COMMUNICATOR, expects, whole
-from ringcomm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.arguments import DEVICE, TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError, shown
-from ringcomm.parallel.arguments import DEVICE, TENSOR
+from ringcomm.validation import COMMUNICATOR, expects, whole
 
 LAYOUTS = ("zigzag", "contiguous")
 DIM = whole(-(1 << 31), 1 << 31, "a dimension")

@@ -10,7 +10,7 @@ import torch
 from one_thread import PLACE, communicators, synchronize, together  # noqa: F401  for the tests
 
 import ringcomm
-from ringcomm.devices import EMULATED
+from ringcomm.arrays.devices import EMULATED
 
 LIMIT_S = 100
 real = pytest.mark.skipif(EMULATED, reason="needs a CUDA device that torch sees; an emulated one is not enough")

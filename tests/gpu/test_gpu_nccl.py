@@ -21,7 +21,8 @@ from on_gpu import LIMIT_S, real
 from reference import same_bits
 
 import ringcomm
-from ringcomm import _C, nccl
+from ringcomm import _C
+from ringcomm.comm import nccl
 
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), real]
 RANK = Path(__file__).with_name("nccl_rank.py")

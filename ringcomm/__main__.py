@@ -1,0 +1,7 @@
+"""`python -m ringcomm`: the command."""
+
+import sys
+
+from ringcomm.tools.cli import main
+
+sys.exit(main())

@@ -1,0 +1,200 @@
+"""Arrays of other libraries as plain numbers: address, count, element type, device. Whatever torch, NumPy, CuPy,
+DLPack, `__cuda_array_interface__` or the buffer protocol describes is recognised here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.arrays.devices import CPU, EMULATED, Device
+from ringcomm.arrays.libraries import (
+    Array,
+    Cupy,
+    Dtype,
+    Numpy,
+    Torch,
+    dtype_in,
+    library_of,
+    torch_device,
+    torch_with_cuda,
+)
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, RingcommError, ShapeError, one_line
+
+__all__ = ["Array", "Dtype", "as_array", "dtype_in", "library_of", "wire_type"]
+
+_DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
+_REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_LINEAR = ("sum", "avg", "premul_sum")  # what may be done to the two halves of a complex number apart
+_NAMES = {code: name for name, code in _C.DTYPES.items()}
+
+
+def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tuple[int, int]:
+    """(number of the type that travels, how many of it make one element).
+
+    Without a reduction everything can travel, as bytes if need be; sums of complex numbers are sums of their halves.
+    """
+    if reduce_op is None:
+        return (_C.DTYPES["uint8"], dtype.nbytes) if dtype.code is None else (dtype.code, 1)
+    if dtype.code is not None and _C.supports(dtype.code, _C.REDUCE_OPS[reduce_op]):
+        return dtype.code, 1
+    if dtype.name in _REAL_OF and reduce_op in _LINEAR:
+        return _C.DTYPES[_REAL_OF[dtype.name]], 2
+    served = [name for code, name in _NAMES.items() if _C.supports(code, _C.REDUCE_OPS[reduce_op])]
+    raise DtypeError(
+        f"{call}: rank {rank} got {dtype.name}, {reduce_op} is defined for {', '.join(sorted(served))}; "
+        "convert the array"
+    )
+
+
+# ---- recognising an array ----------------------------------------------------------------------------------------
+
+
+def as_array(x: Any, call: str, rank: int, served: Device | None = CPU) -> Array:
+    """
+    ``x`` as an Array that shares its memory; raises before anything is sent when that cannot be.
+
+    Args:
+        served: where it must lie; None: anywhere.
+    """
+    try:
+        return _as_array(x, call, rank, served)
+    except (RingcommError, MemoryError):
+        raise
+    except Exception as error:  # of the object's own code, or of a library that looked at it
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(x).__name__}, which cannot be read as an array "
+            f"({type(error).__name__}: {one_line(error)}); pass a plain tensor or array"
+        ) from error
+
+
+def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_torch(torch, x, call, rank, served)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        return _from_numpy(x, x, call, rank, served)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return _from_cupy(x, x, call, rank, served)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _from_cuda_interface(x, call, rank, served)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_dlpack(x, call, rank, served)
+    try:
+        view = memoryview(x)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
+            "anything with __dlpack__ or __cuda_array_interface__; convert it first"
+        ) from None
+    import numpy as np
+
+    return _from_numpy(x, np.asarray(view), call, rank, served)
+
+
+def _from_torch(torch: Any, x: Any, call: str, rank: int, served: Device | None) -> Array:
+    if x.is_nested:
+        raise ShapeError(
+            f"{call}: rank {rank} got a nested tensor, expected one of one shape; pass x.to_padded_tensor(0)"
+        )
+    if x.layout != torch.strided:
+        raise ShapeError(f"{call}: rank {rank} got a tensor of layout {x.layout}, expected strided; pass x.to_dense()")
+    if x.is_quantized:
+        raise DtypeError(f"{call}: rank {rank} got a quantized tensor, its scale would be lost; pass x.dequantize()")
+    _check_device(torch_device(x), served, call, rank)
+    data = x.detach() if x.requires_grad else x
+    if data.numel() and data.data_ptr() == 0:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(x).__name__} without memory of its own, expected a plain tensor; "
+            "pass the local tensor"
+        )
+    return Array(x, data, Torch)
+
+
+def _from_numpy(source: Any, data: Any, call: str, rank: int, served: Device | None) -> Array:
+    _check_device(CPU, served, call, rank)
+    if data.dtype.hasobject:
+        raise DtypeError(f"{call}: rank {rank} got dtype {data.dtype}, objects cannot travel; pass numbers")
+    return Array(source, data, Numpy)
+
+
+def _from_cupy(source: Any, data: Any, call: str, rank: int, served: Device | None) -> Array:
+    _check_device(Device("cuda", data.device.id), served, call, rank)
+    return Array(source, data, Cupy)
+
+
+def _from_dlpack(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    kind, index = (int(part) for part in x.__dlpack_device__())
+    found = CPU if kind in _DLPACK_CPU else Device("cuda" if kind in _DLPACK_CUDA else f"DLPack type {kind}", index)
+    _check_device(found, served, call, rank)
+    if found == CPU:
+        import numpy as np
+
+        try:
+            return _from_numpy(x, np.from_dlpack(x), call, rank, served)
+        except (TypeError, BufferError, RuntimeError, ValueError):
+            pass  # types that NumPy has not, such as bfloat16
+    elif torch_with_cuda() is None:
+        return _from_cupy(x, _cupy_for(x, call, rank).from_dlpack(x), call, rank, served)
+    import torch
+
+    return _from_torch(torch, torch.from_dlpack(x), call, rank, served)
+
+
+def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    """Memory on a device of which only the address is known, so that it is taken to lie where it must."""
+    if served is not None and served.kind != "cuda":
+        _check_device(Device("cuda"), served, call, rank)
+    described = x.__cuda_array_interface__
+    address, read_only = described["data"]
+    torch = torch_with_cuda()
+    if EMULATED:
+        import numpy as np
+
+        array = _from_numpy(x, np.asarray(_HostMemory(x)), call, rank, served)
+    elif torch is not None:
+        data = torch.as_tensor(x, device="cuda" if served is None else str(served))
+        if data.numel() and data.data_ptr() != address:  # torch made a copy, from another device
+            raise DeviceError(
+                f"{call}: rank {rank} got {type(x).__name__} on another device, this communicator serves {served}; "
+                "copy it there first"
+            )
+        array = _from_torch(torch, data, call, rank, served)
+    else:
+        array = _from_cupy(x, _cupy_for(x, call, rank).asarray(x), call, rank, served)
+    array.source = x
+    array.writable = not read_only
+    array.made_on = described.get("stream")
+    return array
+
+
+class _HostMemory:
+    """What an emulated device describes, as NumPy asks for it: the two interfaces have the same entries."""
+
+    def __init__(self, x: Any) -> None:
+        self.source = x
+        self.__array_interface__ = {
+            key: value for key, value in x.__cuda_array_interface__.items() if key not in ("stream", "mask")
+        }
+
+
+def _cupy_for(x: Any, call: str, rank: int) -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise DeviceError(
+            f"{call}: rank {rank} got {type(x).__name__} on a device, reading it needs a torch that sees CUDA devices, "
+            "or CuPy; install one of them"
+        ) from None
+    return cupy
+
+
+def _check_device(found: Device, served: Device | None, call: str, rank: int) -> None:
+    if served is None or served.serves(found):
+        return
+    remedy = f", or make a communicator with device='{found}'" if found.kind in ("cpu", "cuda") else ""
+    raise DeviceError(
+        f"{call}: rank {rank} got an array on {found}, this communicator serves {served}; pass an array there{remedy}"
+    )

@@ -1,0 +1,421 @@
+"""torch, NumPy and CuPy: how an array of each is read, made and written, and on which stream. Each is imported when its
+first array arrives. An array of any other library becomes one of these."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+from ringcomm import _C
+from ringcomm.arrays.devices import CPU, Device
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, shown
+
+
+class Dtype(NamedTuple):
+    """An element type: its name, its number in the core (None: it has no arithmetic here), its bytes."""
+
+    name: str
+    code: int | None
+    nbytes: int
+
+
+def named_dtype(name: str, nbytes: int) -> Dtype:
+    """The element type of a name as torch and ml_dtypes spell it."""
+    return Dtype(name, _C.DTYPES.get(name), nbytes)
+
+
+_torch_dtypes: dict[Any, Dtype] = {}
+_numpy_dtypes: dict[Any, Dtype] = {}
+
+
+def torch_dtype(dtype: Any) -> Dtype:
+    """The element type of a torch dtype."""
+    found = _torch_dtypes.get(dtype)
+    if found is None:
+        found = _torch_dtypes[dtype] = named_dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
+    return found
+
+
+def numpy_dtype(dtype: Any) -> Dtype:
+    """The element type of a NumPy dtype; one of foreign byte order has no arithmetic."""
+    found = _numpy_dtypes.get(dtype)
+    if found is None:
+        found = named_dtype(dtype.name, dtype.itemsize)
+        found = _numpy_dtypes[dtype] = found if dtype.isnative else Dtype(dtype.str, None, dtype.itemsize)
+    return found
+
+
+class Array:
+    """One array of the caller, seen as memory. ``source`` is what the caller passed, ``data`` the array of torch, NumPy
+    or CuPy that shares its memory, ``made_on`` the stream that the caller's library last used it on, if it says so."""
+
+    __slots__ = (
+        *("address", "contiguous", "count", "data", "device", "dtype", "library", "made_on", "shape", "source"),
+        *("strides", "writable"),
+    )
+    address: int
+    contiguous: bool
+    count: int
+    device: Device
+    dtype: Dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    writable: bool
+
+    def __init__(self, source: Any, data: Any, library: Library) -> None:
+        self.source = source
+        self.data = data
+        self.library = library
+        self.made_on: int | None = None
+        library.fill(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * self.dtype.nbytes
+
+    def copy(self) -> Array:
+        """The same values in new contiguous memory."""
+        fresh = self.empty(self.shape)
+        fresh.library.assign(fresh.data, self.data)
+        return fresh
+
+    def empty(self, shape: Sequence[int]) -> Array:
+        """New contiguous memory of this element type, library and device."""
+        data = self.library.empty(tuple(shape), self.data)
+        return Array(data, data, self.library)
+
+    def may_overlap_itself(self) -> bool:
+        """Whether two elements may share memory, as in an expanded tensor."""
+        reach = 1
+        for stride, length in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if self.count and stride < reach:
+                return True
+            reach = stride * (length - 1) + reach
+        return False
+
+    def overlaps(self, other: Array) -> bool:
+        """Whether two contiguous arrays share memory."""
+        return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
+
+
+# ---- the libraries -----------------------------------------------------------------------------------------------
+
+
+class Numpy:
+    """How a NumPy array is read."""
+
+    @staticmethod
+    def fill(array: Array) -> None:
+        data = array.data
+        array.dtype = numpy_dtype(data.dtype)
+        array.shape = data.shape
+        array.strides = tuple(stride // max(data.itemsize, 1) for stride in data.strides)
+        array.count = data.size
+        array.contiguous = data.flags.c_contiguous
+        array.address = data.ctypes.data
+        array.writable = data.flags.writeable
+        array.device = CPU
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Any) -> Any:
+        import numpy as np
+
+        return np.empty(shape, like.dtype)
+
+    @staticmethod
+    def assign(target: Any, values: Any) -> None:
+        target[...] = values
+
+    @staticmethod
+    def stream(data: Any) -> int:
+        """The stream on which the library works on ``data`` now, as an address; 0: the default one, or none."""
+        return 0
+
+    @staticmethod
+    def on(stream: int, data: Any) -> AbstractContextManager[Any]:
+        """Inside, the library works on ``data`` on ``stream``."""
+        return nullcontext()
+
+    @staticmethod
+    def follow(stream: int, data: Any) -> None:
+        """What the library does with ``data`` from now on runs after what is on ``stream`` now."""
+
+    @staticmethod
+    def keep(data: Any, stream: int) -> None:
+        """The memory of ``data`` is not used again before what is on ``stream`` now has run."""
+
+
+class Torch(Numpy):
+    """How a torch tensor is read."""
+
+    @staticmethod
+    def fill(array: Array) -> None:
+        data = array.data
+        array.dtype = torch_dtype(data.dtype)
+        array.shape = tuple(data.shape)
+        array.strides = data.stride()
+        array.count = data.numel()
+        array.contiguous = data.is_contiguous() and not data.is_neg() and not data.is_conj()
+        array.address = data.data_ptr()
+        array.writable = True
+        array.device = torch_device(data)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Any) -> Any:
+        return like.new_empty(shape)
+
+    @staticmethod
+    def assign(target: Any, values: Any) -> None:
+        target.copy_(values)
+
+    @staticmethod
+    def stream(data: Any) -> int:
+        return sys.modules["torch"].cuda.current_stream(data.device).cuda_stream if data.is_cuda else 0
+
+    @staticmethod
+    def on(stream: int, data: Any) -> AbstractContextManager[Any]:
+        return sys.modules["torch"].cuda.stream(_torch_stream(stream, data)) if data.is_cuda else nullcontext()
+
+    @staticmethod
+    def follow(stream: int, data: Any) -> None:
+        if data.is_cuda and stream == _PER_THREAD:
+            sys.modules["torch"].cuda.synchronize(data.device)  # torch has no name for that stream
+        elif data.is_cuda and stream != Torch.stream(data):
+            sys.modules["torch"].cuda.current_stream(data.device).wait_stream(_torch_stream(stream, data))
+
+    @staticmethod
+    def keep(data: Any, stream: int) -> None:
+        if data.is_cuda:
+            data.record_stream(_torch_stream(stream, data))
+
+
+class Cupy(Numpy):
+    """How a CuPy array is read."""
+
+    @staticmethod
+    def fill(array: Array) -> None:
+        data = array.data
+        array.dtype = numpy_dtype(data.dtype)
+        array.shape = tuple(data.shape)
+        array.strides = tuple(stride // max(data.itemsize, 1) for stride in data.strides)
+        array.count = data.size
+        array.contiguous = bool(data.flags.c_contiguous)
+        array.address = data.data.ptr
+        array.writable = True
+        array.device = Device("cuda", data.device.id)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Any) -> Any:
+        with like.device:
+            return sys.modules["cupy"].empty(shape, like.dtype)
+
+    @staticmethod
+    def assign(target: Any, values: Any) -> None:
+        with target.device:
+            target[...] = values
+
+    @staticmethod
+    def stream(data: Any) -> int:
+        with data.device:
+            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+
+    @staticmethod
+    def on(stream: int, data: Any) -> AbstractContextManager[Any]:
+        inside = ExitStack()
+        inside.enter_context(data.device)
+        inside.enter_context(sys.modules["cupy"].cuda.ExternalStream(stream, data.device.id))
+        return inside
+
+    @staticmethod
+    def follow(stream: int, data: Any) -> None:
+        cuda = sys.modules["cupy"].cuda
+        with data.device:
+            now = cuda.get_current_stream()
+            if stream != now.ptr:
+                now.wait_event(cuda.ExternalStream(stream, data.device.id).record())
+
+
+Library = type[Numpy]
+_LEGACY, _PER_THREAD = 1, 2  # the two default streams as CUDA's handles; 0 is the first of them for all programs here
+
+
+def _torch_stream(stream: int, data: Any) -> Any:
+    return sys.modules["torch"].cuda.ExternalStream(0 if stream == _LEGACY else stream, device=data.device)
+
+
+def torch_device(data: Any) -> Device:
+    """Where a torch tensor lies."""
+    return CPU if data.is_cpu else Device(data.device.type, data.device.index or 0)
+
+
+def torch_with_cuda() -> Any:
+    """torch, where it is installed and sees a device; else None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+# ---- streams -----------------------------------------------------------------------------------------------------
+
+
+def stream_number(stream: Any, call: str, rank: int) -> int:
+    """The address of a stream: a number, or a stream of torch, CuPy, or anything with ``__cuda_stream__``."""
+    described = getattr(stream, "__cuda_stream__", None)
+    if described is not None:
+        return int((described() if callable(described) else described)[1])
+    for attribute in ("cuda_stream", "ptr"):
+        stream = getattr(stream, attribute, stream)
+    if not isinstance(stream, int) or stream < 0:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got stream={shown(stream)}, expected a stream of torch or CuPy, one with "
+            "__cuda_stream__, "
+            "or its address; pass one of these, or none"
+        )
+    return stream
+
+
+def usual_stream(device: Device) -> int:
+    """The stream of a call that has no array: torch's current one on the device, else CuPy's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.current_stream(device.index).cuda_stream)
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return 0
+    with cupy.cuda.Device(device.index):
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+# ---- memory of the communicator ----------------------------------------------------------------------------------
+
+
+def library_of(dtype: Any) -> str:
+    """The library whose dtype this is; torch for names and None."""
+    kind = dtype if isinstance(dtype, type) else type(dtype)
+    return "numpy" if kind.__module__.partition(".")[0] == "numpy" else "torch"
+
+
+def dtype_in(library: str, dtype: Any, rank: int = 0) -> Any:
+    """``dtype`` (a torch or NumPy dtype, a name, or None for float32) as a dtype of ``library``."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.") if _is_torch(dtype) else dtype
+    found: Any = None
+    if library != "torch":
+        found = _numpy_dtype(name)
+    elif _is_torch(dtype):
+        found = dtype
+    else:
+        import torch
+
+        named = name if isinstance(name, str) else getattr(_numpy_dtype(name), "name", "")
+        found = getattr(torch, named, None)
+        found = found if isinstance(found, torch.dtype) else None
+    if found is None or getattr(found, "hasobject", False):
+        raise DtypeError(
+            f"empty: rank {rank} expected a dtype of {library}, got {shown(dtype)}; pass a name such as 'float32'"
+        )
+    return found
+
+
+def _is_torch(dtype: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dtype, torch.dtype)
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """The dtype of NumPy that a name, a type or a dtype means; None for anything else."""
+    import numpy as np
+
+    if not isinstance(dtype, (str, type, np.dtype)):
+        return None
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        return None
+
+
+def wrap_memory(memory: Any, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """An array of ``library`` over a ctypes buffer, which it keeps alive."""
+    if library == "numpy":
+        import numpy as np
+
+        return np.frombuffer(memory, dtype).reshape(shape)
+    import torch
+
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def wrap_nothing(library: str, dtype: Any, shape: tuple[int, ...], device: Device) -> Any:
+    """An array of no elements."""
+    if library == "numpy":
+        import numpy as np
+
+        return np.empty(shape, dtype)
+    if library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(device.index):
+            return cupy.empty(shape, dtype)
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device=str(device))
+
+
+class DeviceMemory:
+    """Bytes on a device, as other libraries ask for them."""
+
+    def __init__(self, address: int, nbytes: int, device: Device) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
+
+
+def device_library() -> str:
+    """The library for new arrays on a device: torch where it has CUDA, else CuPy."""
+    if torch_with_cuda() is not None:
+        return "torch"
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        raise DeviceError(
+            "empty: expected a torch that sees CUDA devices, or CuPy, got neither; install one of them, or pass arrays "
+            "of your own library"
+        ) from None
+    return "cupy"
+
+
+def wrap_device_memory(memory: DeviceMemory, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """An array of ``library`` over memory on a device, which it keeps alive."""
+    if library == "torch":
+        import torch
+
+        return torch.as_tensor(memory, device=str(memory.device)).view(dtype).view(shape)
+    import cupy
+
+    owned = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, memory.device.index)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
+
+
+def settle(library: str, device: Device) -> None:
+    """Waits until a device has done all it was told: memory can then be given back."""
+    if library == "torch":
+        import torch
+
+        torch.cuda.synchronize(device.index)
+        return
+    import cupy
+
+    with cupy.cuda.Device(device.index):
+        cupy.cuda.runtime.deviceSynchronize()

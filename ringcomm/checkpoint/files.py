@@ -1,0 +1,441 @@
+"""A checkpoint's files: boxes of tensors and small values in torch.distributed.checkpoint's format, with checksums.
+
+    .metadata        every tensor's name, shape, type and boxes, and where each box lies
+    __R_0.distcp     what rank R wrote
+    checksums.json   CRC-32 of each box and of .metadata, which torch's own format does not check
+
+A folder is written beside its place and renamed when every rank has finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import json
+import math
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ringcomm.checkpoint.metadata import read_metadata
+from ringcomm.data_parallel.layout import up
+from ringcomm.data_parallel.part import PLAIN
+from ringcomm.data_parallel.part import Part as Cut
+from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
+
+CHECKSUMS, METADATA = "checksums.json", ".metadata"
+MOST_BOX_BYTES = 128 << 20  # so that who needs a part of a tensor does not read all of it
+
+Names = tuple[str, ...]
+"""Where a value lies in nested dicts; joined by dots it is the name in the checkpoint."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """The boxes that elements ``start`` to ``end`` of a contiguous tensor fill, in order: at most 2n-1 of n dimensions.
+
+    Each box is a run of elements too.
+    """
+    if len(shape) < 2:
+        return [((start,), (end - start,))] if shape else [((), ())]
+    row = math.prod(shape[1:])
+    first, last = up(start, row) // row, end // row  # whole rows
+    if first > last:
+        return _inside(shape, last, start - last * row, end - last * row)
+    found = _inside(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        found.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    return found + (_inside(shape, last, 0, end - last * row) if last * row < end else [])
+
+
+def _inside(shape: Sequence[int], row: int, start: int, end: int) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, end)]
+
+
+@dataclass
+class Part:
+    """A box of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    chunk: ChunkStorageMetadata
+    values: torch.Tensor
+
+
+def parts_of(name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> list[Part]:
+    """The boxes of a tensor's elements from ``start`` on, which are ``values``; views of them.
+
+    Args:
+        cut: of what larger tensor it is a part; boxes are of that then, and padding has none.
+    """
+    found = _parts_here(name, shape, values, start)
+    return [each for part in found for each in _moved(part, cut)] if cut.dim is not None else found
+
+
+def _moved(part: Part, cut: Cut) -> list[Part]:
+    """A box of this rank's part of a tensor as boxes of the whole one."""
+    dim, found = cut.dim, []
+    assert dim is not None
+    shape = cut.whole_shape(part.shape)
+    if 0 in shape:
+        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return [Part(part.name, shape, whole, part.values.reshape(-1)[:0].view(shape))]
+    for first, start, count in cut.boxes(part.chunk.offsets, part.chunk.sizes):
+        offsets, sizes = [*part.chunk.offsets], [*part.chunk.sizes]
+        offsets[dim], sizes[dim] = start, count
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        found.append(Part(part.name, shape, chunk, part.values.narrow(dim, first, count)))
+    return found
+
+
+def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[Part]:
+    flat, shape = values.detach().reshape(-1), tuple(shape)
+    if not flat.numel():
+        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return [Part(name, shape, whole, flat.view(shape))] if math.prod(shape) == 0 else []
+    most = max(1, MOST_BOX_BYTES // flat.itemsize)
+    found, at = [], 0
+    for first in range(start, start + flat.numel(), most):
+        for offsets, sizes in boxes(shape, first, min(first + most, start + flat.numel())):
+            numel = math.prod(sizes)
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            found.append(Part(name, shape, chunk, flat[at : at + numel].view(sizes)))
+            at += numel
+    return found
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outgoing:
+    """What a rank writes.
+
+    Attributes:
+        paths: by name, where it lies in nested dicts.
+        aliases: by name, other names that mean the same boxes.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    values: dict[str, bytes] = field(default_factory=dict)
+    paths: dict[str, Names] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+
+    def tensor(self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> None:
+        """Elements of a tensor from ``start`` on; arguments as of `parts_of`."""
+        name = ".".join(path)
+        self.paths[name] = path
+        self.parts += parts_of(name, shape, values, start, cut)
+
+    def value(self, path: Names, value: bytes) -> None:
+        """Something small, as `pack_value` has it."""
+        name = ".".join(path)
+        self.paths[name] = path
+        self.values[name] = value
+
+
+def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
+    """A value as bytes that load without running code.
+
+    Raises: InvalidArgumentError: it is not made of tensors, numbers, strings, lists, tuples and dicts.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {what} of type {type(value).__name__}, expected tensors, numbers, strings, and "
+            "lists, tuples and dicts of these, which load without running code; convert it"
+        ) from error
+    return buffer.getvalue()
+
+
+class _Planner(DefaultSavePlanner):
+    def __init__(self, outgoing: Outgoing) -> None:
+        super().__init__()
+        self.tensors = {MetadataIndex(part.name, part.chunk.offsets): part.values for part in outgoing.parts}
+        self.values = outgoing.values
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self.values[write_item.index.fqn])
+        return self.tensors[write_item.index]
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # the folder gets another name
+
+
+@dataclass
+class Written:
+    """What a rank has written, for the one that finishes."""
+
+    plan: SavePlan
+    results: list[Any]
+    checksums: dict[str, dict[int, int]]  # by file and offset
+    aliases: dict[str, list[str]]
+
+
+def _item(part: Part) -> WriteItem:
+    data = TensorWriteData(part.chunk, TensorProperties.create_from_tensor(part.values), torch.Size(part.shape))
+    return WriteItem(MetadataIndex(part.name, part.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
+    """Writes this rank's file into a folder that exists, and its checksums as the file has them."""
+    values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in outgoing.values]
+    plan = SavePlan([*map(_item, outgoing.parts), *values], planner_data=outgoing.paths)
+    writer = _Writer(folder)
+    writer.set_up_storage_writer(rank == 0, rank=rank)
+    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's file
+    results = writer.write_data(plan, _Planner(outgoing)).wait() if plan.items else []
+    checksums: dict[str, dict[int, int]] = {}
+    for file in {result.storage_data.relative_path for result in results}:
+        with (folder / file).open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            infos = [each.storage_data for each in results if each.storage_data.relative_path == file]
+            with memoryview(content) as view:
+                checksums[file] = {each.offset: _checksum(view, each.offset, each.length) for each in infos}
+    return Written(plan, results, checksums, outgoing.aliases)
+
+
+def _checksum(view: memoryview, offset: int, length: int) -> int:
+    with view[offset : offset + length] as part:
+        return zlib.crc32(part)
+
+
+def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
+    """Writes what says where everything is, and gives the folder its name; on one rank, when all have written.
+
+    Raises: InvalidArgumentError: another rank's file is not here.
+    """
+    checksums: dict[str, dict[int, int]] = {}
+    for rank, written in enumerate(everyone):
+        for file in written.checksums:
+            if not (folder / file).exists():
+                raise InvalidArgumentError(
+                    f"save: rank 0 got no {file} in {folder}, where rank {rank} has written it, expected one folder "
+                    "for all ranks; save to a file system that all hosts share"
+                )
+        checksums |= written.checksums
+    _, metadata = _Planner(Outgoing()).create_global_plan([written.plan for written in everyone])
+    results = [result for written in everyone for result in written.results]
+    for name, others in ((name, others) for written in everyone for name, others in written.aliases.items()):
+        results += _also(metadata, results, name, others)
+    _Writer(folder).finish(metadata, [results])
+    checksums[METADATA] = {0: zlib.crc32((folder / METADATA).read_bytes())}
+    with (folder / CHECKSUMS).open("w") as stream:
+        json.dump({"crc32": checksums}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    put_in_place(folder, path)
+
+
+def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequence[str]) -> list[Any]:
+    """Lets other names mean a tensor's boxes."""
+    mine, found = [each for each in results if each.index.fqn == name], []
+    for other in others:
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata[name]
+        metadata.planner_data[other] = (other,)
+        index = [MetadataIndex(other, each.index.offset, each.index.index) for each in mine]
+        found += [type(each)(at, each.size_in_bytes, each.storage_data) for at, each in zip(index, mine, strict=True)]
+    return found
+
+
+# ---- in place ----------------------------------------------------------------------------------------------------
+
+
+def beside(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name; what an interrupted save left there goes."""
+    folder = path.absolute().parent / f".{path.name}.saving"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def put_in_place(folder: Path, path: Path) -> None:
+    """Gives a finished folder its name; what had the name lies in ``folder`` then. There is no moment without one."""
+    if path.exists():
+        _swap(folder, path)
+    else:
+        folder.rename(path)
+    handle = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _swap(a: Path, b: Path) -> None:
+    """Exchanges two names at once."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
+    raise InvalidArgumentError(
+        f"save: rank 0 got {b}, which exists, on a file system that cannot exchange two folders at once, expected a "
+        "new name; save under another one for each step"
+    )
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """A checkpoint to read, of `save` or of torch.distributed.checkpoint.
+
+    Attributes:
+        paths: by name, where it lies in nested dicts.
+    """
+
+    def __init__(self, path: Path, call: str, rank: int) -> None:
+        self.path, self.call, self.rank = path, call, rank
+        try:
+            raw = (path / METADATA).read_bytes()
+        except OSError as error:
+            raise self._wrong(f"no checkpoint in {path} ({error.strerror})", "one that was saved there") from error
+        self.checksums = self._read_checksums()
+        self.has_checksums = bool(self.checksums)
+        if self.has_checksums and self.checksums.get(METADATA) != {"0": zlib.crc32(raw)}:
+            raise self._damaged(METADATA, "another checksum")
+        try:
+            self.metadata: Metadata = read_metadata(raw)
+            self.paths: dict[str, Names] = {
+                name: (self.metadata.planner_data or {}).get(name, (name,))
+                for name in self.metadata.state_dict_metadata
+            }
+        except Exception as error:
+            raise self._damaged(METADATA, f"{type(error).__name__}: {one_line(error)}") from error
+
+    def _read_checksums(self) -> dict[str, dict[str, int]]:
+        file = self.path / CHECKSUMS
+        if not file.exists():
+            return {}
+        try:
+            found = json.loads(file.read_bytes())["crc32"]
+            return {name: {str(at): int(sum_) for at, sum_ in sums.items()} for name, sums in found.items()}
+        except Exception as error:
+            raise self._damaged(CHECKSUMS, f"{type(error).__name__}") from error
+
+    def _wrong(self, got: str, expected: str, kind: type[InvalidArgumentError] = InvalidArgumentError) -> Exception:
+        return kind(f"{self.call}: rank {self.rank} got {got}, expected {expected}; load a checkpoint of this model")
+
+    def _damaged(self, name: str, how: str) -> Exception:
+        return InvalidArgumentError(
+            f"{self.call}: rank {self.rank} got {name} damaged in {self.path} ({how}), expected it as it was saved; "
+            "load another checkpoint"
+        )
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Names and facts of all tensors."""
+        return {
+            name: facts
+            for name, facts in self.metadata.state_dict_metadata.items()
+            if isinstance(facts, TensorStorageMetadata)
+        }
+
+    def has_value(self, path: Names) -> bool:
+        """Whether there is something that is not a tensor."""
+        return isinstance(self.metadata.state_dict_metadata.get(".".join(path)), BytesStorageMetadata)
+
+    def value(self, path: Names) -> Any:
+        """Something that is not a tensor."""
+        name = ".".join(path)
+        return self._stored(name, MetadataIndex(name))
+
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuses a tensor that is not there, or has another shape or kind of type."""
+        facts = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(facts, TensorStorageMetadata):
+            raise self._wrong(f"a checkpoint without {name}", f"one of shape {tuple(shape)}")
+        if tuple(facts.size) != tuple(shape):
+            raise self._wrong(f"{name} of shape {tuple(facts.size)}", str(tuple(shape)), ShapeError)
+        if _kind(facts.properties.dtype) != _kind(dtype):
+            raise self._wrong(f"{name} in {facts.properties.dtype}", f"{dtype} or of its kind", DtypeError)
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Fills boxes of one tensor, of which `check` has approved; each box in the checkpoint is read once."""
+        if not parts:
+            return
+        name = parts[0].name
+        here = {MetadataIndex(name, part.chunk.offsets): part.values for part in parts}
+        facts = self.metadata.state_dict_metadata[name]
+        items = create_read_items_for_chunk_list(name, facts, [part.chunk for part in parts])
+        missing = sum(part.values.numel() for part in parts) - sum(math.prod(item.lengths) for item in items)
+        if missing:
+            raise self._damaged(name, f"{missing} elements are missing")
+        stored: tuple[MetadataIndex | None, Any] = (None, None)
+        for item in sorted(items, key=lambda item: tuple(item.storage_index.offset)):
+            if stored[0] != item.storage_index:
+                stored = item.storage_index, self._stored(name, item.storage_index)
+            source = _cut(stored[1], item.storage_offsets, item.lengths)
+            _cut(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
+
+    def place(self, name: str) -> Any:
+        """Where a tensor's boxes lie: equal for names of one tensor."""
+        where = [
+            self.metadata.storage_data.get(MetadataIndex(name, each.offsets)) for each in self.tensors[name].chunks
+        ]
+        return tuple(sorted((each.relative_path, each.offset) for each in where if each is not None))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        facts = self.metadata.state_dict_metadata[name]
+        missing = math.prod(facts.size) - sum(math.prod(chunk.sizes) for chunk in facts.chunks)
+        if missing > 0:
+            raise self._damaged(name, f"{missing} elements are missing")
+        whole = torch.empty(facts.size, dtype=facts.properties.dtype)
+        self.read(parts_of(name, whole.shape, whole))
+        return whole
+
+    def _stored(self, name: str, index: MetadataIndex) -> Any:
+        try:
+            info = self.metadata.storage_data[index]
+            with (self.path / info.relative_path).open("rb") as stream:
+                stream.seek(info.offset)
+                raw = stream.read(info.length)
+            expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
+            if expected != (zlib.crc32(raw) if self.has_checksums else None):
+                raise self._damaged(name, f"{info.relative_path} has another checksum")
+            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        except InvalidArgumentError:
+            raise
+        except Exception as error:
+            raise self._damaged(name, f"{type(error).__name__}") from error
+
+
+def _cut(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(axis, offset, length)
+    return tensor
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool

@@ -1,0 +1,283 @@
+"""The way of a checkpoint back into a model and its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.checkpoint.files import Source, parts_of
+from ringcomm.checkpoint.parts import (
+    Held,
+    Piece,
+    Place,
+    Whole,
+    name_of,
+    names_of,
+    places_of,
+    whole_shape,
+    wholes_of,
+    with_extra_state,
+)
+from ringcomm.checkpoint.state import (
+    ABOUT,
+    COMMON,
+    EACH,
+    GROUPS,
+    STATE,
+    ByRank,
+    joined,
+    refuse_cut,
+    settings_of,
+    spans_of,
+)
+from ringcomm.checkpoint.world import World
+from ringcomm.data_parallel.flat_model import FlatModel
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.optimizer import Attached
+from ringcomm.data_parallel.optimizer_state import State
+from ringcomm.data_parallel.part import part_of
+from ringcomm.errors import InvalidArgumentError
+
+
+class Loading:
+    """A checkpoint's way into a model: `read` changes nothing, `commit` everything."""
+
+    def __init__(self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:
+        self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
+        self.masters: list[torch.Tensor] = []
+        self.wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.extra_states: list[tuple[nn.Module, Any]] = []
+        self.states: list[tuple[torch.Tensor, State]] = []
+        self.hyperparameters: list[dict[str, Any]] = []
+        self.extra: dict[str, Any] = {}
+        self.attached: Attached | None = None
+        self.stepped: dict[FlatGroup, set[int]] = {}
+
+    def _wrong(self, got: str, expected: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"load: rank {self.rank} got {got}, expected {expected}; load a checkpoint of this model and optimizer"
+        )
+
+    def look(self) -> tuple[set[str], list[list[str]]]:
+        """Names of what this rank has of the model, and in each of the optimizer's groups."""
+        known = places_of(self.flat)
+        names = {*names_of(known, wholes_of(self.flat, known)), *dict(with_extra_state(self.flat))}
+        return names, Held.of(self.flat, self.optimizer, "load").names
+
+    def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
+        """Into memory of its own, whatever is wrong is found here.
+
+        Args:
+            everyone: what `look` has found, by rank.
+        """
+        self.source = Source(path, "load", self.rank)
+        own = self._read_extra()
+        known = places_of(self.flat)
+        wholes = wholes_of(self.flat, known)
+        stateful = dict(with_extra_state(self.flat))
+        self._refuse_unknown(set().union(*(names for names, _ in everyone)))
+        self._read_masters(known)
+        for each in wholes:
+            self._read_whole(each, own.get("module", {}))
+        for name, module in stateful.items():
+            if name not in self.source.paths:
+                raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
+            self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
+        if self.optimizer is not None:
+            self._read_optimizer(self.optimizer, own.get("optimizer", {}), [groups for _, groups in everyone])
+
+    def _read_extra(self) -> dict[str, dict[str, Any]]:
+        """Fills `extra`; returns what was this rank's own."""
+        source = self.source
+        if not source.has_value(COMMON):
+            return {}  # of torch.distributed.checkpoint
+        about = source.value(COMMON)
+        if not source.has_checksums:
+            raise self._wrong("a checkpoint without its checksums", "all of its files")
+        self.extra = dict(about["extra"])
+        if about["world_size"] == self.world.world_size and about.get("axes", self.world.axes) == self.world.axes:
+            mine = (*EACH, str(self.rank))
+            own = source.value(mine) if source.has_value(mine) else {"extra": {}, "module": {}}
+            self.extra |= own["extra"]
+            return dict(own)
+        for rank in range(about["world_size"]):
+            theirs = (*EACH, str(rank))
+            for key, value in source.value(theirs)["extra"].items() if source.has_value(theirs) else ():
+                self.extra.setdefault(key, ByRank())[rank] = value
+        return {}
+
+    def _refuse_unknown(self, names: set[str]) -> None:
+        for name, path in self.source.paths.items():
+            if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
+                raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
+
+    def _read_masters(self, known: dict[int, Place]) -> None:
+        for group in self.flat.groups:
+            master = torch.zeros(group.end - group.start, dtype=group.types.master)
+            for i, p in enumerate(group.params):
+                self._check(known[id(p)].names, whole_shape(group, i), group.types.master)
+            for i, first, last in spans_of(group, group.start, group.end):
+                segment = group.layout.segments[i]
+                name = self._name(known[id(group.params[i])].names)
+                values = master[first - group.start : last - group.start]
+                cut = part_of(group.params[i])
+                self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
+            self.masters.append(master)
+
+    def _name(self, names: list[str]) -> str:
+        """The one under which a parameter was saved."""
+        return next((name for name in names if name in self.source.paths), names[0])
+
+    def _check(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.source.check(self._name(names), shape, dtype)
+
+    def _read_whole(self, each: Whole, own: dict[str, Any]) -> None:
+        self._check(each.names, tuple(each.tensor.shape), each.tensor.dtype)
+        mine = own.get(each.names[0])
+        self.wholes.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
+
+    # ---- optimizer -----------------------------------------------------------------------------------------------
+
+    def _read_optimizer(
+        self, optimizer: torch.optim.Optimizer, own: dict[str, Any], everyone: list[list[list[str]]]
+    ) -> None:
+        held = Held.of(self.flat, optimizer, "load")
+        kind = type(optimizer).__name__
+        if not self.source.has_value(ABOUT):
+            raise self._wrong("a checkpoint without an optimizer", f"one with the state of {kind}")
+        about = self.source.value(ABOUT)
+        if about["class"] != kind:
+            raise self._wrong(f"the state of {about['class']}", f"that of {kind}")
+        groups = self.source.value(GROUPS)
+        if len({len(names) for names in everyone}) > 1:
+            counts = [len(names) for names in everyone]
+            raise self._wrong(f"optimizers of {', '.join(map(str, counts))} parameter groups", "as many on every rank")
+        self._check_groups([group["params"] for group in groups], held.names, joined(everyone))
+        self.hyperparameters = [settings_of(each) for each in groups]
+        keys: dict[str, list[str]] = {}
+        for path in self.source.paths.values():
+            if path[:2] == STATE and len(path) == 4:
+                keys.setdefault(path[2], []).append(path[3])
+        if held.attached is not None:  # parameters that were not always trained together have counters of their own
+            held.attached.separate(lambda group, i: self._counters(name_of(group, i), keys, {*about["alike"]}))
+            held = Held.of(self.flat, optimizer, "load")
+        for piece in held.pieces:
+            self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
+        for name, p in held.plain.items():
+            self.states.append(
+                (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
+            )
+        self.attached = held.attached
+        self.stepped = {
+            group: {i for i in range(len(group.params)) if name_of(group, i) in keys}
+            for group in self.flat.groups
+            if group.trainable
+        }
+
+    def _check_groups(self, saved: list[list[str]], mine: list[list[str]], all_names: list[list[str]]) -> None:
+        if len(saved) != len(mine):
+            raise self._wrong(f"an optimizer's state of {len(saved)} parameter groups", f"{len(mine)}")
+        for number, (theirs, ours, everybodys) in enumerate(zip(saved, mine, all_names, strict=True)):
+            for name in ours:
+                if name not in theirs:
+                    raise self._wrong(f"an optimizer's state without {name} in group {number}", "the same groups")
+            for name in theirs:
+                if name not in everybodys:
+                    raise self._wrong(f"an optimizer's state with {name} in group {number}", "the same groups")
+
+    def _counters(self, name: str, keys: dict[str, list[str]], alike: set[str]) -> tuple[object, ...]:
+        """What parameters that travel together must have in common."""
+        found: list[object] = [name in keys]
+        for key in sorted(set(keys.get(name, ())) - alike):
+            path = (*STATE, name, key)
+            facts = self.source.tensors.get(".".join(path))
+            value = self.source.value(path) if facts is None else None
+            if facts is not None and facts.size.numel() == 1:
+                value = self.source.tensor(".".join(path)).item()
+            found.append((key, value if isinstance(value, (int, float)) else None))
+        return tuple(found)
+
+    def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
+        state: State = {}
+        group = piece.group
+        names = [name_of(group, i) for i in range(len(group.params))]
+        for i, first, last in spans_of(group, piece.start, piece.end):
+            segment, cut = group.layout.segments[i], part_of(group.params[i])
+            for key in keys.get(names[i], ()):
+                name = ".".join((*STATE, names[i], key))
+                facts = self.source.tensors.get(name)
+                if key in alike and facts is not None:
+                    self.source.check(name, whole_shape(group, i), facts.properties.dtype)
+                    dtype = facts.properties.dtype
+                    if dtype.is_floating_point:
+                        dtype = piece.param.dtype
+                    if key not in state:
+                        state[key] = torch.zeros(piece.end - piece.start, dtype=dtype)
+                    values = state[key][first - piece.start : last - piece.start]
+                    self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
+                    continue
+                value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
+                refuse_cut("load", self.rank, group, i, key, value)
+                if key in state and not _same(state[key], value):
+                    raise self._wrong(
+                        f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"
+                    )
+                state.setdefault(key, value)
+        return {key: value.view(piece.param.shape) if key in alike else value for key, value in state.items()}
+
+    def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
+        path = (*STATE, name, key)
+        place = ".".join(path)
+        if place not in self.source.tensors:
+            return own.get(place, self.source.value(path))
+        if key in alike:
+            self.source.check(place, tuple(p.shape), self.source.tensors[place].properties.dtype)
+        value = own[place] if place in own else self.source.tensor(place)
+        return value.to(p.dtype) if key in alike and value.is_floating_point() else value
+
+    # ---- into the model ------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Changes everything; a collective."""
+        for unit in self.flat.units:
+            unit.release()
+        for group, master in zip(self.flat.groups, self.masters, strict=True):
+            for _, first, last in spans_of(group, group.start, group.end):
+                group.master[first - group.start : last - group.start].copy_(
+                    master[first - group.start : last - group.start]
+                )
+            group.publish().wait()
+        for tensor, values in self.wholes:
+            tensor.copy_(values)
+        for module, value in self.extra_states:
+            module.set_extra_state(value)
+        if self.optimizer is not None:
+            self._commit_optimizer(self.optimizer)
+
+    def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.attached is not None:
+            self.attached._stepped = self.stepped
+        for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
+            group.update(hyperparameters)
+        inside = [group["params"] for group in optimizer.param_groups]
+        states = optimizer.state
+        if self.attached is not None:
+            inside, states = self.attached.inside, self.attached.state
+        pairs = zip(optimizer.param_groups, inside, strict=True)
+        settings = {id(p): group for group, params in pairs for p in params}
+        for param, state in self.states:
+            states.pop(param, None)
+            if state:
+                group = settings[id(param)]
+                on_host = not (group.get("capturable") or group.get("fused"))
+                states[param] = {
+                    key: value.to(param.device) if torch.is_tensor(value) and not (key == "step" and on_host) else value
+                    for key, value in state.items()
+                }
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)

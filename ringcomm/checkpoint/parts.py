@@ -1,0 +1,188 @@
+"""What a model and its optimizer consist of, by name: parts of flat groups, and what every rank has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.optimizer import Attached, attached_of
+from ringcomm.data_parallel.part import part_of, refuse_parts
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+
+
+def flat_of(model: nn.Module, call: str) -> FlatModel:
+    flat = flat_model_of(model)
+    if flat is None:
+        raise InvalidArgumentError(
+            f"{call}: got a {type(model).__name__} that is not wrapped, expected what ringcomm.shard returned; use "
+            "torch.distributed.checkpoint for a plain module"
+        )
+    if {*map(id, model.parameters())} != {*map(id, flat.module.parameters())}:
+        raise InvalidArgumentError(
+            f"{call}: rank {flat.ranks.rank} got a {type(model).__name__} with other parameters than those of the "
+            f"{type(flat.module).__name__} that was wrapped, expected the wrapped module; pass what ringcomm.shard "
+            "returned"
+        )
+    if flat.ranks.mesh is None:
+        refuse_parts(model.parameters(), call, "a checkpoint")
+    return flat
+
+
+def name_of(group: FlatGroup, i: int) -> str:
+    """A parameter's name in checkpoints: the first that it has in the whole model."""
+    names = part_of(group.params[i]).names
+    return names[0] if names else group.names[i]
+
+
+def whole_shape(group: FlatGroup, i: int) -> tuple[int, ...]:
+    """Of the tensor that a parameter is, or is a part of."""
+    return part_of(group.params[i]).whole_shape(group.layout.segments[i].shape)
+
+
+def speaks_for(group: FlatGroup, i: int) -> bool:
+    """Whether this rank writes what is written once of a parameter."""
+    ranks = group.ranks
+    first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
+    return first and group.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
+
+
+class Place(NamedTuple):
+    group: FlatGroup
+    i: int  # segment
+    names: list[str]  # one, and more of a tied parameter
+
+
+def places_of(flat: FlatModel) -> dict[int, Place]:
+    """By id, the parameters of the flat groups."""
+    found = {}
+    for group in flat.groups:
+        for i, p in enumerate(group.params):
+            found[id(p)] = Place(group, i, [*part_of(p).names] or [group.names[i]])
+    for name, p in flat.module.named_parameters(remove_duplicate=False):
+        if id(p) in found and name not in found[id(p)].names:
+            found[id(p)].names.append(name)
+    return found
+
+
+class Whole(NamedTuple):
+    """What every rank has whole: a buffer, an ignored parameter."""
+
+    names: list[str]
+    tensor: torch.Tensor
+
+
+def wholes_of(flat: FlatModel, known: dict[int, Place]) -> list[Whole]:
+    found: dict[int, Whole] = {}
+    for prefix, module in flat.module.named_modules(remove_duplicate=False):
+        kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, tensor in [*kept.items(), *module._parameters.items()]:
+            if tensor is not None and id(tensor) not in known:
+                found.setdefault(id(tensor), Whole([], tensor)).names.append(f"{prefix}.{key}" if prefix else key)
+    return list(found.values())
+
+
+def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
+    """All names of tensors in a state dict."""
+    return {name for place in known.values() for name in place.names} | {n for each in wholes for n in each.names}
+
+
+def with_extra_state(flat: FlatModel) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of this rank that have get_extra_state, by the name of what it gives."""
+    for prefix, module in flat.module.named_modules():
+        here = not getattr(module, "_ringcomm_elsewhere", False)
+        if here and type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+@dataclass
+class Piece:
+    """A parameter of the optimizer: elements of a flat group."""
+
+    group: FlatGroup
+    start: int
+    end: int
+    segments: tuple[int, ...]
+    param: torch.Tensor
+
+
+@dataclass
+class Held:
+    """An optimizer's parameters: as pieces of flat groups, and by name for each of its groups.
+
+    Attributes:
+        plain: by name, those that it steps by itself, ignored ones of fully_shard.
+        attached: None of a plain optimizer.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    attached: Attached | None = None
+
+    def has_state(self, group: FlatGroup, i: int) -> bool:
+        """Whether a parameter ever had a gradient: one that travels with others has zeros then, which do not count."""
+        return self.attached is None or i in self.attached._stepped[group]
+
+    @staticmethod
+    def of(flat: FlatModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
+        if optimizer is None:
+            return Held()
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise UnsupportedError(
+                f"{call}: rank {flat.ranks.rank} got a ZeroRedundancyOptimizer, which holds its state itself, expected "
+                "a plain optimizer or that of ringcomm.shard; use its consolidate_state_dict() and state_dict()"
+            )
+        attached = attached_of(optimizer, call)
+        if attached is not None and len(attached.flats) > 1:
+            raise UnsupportedError(
+                f"{call}: rank {flat.ranks.rank} got an optimizer over {len(attached.flats)} sharded modules, expected "
+                "one over this one; save its state_dict(), or make an optimizer for each"
+            )
+        if attached is not None and attached in flat.optimizers:
+            attached.settle()
+            attached.close()
+            pieces = [Piece(e.group, e.start, e.end, e.segments, e.param) for e in attached.entries]
+            names = [[name_of(group, i) for group, i in places] for places in attached.places]
+            own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
+            held = Held(pieces, names, attached=attached)
+            for plain, of_group in zip(attached.plain, names, strict=True):
+                trained = [p for p in plain.values() if p.requires_grad]
+                _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
+                of_group += [own[id(p)] for p in trained]
+                held.plain |= {own[id(p)]: p for p in trained}
+            return held
+        known = places_of(flat)
+        mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        foreign = attached is not None or flat.stage > 0 or not all(place for places in mine for place in places)
+        if foreign and any(mine):  # a frozen stage's optimizer has nothing
+            raise InvalidArgumentError(
+                f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
+                "the one that ringcomm.shard returned with it; pass that"
+            )
+        held = Held()
+        for group, places in zip(optimizer.param_groups, mine, strict=True):
+            found = [place for place in places if place is not None]
+            held.names.append([place.names[0] for place in found])
+            for p, place in zip(group["params"], found, strict=True):
+                segment = place.group.layout.segments[place.i]
+                held.pieces.append(Piece(place.group, segment.offset, segment.end, (place.i,), p))
+        return held
+
+
+def _refuse_foreign(params: list[torch.Tensor], flat: FlatModel, call: str) -> None:
+    if params:
+        raise InvalidArgumentError(
+            f"{call}: rank {flat.ranks.rank} got an optimizer with a parameter of shape {tuple(params[0].shape)} that "
+            "is not the module's, expected the module's own; give the others an optimizer of their own"
+        )
+
+
+def is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
+    """Whether a state has a value for each element."""
+    return torch.is_tensor(value) and key != "step" and value.shape == param.shape

@@ -1,0 +1,266 @@
+"""What of a model and its optimizer goes into a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringcomm.checkpoint.files import Names, Outgoing, pack_value
+from ringcomm.checkpoint.parts import (
+    Held,
+    is_alike,
+    name_of,
+    places_of,
+    speaks_for,
+    whole_shape,
+    wholes_of,
+    with_extra_state,
+)
+from ringcomm.checkpoint.world import World
+from ringcomm.data_parallel.flat_model import FlatModel
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.optimizer_state import State
+from ringcomm.data_parallel.part import part_of
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+
+COMMON, EACH = ("ringcomm", "common"), ("ringcomm", "ranks")
+ABOUT, GROUPS, STATE = ("optimizer", "about"), ("optimizer", "param_groups"), ("optimizer", "state")
+
+
+class ByRank(dict[int, Any]):
+    """A value that differed between the ranks that saved, by rank: what `load` returns at another world size."""
+
+
+@dataclass
+class _Facts:
+    """What ranks tell one another before they write.
+
+    Attributes:
+        digests: of what may differ, by kind and name.
+        alike, other: kinds of optimizer state: with a value for each element, and without.
+        spoken: parameters for which the rank writes what is written once.
+        groups: names of the parameters in each of the optimizer's groups, and the hyperparameters' digest.
+    """
+
+    digests: dict[tuple[str, str], bytes]
+    alike: set[str]
+    other: set[str]
+    spoken: list[str]
+    groups: list[tuple[list[str], bytes]]
+
+
+class Saving:
+    def __init__(
+        self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
+    ) -> None:
+        self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
+        self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
+        self.known = places_of(flat)
+        self.wholes = wholes_of(flat, self.known)
+
+    def look(self) -> _Facts:
+        """Refuses what cannot be saved."""
+        self.masters = {group: group.written_master("checkpoint") for group in self.flat.groups}
+        self.held = Held.of(self.flat, self.optimizer, "save")
+        self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
+        for name, module in with_extra_state(self.flat):
+            self.mine["module"][name] = module.get_extra_state()
+        for name, p in self.held.plain.items():
+            for key, value in self._state(p).items():
+                mine = value.detach().cpu() if torch.is_tensor(value) else value
+                self.mine["optimizer"][".".join((*STATE, name, key))] = mine
+        facts = _Facts({}, set(), set(), [], [])
+        for kind, values in self.mine.items():
+            for key, value in values.items():
+                facts.digests[kind, key] = self._digest(key, value)
+        for group, names in self._groups():
+            facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
+        for place in self.known.values():
+            if speaks_for(place.group, place.i):
+                facts.spoken.append(place.names[0])
+        for p in [*(piece.param for piece in self.held.pieces), *self.held.plain.values()]:
+            for key, value in self._state(p).items():
+                (facts.alike if is_alike(key, value, p) else facts.other).add(key)
+        return facts
+
+    def _digest(self, what: str, value: Any) -> bytes:
+        return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        if self.optimizer is not None:
+            yield from zip(self.optimizer.param_groups, self.held.names, strict=True)
+
+    def _state(self, param: torch.Tensor) -> State:
+        if self.optimizer is None:
+            return {}
+        states = self.optimizer.state if self.held.attached is None else self.held.attached.state
+        return states.get(param, {})
+
+    def outgoing(self, everyone: list[_Facts]) -> Outgoing:
+        """This rank's share of everything."""
+        out = Outgoing()
+        self._refuse_spoken_twice(everyone)
+        self._refuse_other_groups(everyone)
+        if self.world.replica == 0:  # others repeat these
+            self._parameters(out)
+            self._optimizer_state(out)
+        keys = sorted({key for facts in everyone for key in facts.digests})
+        differing = [key for key in keys if self._differs(key, everyone)]
+        own: dict[str, dict[str, Any]] = {kind: {} for kind in self.mine}
+        for kind, key in differing:
+            if key in self.mine[kind]:
+                own[kind][key] = self.mine[kind][key]
+        if differing:
+            out.value((*EACH, str(self.rank)), pack_value("save", self.rank, "extra", own))
+        self._once(out, everyone)
+        if self.rank == 0:
+            alike = set().union(*(facts.alike for facts in everyone)) - set().union(
+                *(facts.other for facts in everyone)
+            )
+            self._for_all(out, {key for kind, key in differing if kind == "extra"}, sorted(alike), everyone)
+        return out
+
+    def _differs(self, key: tuple[str, str], everyone: list[_Facts]) -> bool:
+        """Whether the ranks' values differ; of a module and its optimizer, those of the ranks that have them."""
+        found = {facts.digests.get(key) for facts in everyone}
+        if key[0] == "module" or (key[0] == "optimizer" and self.flat.ranks.mesh is not None):
+            found.discard(None)
+        return len(found) > 1
+
+    def _refuse_spoken_twice(self, everyone: list[_Facts]) -> None:
+        first: dict[str, int] = {}
+        for rank, facts in enumerate(everyone):
+            for name in facts.spoken:
+                if first.setdefault(name, rank) != rank:
+                    raise InvalidArgumentError(
+                        f"save: rank {self.rank} heard of {name} from rank {first[name]} and from rank {rank}, which "
+                        "are apart along an axis of the mesh that cuts models, expected it from one of them; use a "
+                        "Pipeline over that axis, or a mesh without it"
+                    )
+
+    def _parameters(self, out: Outgoing) -> None:
+        for group in self.flat.groups:
+            start, end = group.layout.shard_range(self.flat.ranks.rank)
+            for i, first, last in spans_of(group, start, end):
+                if not group.counts(i):
+                    continue
+                segment = group.layout.segments[i]
+                values = self.masters[group][first - group.start : last - group.start]
+                out.tensor(
+                    (name_of(group, i),), segment.shape, values, first - segment.offset, part_of(group.params[i])
+                )
+
+    def _optimizer_state(self, out: Outgoing) -> None:
+        for piece in self.held.pieces:
+            group = piece.group
+            start, end = group.layout.shard_range(self.flat.ranks.rank)
+            spans = spans_of(group, max(start, piece.start), min(end, piece.end))
+            spans = [each for each in spans if self.held.has_state(group, each[0]) and group.counts(each[0])]
+            for key, value in self._state(piece.param).items():
+                for i, first, last in spans:
+                    segment, cut = group.layout.segments[i], part_of(group.params[i])
+                    path = (*STATE, name_of(group, i), key)
+                    if is_alike(key, value, piece.param):
+                        values = value.reshape(-1)[first - piece.start : last - piece.start]
+                        out.tensor(path, segment.shape, values, first - segment.offset, cut)
+                        continue
+                    refuse_cut("save", self.rank, group, i, key, value)
+                    if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
+                        self._other(out, path, value)  # of all that have it, one writes
+
+    def _other(self, out: Outgoing, path: Names, value: Any) -> None:
+        if torch.is_tensor(value):
+            out.tensor(path, value.shape, value)
+        else:
+            out.value(path, pack_value("save", self.rank, ".".join(path), value))
+
+    def _once(self, out: Outgoing, everyone: list[_Facts]) -> None:
+        """What the first of the ranks that have it writes."""
+
+        def is_first(key: tuple[str, str]) -> bool:
+            return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
+
+        for place in self.known.values():
+            if speaks_for(place.group, place.i):
+                group, i = place.group, place.i
+                if not group.layout.segments[i].numel:
+                    out.tensor((place.names[0],), whole_shape(group, i), group.master[:0])
+                out.aliases[place.names[0]] = place.names[1:]
+        for each in self.wholes:
+            if is_first(("module", each.names[0])):
+                out.tensor((each.names[0],), each.tensor.shape, each.tensor)
+                out.aliases[each.names[0]] = each.names[1:]
+        for name, _ in with_extra_state(self.flat):
+            if is_first(("module", name)):
+                out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
+        for name, p in self.held.plain.items():
+            for key, value in self._state(p).items():
+                if is_first(("optimizer", ".".join((*STATE, name, key)))):
+                    self._other(out, (*STATE, name, key), value)
+
+    def _for_all(self, out: Outgoing, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
+        """What one rank writes for all."""
+        extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
+        world = {"world_size": self.world.world_size, "axes": self.world.axes}
+        about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
+        out.value(COMMON, pack_value("save", self.rank, "extra", about))
+        if self.optimizer is not None:
+            kind = {"class": type(self.optimizer).__name__, "alike": alike}
+            out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
+            names = joined([[names for names, _ in facts.groups] for facts in everyone])
+            groups = [
+                {**settings_of(group), "params": of} for (group, _), of in zip(self._groups(), names, strict=True)
+            ]
+            out.value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
+
+    def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
+        """The stages of a pipeline have optimizers of their own, whose groups are saved as one optimizer's."""
+        if self.world.ranks.mesh is None:
+            return
+        mine = [settings for _, settings in everyone[self.rank].groups]
+        for rank, facts in enumerate(everyone):
+            theirs = [settings for _, settings in facts.groups]
+            if len(theirs) != len(mine):
+                raise InvalidArgumentError(
+                    f"save: rank {self.rank} got an optimizer of {len(mine)} parameter groups where rank {rank} has "
+                    f"{len(theirs)}, expected the same groups on every rank of a mesh; leave groups empty where a "
+                    "stage has no such parameters"
+                )
+            number = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+            if number is not None:
+                raise InvalidArgumentError(
+                    f"save: rank {self.rank} got other hyperparameters in the optimizer's group {number} than rank "
+                    f"{rank} has, expected the same on every rank of a mesh; make the same groups on every stage"
+                )
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer group's hyperparameters: without its parameters, and the names that some optimizers have of them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def joined(groups: list[list[list[str]]]) -> list[list[str]]:
+    """The names in each of an optimizer's groups, of all ranks."""
+    return [list(dict.fromkeys(name for names in each for name in names)) for each in zip(*groups, strict=True)]
+
+
+def refuse_cut(call: str, rank: int, group: FlatGroup, i: int, key: str, value: Any) -> None:
+    """Refuses state of another shape than its parameter's, of which no part can be told."""
+    if torch.is_tensor(value) and value.numel() > 1 and part_of(group.params[i]).is_cut:
+        raise UnsupportedError(
+            f"{call}: rank {rank} got {key} of shape {tuple(value.shape)} of {name_of(group, i)}, which is cut over "
+            "the ranks of a tensor parallel group, expected state of the parameter's shape; use an optimizer that "
+            "works element by element"
+        )
+
+
+def spans_of(group: FlatGroup, start: int, end: int) -> list[tuple[int, int, int]]:
+    """Segments in a range of a group's buffer: which, the first of its elements there, one past the last."""
+    return [
+        (each.segment, start + each.offset, start + each.offset + each.numel)
+        for each in group.layout.fragments(start, end)
+    ]

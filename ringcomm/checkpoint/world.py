@@ -1,0 +1,64 @@
+"""The ranks that save or load together, whatever parts of the model they hold."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from ringcomm import errors
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.errors import EngineError, RingcommError
+
+
+class World:
+    """All ranks of a mesh, or those that share shards and those that repeat them.
+
+    Attributes:
+        axes: names and extents of what the ranks are laid out on, without axes of one.
+    """
+
+    def __init__(self, ranks: Ranks, call: str) -> None:
+        self.ranks, self.call, mesh = ranks, call, ranks.mesh
+        self.replica = 0 if ranks.replicas is None else ranks.replicas.rank
+        self.rank = ranks.rank + ranks.world_size * self.replica if mesh is None else mesh.comm.rank
+        self.world_size = ranks.data_world_size if mesh is None else mesh.comm.world_size
+        if mesh is not None:
+            axes = [*zip(mesh.names, mesh.shape, strict=True)]
+        else:
+            axes = [("replicate", 1 if ranks.replicas is None else ranks.replicas.world_size), ("dp", ranks.world_size)]
+        self.axes = [[{"shard": "dp"}.get(name, name), extent] for name, extent in axes if extent > 1]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        if self.ranks.mesh is not None:
+            return [pickle.loads(each) for each in self.ranks.mesh.comm.exchange(pickle.dumps(mine))]
+        found = self.ranks.comm.exchange(pickle.dumps(mine))
+        if self.ranks.replicas is not None:
+            rows = self.ranks.replicas.exchange(pickle.dumps(found))
+            found = [each for row in rows for each in pickle.loads(row)]
+        return [pickle.loads(each) for each in found]
+
+    def together(self, step: Callable[[], Any]) -> list[Any]:
+        """What ``step`` returns on every rank; where it raises on one, every rank raises."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = step()
+        except OSError as refused:
+            error = EngineError(
+                f"{self.call}: rank {self.rank} got {type(refused).__name__} ({refused}), expected to reach the "
+                "checkpoint's folder; look at its disk"
+            )
+            error.__cause__ = refused
+        except Exception as other:
+            error = other
+        replies = self._exchange((None if error is None else (type(error).__name__, str(error)), result))
+        if error is not None:
+            raise error
+        for rank, (failed, _) in enumerate(replies):
+            if failed is not None:
+                kind = getattr(errors, failed[0], None)
+                if kind is None:
+                    raise RingcommError(f"{self.call}: rank {rank} got {failed[0]}: {failed[1]}; see what it raised")
+                raise kind(failed[1])
+        return [result for _, result in replies]

@@ -1,0 +1,1 @@
+"""Communicators: their collectives, and how ranks find each other."""

@@ -1,0 +1,379 @@
+"""One collective being prepared: its arrays are checked, made contiguous, and written back when it is done.
+
+Every check happens here, before anything is sent, so that a refused call leaves the communicator as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ringcomm import _C
+from ringcomm.arrays.devices import CPU, EMULATED, Device
+from ringcomm.arrays.interop import Array, Dtype, as_array, wire_type
+from ringcomm.arrays.libraries import stream_number, usual_stream
+from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, shown
+
+_Key = TypeVar("_Key", bound=str)
+
+
+class Piece:
+    """A run of elements of a contiguous array: one rank's part of a message."""
+
+    __slots__ = ("array", "count", "offset")
+
+    def __init__(self, array: Array, offset: int, count: int) -> None:
+        self.array = array
+        self.offset = offset
+        self.count = count
+
+    @property
+    def address(self) -> int:
+        """Where the run begins."""
+        return self.array.address + self.offset * self.array.dtype.nbytes
+
+
+def whole(array: Array) -> Piece:
+    """All of an array as one piece."""
+    return Piece(array, 0, array.count)
+
+
+def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
+    """Consecutive pieces of ``counts`` rows along dimension 0."""
+    row = math.prod(array.shape[1:])
+    pieces, offset = [], 0
+    for count in counts:
+        pieces.append(Piece(array, offset, count * row))
+        offset += count * row
+    return pieces
+
+
+def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int:
+    """A time limit as the engine takes it; 0 for None, which means the communicator's own."""
+    if timeout is None:
+        return 0
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None "
+            "for the "
+            "communicator's own limit"
+        )
+    return max(1, math.ceil(seconds * 1e3))
+
+
+class Call:
+    """What one rank asks of one collective, ready for an engine once every array has been named."""
+
+    __slots__ = (
+        *("algorithm", "count", "device", "factor", "first", "input", "input_parts", "op", "output", "output_parts"),
+        *("rank", "reduce_op", "result", "root", "stream", "stream_given", "tag", "timeout_ms", "wire", "world_size"),
+        "writebacks",
+    )
+
+    def __init__(self, op: str, rank: int, world_size: int, device: Device | None, stream: Any = None) -> None:
+        self.op = op
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.first: Array | None = None
+        self.stream_given = stream is not None
+        self.stream = 0 if stream is None else self._stream(stream)
+        self.reduce_op: str | None = None
+        self.algorithm = "auto"
+        self.factor = 1.0
+        self.root = 0
+        self.tag = 0
+        self.timeout_ms = 0
+        self.input: Array | None = None
+        self.output: Array | None = None
+        self.input_parts: list[Piece] | None = None
+        self.output_parts: list[Piece] | None = None
+        self.count = 0
+        self.wire = (_C.DTYPES["uint8"], 1)
+        self.writebacks: list[tuple[Array, Array]] = []
+        self.result: Any = None
+
+    # ---- options -------------------------------------------------------------------------------------------------
+
+    def reduces(self, op: str, factor: float | None) -> None:
+        """Sets the reduction."""
+        self.reduce_op = self.one_of("op", op, _C.REDUCE_OPS)
+        if (factor is not None) != (op == "premul_sum"):
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got op {shown(op)} with factor {shown(factor)}; pass a factor with "
+                "premul_sum, and "
+                "with it alone"
+            )
+        self.factor = 1.0 if factor is None else self.number("factor", factor)
+
+    def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
+        """``value``, which must be one of the names in ``known``."""
+        if not isinstance(value, str) or value not in known:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what} {shown(value)}, expected one of {', '.join(known)}; pass "
+                "one of these"
+            )
+        return value
+
+    def flag(self, what: str, value: bool) -> bool:
+        """``value``, which must be True or False."""
+        if value is not True and value is not False:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected True or False; pass one of these"
+            )
+        return value
+
+    def list_of(self, what: str, arrays: Sequence[Any] | None, length: int | None = None) -> list[Any]:
+        """``arrays``, which must be a list or tuple, of ``length`` where it is given."""
+        found = list(arrays) if isinstance(arrays, (list, tuple)) else None
+        if found is None or length not in (None, len(found)):
+            got = type(arrays).__name__ if found is None else f"{len(found)} arrays"
+            expected, remedy = (
+                ("a list", "a list of arrays") if length is None else (f"a list of {length}", "one array for each rank")
+            )
+            raise ShapeError(f"{self.op}: rank {self.rank} got {got} as {what}, expected {expected}; pass {remedy}")
+        return found
+
+    def whole(self, what: str, value: int, bits: int) -> int:
+        """``value``, which must be a whole number of so many bits with its sign."""
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 << bits - 1 <= value < 1 << bits - 1:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a whole number of {bits} bits; "
+                "pass one"
+            )
+        return value
+
+    def number(self, what: str, value: float) -> float:
+        """``value``, which must be a number."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a number; pass one"
+            )
+        return float(value)
+
+    def peer(self, what: str, value: int) -> int:
+        """``value``, which must be a rank of this communicator."""
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.world_size:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
+                "rank "
+                "of this communicator"
+            )
+        return value
+
+    # ---- streams -------------------------------------------------------------------------------------------------
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it runs on a stream of a device."""
+        return self.device is not None and self.device.kind == "cuda"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for it: nothing else would order what the host does with emulated devices' memory."""
+        return EMULATED and self.on_device and not (self.stream_given and not self.writebacks)
+
+    def _stream(self, stream: Any) -> int:
+        if not self.on_device:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got stream={shown(stream)}, this communicator serves "
+                f"{self.device or 'any'}, "
+                "where calls have no stream; leave it out"
+            )
+        return stream_number(stream, self.op, self.rank)
+
+    def _enqueue(self, array: Array) -> None:
+        """Orders the call and an array that it uses: it runs on the stream on which the first one's library works,
+        unless it was told another."""
+        if self.first is None:
+            self.first = array
+            if not self.stream_given:
+                self.stream = array.library.stream(array.data)
+        if self.stream_given:
+            array.library.keep(array.data, self.stream)
+        if array.made_on is not None and array.made_on != self.stream:
+            with self.on_stream(array):
+                array.library.follow(array.made_on, array.data)
+
+    def on_stream(self, array: Array) -> AbstractContextManager[Any]:
+        """Inside, the array's library works on the call's stream."""
+        return array.library.on(self.stream, array.data) if self.stream_given else nullcontext()
+
+    def waiting_stream(self, stream: Any) -> int:
+        """The stream that waits for the call: ``stream``, or the one that would run the call if it were made now."""
+        if stream is not None:
+            return self._stream(stream)
+        if self.stream_given:
+            return self.stream
+        if self.first is not None:
+            return self.first.library.stream(self.first.data)
+        return 0 if EMULATED else usual_stream(self.device or CPU)
+
+    # ---- arrays --------------------------------------------------------------------------------------------------
+
+    def array(self, x: Any) -> Array:
+        """``x`` as it is."""
+        array = as_array(x, self.op, self.rank, self.device)
+        if self.on_device:
+            self._enqueue(array)
+        return array
+
+    def copy(self, array: Array) -> Array:
+        """The same values in new contiguous memory."""
+        with self.on_stream(array):
+            return array.copy()
+
+    def fresh(self, like: Array, shape: Sequence[int]) -> Array:
+        """New contiguous memory."""
+        with self.on_stream(like):
+            return like.empty(shape)
+
+    def read(self, x: Any) -> Array:
+        """``x`` as contiguous memory to read."""
+        array = self.array(x)
+        return array if array.contiguous else self.copy(array)
+
+    def write(self, x: Any) -> Array:
+        """``x`` as contiguous memory to write all of."""
+        array = self._writable(x)
+        return array if array.contiguous else self._write_back(array, self.fresh(array, array.shape))
+
+    def update(self, x: Any) -> Array:
+        """``x`` as contiguous memory to read and write."""
+        array = self._writable(x)
+        return array if array.contiguous else self._write_back(array, self.copy(array))
+
+    def _writable(self, x: Any) -> Array:
+        array = self.array(x)
+        if not array.writable:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got a read-only array to write to; pass a copy, or out="
+            )
+        if not array.contiguous and array.may_overlap_itself():
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got an output of shape {array.shape} with strides {array.strides}, whose "
+                "elements share memory; pass a contiguous copy"
+            )
+        return array
+
+    def _write_back(self, array: Array, temporary: Array) -> Array:
+        self.writebacks.append((array, temporary))
+        return temporary
+
+    def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
+        """``out``, which must have one of ``shapes`` and the type of ``x``; new memory of the first if it is None."""
+        if out is None:
+            fresh = self.fresh(x, shapes[0])
+            self.result = fresh.data
+            return fresh
+        array = self.write(out)
+        self.same_dtype(x.dtype, array)
+        if array.shape not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got out of shape {array.shape}, expected {expected}; pass out of that "
+                "shape, or none"
+            )
+        self.result = out
+        return array
+
+    def same_dtype(self, dtype: Dtype, *arrays: Array) -> None:
+        """All arrays of one call have one element type."""
+        for array in arrays:
+            if array.dtype != dtype:
+                raise DtypeError(
+                    f"{self.op}: rank {self.rank} got {dtype.name} and {array.dtype.name}; every array of a call must "
+                    "have the same dtype"
+                )
+
+    def same_count(self, what: str, expected: int, got: int) -> None:
+        """Refuses ``what`` when its number of elements is not the expected one."""
+        if expected != got:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got {got} elements as {what}, expected {expected}; pass arrays that match"
+            )
+
+    def divisible(self, x: Array) -> tuple[int, ...]:
+        """The shape of one rank's part of ``x``, cut along dimension 0."""
+        if not x.shape or x.shape[0] % self.world_size:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got shape {x.shape}, expected a first dimension divisible by the world "
+                f"size {self.world_size}; pad it, or use the list form for uneven parts"
+            )
+        return (x.shape[0] // self.world_size, *x.shape[1:])
+
+    def gathered(self, x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes that hold ``x`` of every rank: concatenated along dimension 0, and stacked."""
+        first = x.shape[0] if x.shape else 1
+        return (self.world_size * first, *x.shape[1:]), (self.world_size, *x.shape)
+
+    def separate(self, source: Array, target: Array, in_place_at: int | None = 0) -> Array:
+        """``source``, or a copy of it where it shares memory with ``target`` in another way than a call in place does:
+        the shorter of the two begins ``in_place_at`` elements into the longer. None: no such call in place."""
+        if not source.overlaps(target):
+            return source
+        outer, inner = (target, source) if source.count < target.count else (source, target)
+        in_place = in_place_at is not None and inner.address == outer.address + in_place_at * source.dtype.nbytes
+        return source if in_place else self.copy(source)
+
+    def separate_pieces(self, source: Array, pieces: Sequence[Piece]) -> Array:
+        """``source``, or a copy of it where it shares memory with a piece other than this rank's own."""
+        clash = any(
+            source.overlaps(piece.array) and (r != self.rank or source.address != piece.address)
+            for r, piece in enumerate(pieces)
+        )
+        return self.copy(source) if clash else source
+
+    # ---- ready ---------------------------------------------------------------------------------------------------
+
+    def seal(self, count: int, dtype: Dtype) -> Call:
+        """Last check: whether the element type can do this. ``count`` is in the caller's elements."""
+        self.wire = wire_type(dtype, self.reduce_op, self.op, self.rank)
+        self.count = count
+        return self
+
+    @property
+    def engine_op(self) -> str:
+        """The op that runs this call. Uneven parts from or to one rank are an all_to_all in which the others have
+        nothing: only there do ranks tell each other their counts."""
+        return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
+
+    def numbers(self) -> tuple[Any, ...]:
+        """The call as the native engine takes it."""
+        code, each = self.wire
+        return (
+            _C.OPS[self.engine_op],
+            code,
+            _C.REDUCE_OPS[self.reduce_op or "sum"],
+            _C.ALGORITHMS[self.algorithm],
+            self.root,
+            self.tag,
+            self.input.address if self.input is not None else 0,
+            self.output.address if self.output is not None else 0,
+            self.count * each,
+            self.factor,
+            self.timeout_ms,
+            None if self.input_parts is None else [(part.address, part.count * each) for part in self.input_parts],
+            None if self.output_parts is None else [(part.address, part.count * each) for part in self.output_parts],
+            self.stream,
+        )
+
+    def finish(self, source: int) -> Any:
+        """Writes temporaries back; returns what the caller gets: from a recv its source."""
+        for array, temporary in self.writebacks:
+            with self.on_stream(array):
+                array.library.assign(array.data, temporary.data)
+        return source if self.op == "recv" else self.result
+
+    def finish_on(self, stream: int, source: int) -> Any:
+        """``finish`` on ``stream``, which has joined the call."""
+        for array, temporary in self.writebacks:
+            array.library.keep(temporary.data, stream)
+            with array.library.on(stream, array.data):
+                array.library.assign(array.data, temporary.data)
+        return source if self.op == "recv" else self.result

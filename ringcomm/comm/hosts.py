@@ -1,0 +1,404 @@
+"""Several hosts: which ranks share memory, what carries bytes between the others, and how an abort gets around."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.arrays.devices import Device
+from ringcomm.errors import (
+    CollectiveTimeoutError,
+    EngineError,
+    InvalidArgumentError,
+    RankLostError,
+    UnsupportedError,
+    shown,
+)
+
+VARIABLE = "RINGCOMM_HOST"
+"""In the environment: the name of this rank's host, in place of what the machine says. Ranks of one share memory."""
+
+WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
+WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_FIRST_TAG = 1 << 20
+_USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+_ABORTED = "aborted"
+_LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
+_MEET_EVERY_S = 0.01  # looks for the ranks that are left
+_LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
+
+
+def identity() -> str:
+    """What the ranks that can share memory with this one have in common, and they alone, after a name for people.
+
+    The running kernel, the mount of shared memory and the process numbers: containers of one machine are hosts of their
+    own unless they share all three. Names alone would not do: containers and cloned machines share them.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        if not given.isprintable():
+            raise InvalidArgumentError(
+                f"init: expected a name of printable characters in {VARIABLE}, got {shown(given)}; set another one"
+            )
+        return f"{given}\n{given}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    memory, processes = os.stat("/dev/shm"), os.stat("/proc/self/ns/pid")
+    return f"{socket.gethostname()}\n{boot}/{memory.st_dev}/{memory.st_ino}/{processes.st_ino}"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks are on which host.
+
+    Hosts are in the order of their lowest ranks, ranks of a host ascending.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(identities: Sequence[str]) -> Hosts:
+        """From what each rank says of its host, by rank; see `identity`."""
+        places: dict[str, list[int]] = {}
+        for rank, each in enumerate(identities):
+            places.setdefault(each, []).append(rank)
+        names = [each.partition("\n")[0] for each in places]
+        unique = [name if names.count(name) == 1 else f"{name}-{at}" for at, name in enumerate(names)]
+        return Hosts(tuple(tuple(ranks) for ranks in places.values()), tuple(unique))
+
+    @staticmethod
+    def pretended(ranks_of_host: Sequence[int], world_size: int, call: str) -> Hosts:
+        """Consecutive ranks on hosts that are none: for tests and teaching."""
+        counts = list(ranks_of_host) if isinstance(ranks_of_host, Sequence) else [ranks_of_host]
+        if any(not isinstance(count, int) or count < 1 for count in counts) or sum(counts) != world_size:
+            raise InvalidArgumentError(
+                f"{call}: got hosts={counts}, expected numbers of ranks above 0 that make {world_size} in all; pass "
+                "such as [2, 2] for 4 ranks"
+            )
+        return Hosts.of([f"host{h}\nhost{h}" for h, count in enumerate(counts) for _ in range(count)])
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.ranks) > 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all of them."""
+        return sum(len(ranks) for ranks in self.ranks)
+
+    def host_of(self, rank: int) -> int:
+        """Number of a rank's host."""
+        return next(h for h, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def name_of(self, rank: int) -> str:
+        """Name of a rank's host."""
+        return self.names[self.host_of(rank)]
+
+    def among(self, members: Sequence[int]) -> Hosts:
+        """The same for a group of ranks, numbered in the order given."""
+        return Hosts.of([f"{self.name_of(rank)}\n{self.host_of(rank)}" for rank in members])
+
+    def order(self) -> str:
+        """In which order a reduction adds the ranks' values: "canonical", or "canonical over hosts"."""
+        return str(_C.order_over(self.ranks)[0]) if self.several else "canonical"
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the ranks of a communicator need to reach each other between hosts.
+
+    Attributes:
+        store: of torch.distributed, reached by all ranks.
+        prefix: of this communicator's keys.
+        kind: "gloo", "nccl", or a process group of torch.distributed over the same ranks.
+        wire_dtype: what floats of reductions are sent as; None: as they are.
+    """
+
+    store: Any
+    prefix: str
+    kind: Any = None
+    wire_dtype: str | None = None
+    children: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=lambda: [0])  # of `regroup`
+    left_out: list[str] = field(default_factory=list)  # what this rank was told when the others went on without it
+
+    def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
+        """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not.
+        Not so those that are left: with ``shrunk`` it is named by the round in which they met."""
+        self.children[0] += not shrunk
+        number = f"shrunk{self.rounds[0]}" if shrunk else self.children[0]
+        kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
+        name = f"{self.prefix}/{number}.{members[0] if members else ''}"
+        return replace(self, prefix=name, kind=kind, children=[0], rounds=[0], left_out=[])
+
+    def beside(self) -> Network:
+        """For the engine on the cpu beside a device's."""
+        return replace(
+            self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
+        )
+
+    def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
+        """What `_C.Engine.regroup` is on one host, through the store: whoever has seen all come, or the limit pass, is
+        the first to say who goes on. Ranks that are dead are waited for like those that are late."""
+        call = f"shrink: rank {rank} of {world_size}"
+
+        def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
+            if self.left_out:  # it must not go on alone
+                raise RankLostError(self.left_out[0])
+            # Odd: who is there; even: what they bring. So an attempt that failed halfway is over for all.
+            self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
+            prefix, later = (f"{self.prefix}/regroup/{self.rounds[0] + ahead}" for ahead in (0, 1))
+            limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
+            try:
+                self.store.set(f"{prefix}/{rank}", message)
+                end, keys = time.monotonic() + limit, {each: f"{prefix}/{each}" for each in awaited}
+                came, missing = list[int](), awaited
+                while len(came) < len(awaited) and time.monotonic() < end:
+                    came = [each for each in awaited if self.store.check([keys[each]])]
+                    missing = sorted(set(awaited) - set(came))
+                    if members and any(self.store.check([f"{later}/{each}"]) for each in missing):
+                        break  # it has begun another attempt
+                    time.sleep(_MEET_EVERY_S)
+                if not members:
+                    mine = ",".join(map(str, came))
+                    decided = self.store.compare_set(f"{prefix}/decision", "", mine).decode()
+                    came = [int(each) for each in decided.split(",")]
+                elif len(came) < len(awaited):
+                    raise RankLostError(
+                        f"{call} expected ranks {missing} within {limit:g} s, got none; call shrink again"
+                    )
+                if rank not in came:
+                    self.left_out.append(
+                        f"{call} expected to be among the ranks that go on, but came after they had decided without "
+                        "it; start it anew"
+                    )
+                    raise RankLostError(self.left_out[0])
+                return [bytes(self.store.get(keys[each])) if each in came else b"" for each in range(world_size)]
+            except RuntimeError as error:
+                if isinstance(error, RankLostError):
+                    raise
+                raise EngineError(
+                    f"{call} expected the store through which the hosts meet, got: {str(error).splitlines()[0]}; make "
+                    "a new communicator with a store that is alive"
+                ) from error
+
+        return meet
+
+    def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+        """This rank's end of the wire, for `_C.hosts_engine`; a collective."""
+        kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
+        if not isinstance(kind, str):
+            return _over_group(kind, rank, world_size, device)
+        if kind == "gloo" and device.kind == "cpu":
+            return _gloo(self.prefixed(), rank, world_size, limit_ms)
+        if kind == "nccl" and device.kind == "cuda":
+            from ringcomm.comm.nccl import wire
+
+            return wire(self.prefixed(), rank, world_size, device, limit_ms)
+        raise UnsupportedError(
+            f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected "
+            "'gloo' for "
+            "the cpu or 'nccl' for cuda; pass one of them, or leave it out"
+        )
+
+    def prefixed(self) -> Any:
+        """The store, under this communicator's keys."""
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(self.prefix, self.store)
+
+    def wire_dtype_number(self) -> int:
+        """`wire_dtype` as the engine takes it; -1 for none."""
+        name = check_network(None, self.wire_dtype, "init")
+        return -1 if name is None else _C.DTYPES[name]
+
+
+def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
+    """The name of ``wire_dtype``, which may be one of torch's.
+
+    Refuses what names no network or no type, also where there is one host and neither is used.
+    """
+    if kind not in (None, "gloo", "nccl") if isinstance(kind, str | None) else not hasattr(kind, "allreduce"):
+        raise InvalidArgumentError(
+            f"{call}: got network={shown(kind)}, expected 'gloo' for the cpu, 'nccl' for cuda, or a process group of "
+            "torch.distributed; pass one of them, or leave it out"
+        )
+    name = str(wire_dtype or os.environ.get(WIRE_VARIABLE) or "").removeprefix("torch.") or None
+    if name is not None and name not in WIRE_DTYPES:
+        raise InvalidArgumentError(
+            f"{call}: got wire_dtype={name!r}, expected one of {', '.join(WIRE_DTYPES)}; pass one of them, or None to "
+            "send floats as they are"
+        )
+    return name
+
+
+def memory_store() -> Any:
+    """A store of torch.distributed for the threads of this process."""
+    from torch.distributed import HashStore
+
+    return HashStore()
+
+
+def server_store() -> Any:
+    """A store that this process keeps for others on this machine; its ``port`` is where."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client_store(port: int) -> Any:
+    """The store of another process of this machine."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def _extension() -> Any:
+    try:
+        from ringcomm import _c10d
+    except ImportError as error:
+        raise UnsupportedError(
+            f"init: ranks on several hosts need the extension ringcomm._c10d, which is not installed: {error}; "
+            "reinstall with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm` beside torch"
+        ) from error
+    return _c10d
+
+
+def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    try:
+        group = ProcessGroupGloo(store, rank, world_size, timedelta(milliseconds=limit_ms))
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(
+            f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "
+            "check that every host reaches every other, and name the interface in GLOO_SOCKET_IFNAME"
+        ) from error
+    return _extension().wire_over(group, "gloo")
+
+
+def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if (dist.get_rank(group), dist.get_world_size(group)) != (rank, world_size):
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} got a network of {dist.get_world_size(group)} ranks in which it is "
+            f"{dist.get_rank(group)}; pass a process group of the same ranks"
+        )
+    if device.kind != "cpu":
+        raise UnsupportedError(
+            f"init: rank {rank} asked for a process group as the network between hosts with arrays on {device}, which "
+            "serves the cpu alone; leave network out"
+        )
+    extension = _extension()
+    uses = _USES.setdefault(group, count())  # the ranks of a group make their wires over it in one order
+    first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # beside what its owner sends over it
+    return extension.wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
+
+
+class Span:
+    """One engine of one rank, which spans the ranks of this host, or several hosts."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world_size: int,
+        limit_ms: int,
+        device: Device,
+        hosts: Hosts | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.device, self.limit_ms = rank, world_size, device, limit_ms
+        self._hosts = hosts if hosts is not None and hosts.several else None
+        self._network = network
+        here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
+        self._inside = _C.Engine(kind, here.index(rank), len(here), limit_ms, device=device.index)
+        self.engine = self._inside
+        self._watch: Watch | None = None
+
+    def handle(self) -> bytes:
+        """What the ranks of the same host need of this one to connect."""
+        return bytes(self._inside.handle())
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Connects to every rank; a collective. From here on `engine` is that of all ranks."""
+        if self._hosts is None:
+            self._inside.connect(handles)
+            return
+        assert self._network is not None
+        wire_dtype = self._network.wire_dtype_number()
+        wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
+        hosts = self._hosts
+        engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        engine.connect(handles)
+        self.engine = engine
+        self._watch = Watch(self, self._network.prefixed(), hosts)
+
+    def close(self) -> None:
+        """Finishes what is in flight and lets go of the peers."""
+        self.engine.close()
+        if self._watch is not None:
+            self._watch.stop()
+
+
+class Watch:
+    """Carries an abort from host to host, through the store: inside a host shared memory does."""
+
+    def __init__(self, span: Span, store: Any, hosts: Hosts) -> None:
+        with suppress(Exception):  # a client of its own: one that waits holds up whoever shares it
+            store = store.clone()
+        self._end = threading.Event()
+        every = max(_LOOK_EVERY_S, hosts.world_size / 2000)
+        arguments = (weakref.ref(span), store, self._end, every)  # who looks must not keep it alive
+        self._thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is inside native code as Python ends would bring the process down
+
+    def stop(self) -> None:
+        """Ends, after a last look at whether the others must hear of an abort."""
+        atexit.unregister(self.stop)
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LAST_LOOK_S)
+
+
+def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: float) -> None:
+    last, reached = False, True
+    while not last:
+        last = end.wait(every)
+        span = owner()
+        if span is None:
+            return
+        if span.engine.aborted:
+            reason = span.engine.why_aborted or "another rank of this host gave up"
+            kind = span.engine.aborted_as
+            span.engine.abort(reason, kind)  # shared memory ends no wait for another host
+            with suppress(RuntimeError):
+                if reached:
+                    store.compare_set(_ABORTED, "", f"{kind}\n{reason}")
+            return
+        if reached and not last:
+            try:
+                if store.check([_ABORTED]):
+                    kind, _, reason = store.get(_ABORTED).decode(errors="replace").partition("\n")
+                    span.engine.abort(reason, kind)
+                    return
+            except RuntimeError:
+                reached = False  # gone with its owner; this host's ranks must hear of each other all the same
+        last = last or span.engine.closed
+        del span

@@ -1,0 +1,397 @@
+"""Ranks on this machine without a launcher: threads of this process, or processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ringcomm.arrays.devices import Device, choose
+from ringcomm.comm.calls import milliseconds
+from ringcomm.comm.collectives import Timeout
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
+from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
+
+_UNGUARDED = (
+    "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
+    "script again, or pass ranks='threads'; if it is, look at the rank's output"
+)
+Place = tuple[str, Device]
+"""What a rank's bytes are moved by, and where."""
+_MOST_RANKS = 1 << 16  # of one machine
+_NEWS_S = 0.5  # for the ranks to see by themselves that one has died: they know the call and the place
+_GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be run, and where."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    limit_ms: int
+    places: list[Place]
+    hosts: Hosts | None
+    wire_dtype: str | None
+
+    def end(self, rank: int, store: Any) -> Endpoint:
+        """A rank's endpoint, not connected; ``store`` where there are hosts."""
+        kind, device = self.places[rank]
+        network = None if self.hosts is None else Network(store, "run_ranks", None, self.wire_dtype)
+        return Endpoint(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    ranks: str = "threads",
+    timeout: Timeout = 300.0,
+    engine: str | None = None,
+    device: Any = None,
+    hosts: Sequence[int] | None = None,
+    wire_dtype: str | None = None,
+) -> list[Any]:
+    """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
+
+    Args:
+        fn: with processes it must be importable from its module, and its arguments and results picklable.
+        ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (spawned afresh).
+        timeout: seconds (or a timedelta): limit of every call of the communicator.
+        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
+        device: "cpu", "cuda" (rank r on device r, round and round where there are fewer) or "cuda:0" (all ranks on that
+            one); None: the cpu.
+        hosts: such as [2, 2]: takes the first two ranks and the next two for hosts of their own, which reach each other
+            over the loopback interface; for tests, and to see what several hosts do. None: one host.
+        wire_dtype: as in `init`.
+    Returns: the results, by rank.
+    Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
+             RankFailedError: a process died without an exception, or a rank called sys.exit. RankLostError: a rank
+             waits for one that has returned.
+    """
+    if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
+        raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"run_ranks: got world_size={shown(world_size)}, expected 1 to {_MOST_RANKS}; pass a whole number above 0"
+        )
+    if not callable(fn):
+        raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
+    wire_dtype = check_network(None, wire_dtype, "run_ranks")
+    limit_ms = milliseconds(timeout, "run_ranks", 0)
+    places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
+    launch = _run_threads if ranks == "threads" else _run_processes
+    pretended = None if hosts is None else Hosts.pretended(hosts, world_size, "run_ranks")
+    return launch(_Job(fn, args, limit_ms, places, pretended, wire_dtype))
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+class _Outcome:
+    """What the ranks left: results, and exceptions in the order they came."""
+
+    def __init__(self, world_size: int) -> None:
+        self.results: list[Any] = [None] * world_size
+        self.failures: list[tuple[int, BaseException]] = []
+
+    def raise_first(self) -> None:
+        """Raises the first exception that is not another rank's doing."""
+        own = [error for _, error in self.failures if not isinstance(error, AbortedError)]
+        first = own or [error for _, error in self.failures]
+        if first and isinstance(first[0], SystemExit):  # would end the caller's program, with status 0 in silence
+            rank = next(rank for rank, error in self.failures if error is first[0])
+            code = shown(first[0].code)
+            raise RankFailedError(
+                f"run_ranks: rank {rank} expected to return a result, left by sys.exit({code}); let the function return"
+            ) from first[0]
+        if first:
+            raise first[0]
+
+
+def _choose_kernels() -> None:
+    """Calls an elementary function of torch. MKL chooses kernels in the first such call of a process; where several
+    threads make it at once, some compute with other kernels than later ones, and with other bits."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.ones(4).exp()
+
+
+def _run_threads(job: _Job) -> list[Any]:
+    _choose_kernels()
+    world_size = len(job.places)
+    store = None if job.hosts is None else memory_store()
+    ends = [job.end(rank, store) for rank in range(world_size)]
+    handles = [end.handle() for end in ends]
+    outcome = _Outcome(world_size)
+    comms: list[Communicator] = []
+
+    def rank_main(rank: int) -> None:
+        end = ends[rank]
+        try:
+            end.connect(handles)
+            comm = Communicator(end)
+            comms.append(comm)
+            outcome.results[rank] = job.fn(comm, *job.args)
+            comm.close()
+            end.close_descendants()  # others that still need this rank, in whatever communicator, hear of it at once
+        except BaseException as error:
+            outcome.failures.append((rank, error))
+            for each in ends:  # others may wait in communicators that this rank has no part in
+                each.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt of the caller
+        for end in ends:
+            end.abort(f"run_ranks was left by {type(error).__name__}")
+        deadline = time.monotonic() + _GRACE_S
+        for thread in threads:  # one that is inside native code as Python ends would bring the process down
+            thread.join(max(0.0, deadline - time.monotonic()))
+        raise
+    for comm in comms:
+        comm.close()
+    outcome.raise_first()
+    return outcome.results
+
+
+# ---- processes: in the child --------------------------------------------------------------------------------------
+
+
+def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
+    """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
+    leaving = threading.Lock()
+    try:
+        end = job.end(rank, None if job.hosts is None else client_store(port))
+        _tell(pipe, "handle", end.handle())
+        handles = pipe.recv()
+        threading.Thread(target=_obey, args=(pipe, end, leaving), daemon=True).start()
+        end.connect(handles)
+        with Communicator(end) as comm:
+            result = job.fn(comm, *job.args)
+        _tell(pipe, "result", result)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        _tell(pipe, "error", (error if _travels(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
+    leaving.acquire()  # for good: a thread that is inside native code as Python ends would bring the process down
+
+
+def _tell(pipe: Connection, kind: str, value: Any) -> None:
+    """Sends all of ``value``; Connection.send would pass tensors as memory that this process must stay alive for."""
+    pipe.send_bytes(pickle.dumps((kind, value)))
+
+
+def _obey(pipe: Connection, end: Endpoint, leaving: threading.Lock) -> None:
+    """Aborts when the parent says so, and ends this process soon after the parent has gone."""
+    try:
+        reason, died = pipe.recv()
+        with leaving:
+            end.abort(reason, RankLostError(reason) if died else None)
+    except (EOFError, OSError):
+        if leaving.acquire(timeout=_GRACE_S):
+            end.abort("the process that called run_ranks ended")
+            leaving.release()
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+# ---- processes: in the parent -------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """The parent's side: one pipe and one process for each rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.outcome = _Outcome(world_size)
+        self.handles: dict[int, bytes] = {}
+        self.pipes: dict[Connection, int] = {}
+        self.open: dict[Connection, int] = {}
+        self.processes: list[Any] = []
+        self.deadline: float | None = None
+        self.news: tuple[str, bool] | None = None  # why the others are to give up, until they have been told
+        self.news_at = 0.0
+        self.store: Any = None
+
+    def start(self, job: _Job) -> None:
+        """Starts every rank."""
+        self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
+        port = self.store.port if self.store is not None else 0
+        context = multiprocessing.get_context("spawn")
+        world_size = len(self.outcome.results)
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, job, rank, port)
+            process = context.Process(target=_process_main, args=arguments, name=f"rank {rank}")
+            with _without_interrupts():
+                process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes[ours] = self.open[ours] = rank
+
+    def run(self) -> list[Any]:
+        """Serves the pipes until every rank has ended, or the time after a failure is over."""
+        while self.open and (self.deadline is None or time.monotonic() < self.deadline):
+            for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
+                self.receive(pipe)
+            self.tell()
+        self.outcome.raise_first()
+        return self.outcome.results
+
+    def receive(self, pipe: Any) -> None:
+        """Takes one message of a rank, or the news that it has died."""
+        rank = self.open[pipe]
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            self.fail(pipe, rank, self.death(rank), died=True)
+            return
+        except Exception as broken:  # a length that nothing has
+            self.fail(pipe, rank, _no_message(rank, broken))
+            return
+        try:
+            kind, value = pickle.loads(message)
+            if kind not in ("handle", "result", "error"):
+                raise ValueError("no such kind of message")
+            if kind == "error":
+                error, text = value
+                error.__cause__ = RankFailedError(f"on rank {rank}:\n{text}")
+        except (
+            Exception
+        ) as broken:  # of something else that writes to its process's files, or a result that does not load
+            self.fail(pipe, rank, _no_message(rank, broken))
+            return
+        if kind == "handle":
+            self.handles[rank] = value
+            if len(self.handles) == len(self.processes):
+                for each in self.open:
+                    each.send([self.handles[r] for r in range(len(self.processes))])
+        elif kind == "result":
+            self.outcome.results[rank] = value
+            del self.open[pipe]
+        else:
+            self.fail(pipe, rank, error)
+
+    def death(self, rank: int) -> RankFailedError:
+        """What to say of a rank whose process has gone."""
+        process = self.processes[rank]
+        process.join(_GRACE_S)
+        code = process.exitcode or 0
+        ended = f"its process ended with exit code {code}" + (f" ({_signal_name(-code)})" if code < 0 else "")
+        if rank not in self.handles and process.exitcode == 1:
+            return RankFailedError(f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}")
+        return RankFailedError(f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output")
+
+    def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
+        """Notes a failure and tells the other ranks to give up."""
+        del self.open[pipe]
+        self.outcome.failures.append((rank, error))
+        if self.deadline is None:
+            self.deadline = time.monotonic() + _GRACE_S
+            who = f"rank {rank} (process {self.processes[rank].pid})"
+            self.news = (f"{who} failed with {type(error).__name__}: {error}", died)
+            connected = len(self.handles) == len(self.processes)
+            self.news_at = time.monotonic() + (_NEWS_S if died and connected else 0)
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells the other ranks to give up, once it is time: of a death they find out more by themselves."""
+        if self.news is None or time.monotonic() < self.news_at:
+            return
+        for each in self.open:
+            with contextlib.suppress(OSError):
+                each.send(self.news)
+        self.news = None
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            if pipe in self.open:
+                process.kill()
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+            process.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _no_message(rank: int, error: Exception) -> RankFailedError:
+    return RankFailedError(
+        f"run_ranks: rank {rank} expected to send a result, got a message that does not load ({type(error).__name__}: "
+        f"{one_line(error)}); see what else writes to that rank's open files"
+    )
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started inside leaves Ctrl-C to this one, which ends it; a signal that comes is kept."""
+    resource_tracker.ensure_running()  # by itself it would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _check_main(fn: Callable[..., Any]) -> None:
+    """Refuses what no new process can import: the program is no file, or calls this as it is imported."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidArgumentError(f"run_ranks: was called while a new process imports the script; {_UNGUARDED}")
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return
+    path = getattr(main, "__file__", None)
+    here = getattr(getattr(fn, "func", fn), "__module__", None) == "__main__"
+    if (path is None and here) or (path is not None and not os.path.exists(path)):
+        raise InvalidArgumentError(
+            "run_ranks: the program comes from standard input, -c or a prompt, expected a file that new processes "
+            "can import; save it as a script that calls run_ranks under `if __name__ == '__main__':`, or pass "
+            "ranks='threads'"
+        )
+
+
+def _run_processes(job: _Job) -> list[Any]:
+    if not _travels((job.fn, job.args)):
+        raise InvalidArgumentError(
+            f"run_ranks: got {job.fn!r}, which a new process cannot import; pass a function of a module, with "
+            "arguments that can be pickled, or ranks='threads'"
+        )
+    _check_main(job.fn)
+    ranks = _Processes(len(job.places))
+    try:
+        ranks.start(job)
+        return ranks.run()
+    finally:
+        ranks.end()

@@ -1,0 +1,100 @@
+"""NCCL, which carries bytes between GPUs of several hosts: where the library is, and a rank's end of a wire over it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.arrays.devices import Device
+from ringcomm.errors import CollectiveTimeoutError, UnsupportedError
+
+VARIABLE = "RINGCOMM_NCCL"
+"""In the environment: the path of libnccl.so.2, in place of what is found."""
+
+_FILE = "libnccl.so.2"
+_IDS_KEY = "nccl_ids"
+
+
+def path() -> str:
+    """
+    The library to load: what `RINGCOMM_NCCL` says, else that of the nvidia-nccl package (which is torch's own too).
+
+    Returns: empty where neither is there; then one that the process has loaded counts, or what the loader finds.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        return given
+    return next((str(file) for folder in _packages() if (file := folder / "lib" / _FILE).is_file()), "")
+
+
+def _packages() -> list[Path]:
+    """Folders of the package nvidia.nccl."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package nvidia at all
+        return []
+    return [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
+
+
+def facts() -> tuple[bool, str]:
+    """Whether NCCL can be used, and which one it is or why not. Loads the library, asks no GPU."""
+    where = path()
+    why = _C.why_no_nccl(where)
+    if why:
+        return False, why
+    return True, f"NCCL {_C.nccl_version(where)}, {where or 'found by the loader'}"
+
+
+def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+    """
+    This rank's end of a wire over NCCL, for `_C.hosts_engine`; a collective of all ranks.
+
+    Args:
+        store: of torch.distributed, under keys of this communicator's own. Rank 0 puts the ids there.
+        limit_ms: for all ranks to come.
+
+    Raises:
+        UnsupportedError: no NCCL, or one that is too old.
+        CollectiveTimeoutError: not all ranks came in time.
+        EngineError: NCCL refused something.
+    """
+    where = path()
+    why = _C.why_no_nccl(where)
+    ids = b"" if why or rank else b"".join(_C.nccl_unique_id(where) for _ in range(_C.NCCL_IDS))
+    states = _swap(store, rank, world_size, why or f"={_C.nccl_version(where)}", limit_ms)
+    for peer, state in enumerate(states):  # on all ranks alike, before any of them waits for another in NCCL
+        if not state.startswith("="):
+            raise UnsupportedError(
+                f"init: rank {peer} expected NCCL between hosts with arrays on {device}, got {state}"
+            )
+        if state != states[0]:
+            raise UnsupportedError(
+                f"init: rank {peer} has NCCL {state[1:]}, rank 0 has {states[0][1:]}, expected one version "
+                f"everywhere; install the same, or name the library in {VARIABLE}"
+            )
+    if rank == 0:
+        store.set(_IDS_KEY, ids)
+    store.wait([_IDS_KEY], timedelta(milliseconds=limit_ms))
+    everything = bytes(store.get(_IDS_KEY))
+    each = len(everything) // _C.NCCL_IDS
+    parts = [everything[i * each : (i + 1) * each] for i in range(_C.NCCL_IDS)]
+    return _C.nccl_wire(where, rank, world_size, parts, device.index, limit_ms)
+
+
+def _swap(store: Any, rank: int, world_size: int, mine: str, limit_ms: int) -> list[str]:
+    """What every rank says, by rank."""
+    keys = [f"nccl/{peer}" for peer in range(world_size)]
+    store.set(keys[rank], mine)
+    try:
+        store.wait(keys, timedelta(milliseconds=limit_ms))
+    except RuntimeError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveTimeoutError(
+            f"init: rank {rank} expected all {world_size} ranks to bring NCCL within {limit_ms / 1e3:g} s, got none of "
+            f"{missing}; look at what those ranks are doing"
+        ) from error
+    return [store.get(key).decode() for key in keys]

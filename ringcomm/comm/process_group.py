@@ -1,0 +1,420 @@
+"""The collectives over any process group of torch.distributed: code on a communicator can run on NCCL or Gloo."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.arrays.devices import CPU
+from ringcomm.arrays.interop import Array, dtype_in, library_of
+from ringcomm.arrays.libraries import usual_stream
+from ringcomm.comm.calls import Call, Piece, milliseconds, whole
+from ringcomm.comm.collectives import Timeout
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.lists import ListCollectives
+from ringcomm.comm.rendezvous import beside, init
+from ringcomm.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RingcommError,
+    UnsupportedError,
+    shown,
+)
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+BACKEND = "ringcomm"
+_shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
+
+Started = tuple[list[Any], Callable[[], None]]
+"""The group's handles of a call, and what is left to do when they are done."""
+
+
+class TorchRequest:
+    """A call in flight in a process group."""
+
+    def __init__(self, call: Call, started: Started, limit_ms: int) -> None:
+        self._call = call
+        self._works = [work for work in started[0] if work is not None]
+        self._finish: Callable[[], None] | None = started[1]
+        self._limit_ms = limit_ms
+        self.source = -1
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout_ms: int = 0) -> None:
+        """Waits for every part of the call."""
+        limit_ms = timeout_ms or self._limit_ms
+        limits = (timedelta(milliseconds=limit_ms),) if limit_ms else ()
+        try:
+            for work in self._works:
+                work.wait(*limits)
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            kind = CollectiveTimeoutError if late else RingcommError
+            raise kind(f"{self._call.op}: rank {self._call.rank} got from the process group: {error}") from error
+        if self._call.op == "recv" and self._finish is not None:
+            self.source = self._call.root if self._call.root >= 0 else self._works[0]._source_rank()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What other libraries than torch do with the results from now on runs after what torch has enqueued."""
+        outputs = [self._call.output, *(piece.array for piece in self._call.output_parts or ())]
+        for array in outputs:
+            if array is not None and array.device.kind == "cuda":
+                array.library.follow(usual_stream(array.device), array.data)
+
+
+def nothing() -> None:
+    """What is left to do after most calls."""
+
+
+def piece_of(array: Array | None) -> Piece:
+    """All of an array that the call has."""
+    assert array is not None
+    return whole(array)
+
+
+def flat(piece: Piece) -> Any:
+    """A piece as a one-dimensional torch tensor over the same memory."""
+    import torch
+
+    data = piece.array.data
+    if not isinstance(data, torch.Tensor):
+        data = torch.from_numpy(data) if piece.array.device == CPU else torch.from_dlpack(data)
+    return data.reshape(-1)[piece.offset : piece.offset + piece.count]
+
+
+class ProcessGroupCommunicator(Communicator):
+    """A communicator whose calls go through torch.distributed; made by ``Communicator.from_process_group``.
+
+    The order of summation, the types and the devices are those of the group's own backend.
+    """
+
+    _any_device = True
+
+    def __init__(self, pg: Any = None) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgumentError(
+                "from_process_group: expected an initialised torch.distributed, got none; call init_process_group first"
+            )
+        ListCollectives.__init__(self)
+        self._engine = None
+        self._limit_ms = 0
+        self.pg = dist.group.WORLD if pg is None else pg
+        self.rank = dist.get_rank(self.pg)
+        self.world_size = dist.get_world_size(self.pg)
+        if self.rank < 0:
+            raise InvalidArgumentError("from_process_group: this process is not in the group; call it on members only")
+        self.kind = f"torch.distributed:{dist.get_backend(self.pg)}"
+
+    @property
+    def device(self) -> str:
+        """Where arrays may lie: what the group has a backend for, such as "cpu,cuda"."""
+        return ",".join(sorted({device.type for device in self.pg._device_types}))
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; a collective."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, payload, group=self.pg)
+        return found
+
+    # ---- running calls -------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call) -> int:
+        request = self._submit(call)
+        request.wait()
+        return request.source
+
+    def _submit(self, call: Call) -> TorchRequest:
+        start = getattr(self, f"_{call.engine_op}")
+        return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
+
+    def _reduction(self, call: Call) -> tuple[Any, float]:
+        """The group's reduce op, and what its result is divided by: Gloo has no average."""
+        import torch.distributed as dist
+
+        if call.reduce_op == "premul_sum":
+            return dist.ReduceOp.SUM, 1
+        if call.reduce_op == "avg" and "gloo" in self.kind:
+            return dist.ReduceOp.SUM, self.world_size
+        name = "PRODUCT" if call.reduce_op == "prod" else str(call.reduce_op).upper()
+        return getattr(dist.ReduceOp, name), 1
+
+    def _source(self, call: Call, piece: Piece) -> Any:
+        """A piece to reduce; a copy of it times the factor for premul_sum."""
+        tensor = flat(piece)
+        return tensor * call.factor if call.reduce_op == "premul_sum" else tensor
+
+    def _divide(self, tensor: Any, divisor: float) -> None:
+        if divisor != 1:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.div_(divisor)
+            else:
+                tensor.div_(divisor, rounding_mode="trunc")
+
+    def _all_reduce(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        target, source = flat(piece_of(call.output)), self._source(call, piece_of(call.input))
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        work = dist.all_reduce(target, op, group=self.pg, async_op=True)
+        return [work], lambda: self._divide(target, divisor)
+
+    def _reduce(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        scratch = self._source(call, piece_of(call.input)).clone()  # a group may use every rank's array as scratch
+        work = dist.reduce(scratch, group_dst=call.root, op=op, group=self.pg, async_op=True)
+
+        def finish() -> None:
+            if call.output is not None:
+                self._divide(scratch, divisor)
+                flat(piece_of(call.output)).copy_(scratch)
+
+        return [work], finish
+
+    def _reduce_scatter(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        op, divisor = self._reduction(call)
+        target = flat(piece_of(call.output))
+        if call.input_parts is None:
+            source = self._source(call, piece_of(call.input))
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+            work = scatter(target, source, op, group=self.pg, async_op=True)
+            return [work], lambda: self._divide(target, divisor)
+        works, finishes = [], []  # uneven parts: one reduction for each
+        for root, piece in enumerate(call.input_parts):
+            scratch = self._source(call, piece).clone()
+            works.append(dist.reduce(scratch, group_dst=root, op=op, group=self.pg, async_op=True))
+            if root == self.rank:
+                finishes.append(scratch)
+
+        def finish() -> None:
+            target.copy_(finishes[0])
+            self._divide(target, divisor)
+
+        return works, finish
+
+    def _all_gather(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = flat(piece_of(call.input))
+        if call.output_parts is None:
+            target = flat(piece_of(call.output))
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+            return [gather(target, source.clone(), group=self.pg, async_op=True)], nothing
+        works = []  # uneven parts: one broadcast from each rank
+        for root, piece in enumerate(call.output_parts):
+            part = flat(piece)
+            if root == self.rank and part.data_ptr() != source.data_ptr():
+                part.copy_(source)
+            works.append(dist.broadcast(part, group_src=root, group=self.pg, async_op=True))
+        return works, nothing
+
+    def _broadcast(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        tensor = flat(piece_of(call.output))
+        return [dist.broadcast(tensor, group_src=call.root, group=self.pg, async_op=True)], nothing
+
+    def _gather(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = flat(piece_of(call.input))
+        parts = None
+        if call.output is not None:
+            parts = list(flat(whole(call.output)).chunk(self.world_size)) if call.count else [source] * self.world_size
+        return [dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
+
+    def _scatter(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        target = flat(piece_of(call.output))
+        parts = None
+        if call.input is not None:
+            parts = list(flat(whole(call.input)).chunk(self.world_size)) if call.count else [target] * self.world_size
+        return [dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
+
+    def _all_to_all(self, call: Call) -> Started:
+        import torch
+        import torch.distributed as dist
+
+        if call.input_parts is None or call.output_parts is None:
+            target, source = flat(piece_of(call.output)), flat(piece_of(call.input)).clone()
+            return [dist.all_to_all_single(target, source, group=self.pg, async_op=True)], nothing
+        sent, received = [p.count for p in call.input_parts], [p.count for p in call.output_parts]
+        source = torch.cat([flat(piece) for piece in call.input_parts])
+        target = source.new_empty(sum(received))
+        work = dist.all_to_all_single(target, source, received, sent, group=self.pg, async_op=True)
+        pieces = call.output_parts
+
+        def finish() -> None:
+            for piece, part in zip(pieces, target.split(received), strict=True):
+                flat(piece).copy_(part)
+
+        return [work], finish
+
+    def _send(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        return [dist.isend(flat(piece_of(call.input)), group=self.pg, tag=call.tag, group_dst=call.root)], nothing
+
+    def _recv(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        source = None if call.root < 0 else call.root
+        return [dist.irecv(flat(piece_of(call.output)), group=self.pg, tag=call.tag, group_src=source)], nothing
+
+    def _barrier(self, call: Call) -> Started:
+        import torch.distributed as dist
+
+        del call
+        return [dist.barrier(group=self.pg, async_op=True)], nothing
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
+        """An ordinary new array: a process group has no memory of its own to lend."""
+        import numpy as np
+        import torch
+
+        if self._closed:
+            raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
+        library = like or library_of(dtype)
+        if library == "numpy":
+            return np.empty(shape, dtype_in("numpy", dtype))
+        if library == "cupy":
+            import cupy
+
+            return cupy.empty(shape, dtype_in("cupy", dtype))
+        return torch.empty(shape, dtype=dtype_in("torch", dtype))
+
+    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
+        """Cuts this communicator into one for each color, each over a new process group of the same backend.
+
+        Raises: UnsupportedError: keys that reorder the ranks, where this torch cannot; ranks that have made different
+                numbers of process groups before, which torch would let wait for each other.
+        """
+        import torch.distributed as dist
+
+        self._begin("split")
+        places: list[Any] = [None] * self.world_size
+        made = len(dist.distributed_c10d._world.pg_names)  # torch makes it a part of the new group's name
+        dist.all_gather_object(places, (color, key, made), group=self.pg)
+        members = [r for r, (its, _, _) in enumerate(places) if its == color and color is not None]
+        members.sort(key=lambda r: places[r][1])
+        if not members:
+            return None
+        if len({places[r][2] for r in members}) > 1:
+            counts = ", ".join(f"rank {r} {places[r][2]}" for r in members)
+            raise UnsupportedError(
+                f"split: rank {self.rank} expected ranks {members} to have made equal numbers of process groups, "
+                f"got {counts}, which torch cannot bring together; split so that every rank gets a group each time"
+            )
+        ranks = [dist.get_global_rank(self.pg, r) for r in members]
+        limit = timedelta(seconds=self.timeout)
+        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        try:
+            group = dist.new_group(
+                ranks, backend=dist.get_backend(self.pg), timeout=limit, use_local_synchronization=True, **options
+            )
+        except TypeError as error:
+            raise UnsupportedError(
+                f"split: rank {self.rank} got keys that order the ranks {ranks}, this torch makes groups in ascending "
+                "order only; pass keys that keep the order"
+            ) from error
+        return ProcessGroupCommunicator(group)
+
+    @property
+    def timeout(self) -> float:
+        """Time limit, in seconds, of every call that names none: the one set here, else torch's default."""
+        from torch.distributed.constants import default_pg_timeout
+
+        return self._limit_ms / 1e3 if self._limit_ms else default_pg_timeout.total_seconds()
+
+    @timeout.setter
+    def timeout(self, limit: Timeout) -> None:
+        self._limit_ms = milliseconds(limit, "timeout", self.rank)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Aborts the process group, where its backend can."""
+        try:
+            self.pg.abort()
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"abort: rank {self.rank} asked {self.kind} to abort ({reason}), which it cannot: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Lets go of the process group, which stays as it is."""
+        self._closed = True
+        self._in_flight.clear()
+
+    def __exit__(self, *error: object) -> None:
+        del error
+        self.close()
+
+
+# ---- where a communicator comes from -----------------------------------------------------------------------------
+
+
+def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.device | None = None) -> Communicator:
+    """A communicator over a process group: on our own engine where the group's backend is ours, else through the group.
+
+    None: the default group; without torch.distributed, `ringcomm.init` from torchrun's environment.
+    """
+    if group is not None and not hasattr(type(group), "_get_backend"):
+        raise InvalidArgumentError(
+            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, or None"
+        )
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return init(device=device)
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise InvalidArgumentError(f"{call}: this process is not in the process group; call it on members only")
+    import torch
+
+    where = torch.device("cpu") if device is None else device
+    if BACKEND in group._get_backend(where).name():
+        return beside(group, where)
+    return Communicator.from_process_group(group)
+
+
+def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
+    """As `communicator_of`, but the same one for every call with this group and device.
+
+    Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
+    if it lived only as long as the modules that use it, each rank's garbage collector would decide.
+    """
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    owner = (dist.group.WORLD if group is None else group) if joined else init  # without a group: this process
+    known = _shared.get(owner, {}).get(device)
+    if known is None or known.closed or known.aborted:
+        known = communicator_of(group, call, device)
+        if not known.kind.startswith("torch.distributed"):  # that one refers to its group, and making it sends nothing
+            _shared.setdefault(owner, {})[device] = known
+    return known

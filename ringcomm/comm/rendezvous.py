@@ -1,0 +1,269 @@
+"""How ranks find each other: torchrun's environment and torch's stores, nothing of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from ringcomm.arrays.devices import choose, local_rank
+from ringcomm.comm.calls import milliseconds
+from ringcomm.comm.collectives import Timeout
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.hosts import Hosts, Network, check_network, identity
+from ringcomm.comm.sealed import generation, seal, unseal
+from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
+
+_MOST_RANKS = 1 << 20  # of a world: every rank reads a key of every other
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    store: Any = None,
+    init_method: str | None = None,
+    timeout: Timeout = 1800.0,
+    engine: str | None = None,
+    device: Any = None,
+    network: Any = None,
+    wire_dtype: str | None = None,
+) -> Communicator:
+    """Makes this process one rank of a communicator; a collective.
+
+    Under torchrun no argument is needed: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say all. If torch.distributed
+    is initialised, its ranks and its store are used. Alone, without any of these, the world has one rank.
+
+    Args:
+        rank, world_size: who this is, where the environment does not say it.
+        store: a torch.distributed store that all ranks reach.
+        init_method: as in torch.distributed, such as "tcp://localhost:29500" or "file:///tmp/ranks"; default "env://".
+        timeout: seconds (or a timedelta): limit of this call, and of every call that names none.
+        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
+        device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" takes the devices in turns, by
+            torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
+        network: what carries bytes between hosts, where there are several: "gloo" (cpu), "nccl" (cuda), or a process
+            group of torch.distributed over the same ranks (cpu; its tags from 2^20 on); None: what serves the device.
+            Which ranks share a host the machine says, or RINGCOMM_HOST on each rank.
+        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": the floats of all_reduce, reduce and
+            reduce_scatter go between hosts in this type, where it is smaller, and are rounded each time they do; None:
+            that of RINGCOMM_WIRE_DTYPE, else as they are. float8 stands for float32 alone, and for the sums of 16-bit
+            floats.
+    Returns: Communicator.
+    Raises:  InvalidArgumentError: the environment and the arguments do not name a rank and a world,
+             or the ranks were started with different world sizes. CollectiveTimeoutError: a rank did not come in time.
+             EngineError: the store cannot be opened or was lost. UnsupportedError: no such engine in this build, or no
+             driver. DeviceError: no such device.
+    """
+    usable = init_method is None or (isinstance(init_method, str) and init_method.isprintable())
+    if not usable or (store is not None and not hasattr(store, "compare_set")):
+        raise InvalidArgumentError(
+            f"init: got store={shown(store)}, init_method={shown(init_method)}, expected a store of "
+            "torch.distributed or a "
+            "text such as 'tcp://localhost:29500'; pass one, or start with torchrun"
+        )
+    joined = None if (store is not None or init_method is not None) else _default_group()
+    rank, world_size = _place(rank, world_size, joined)
+    wire_dtype = check_network(network, wire_dtype, "init")
+    kind, where = choose(engine, device, "init", local_rank(rank))
+    limit_ms = milliseconds(timeout, "init", rank)
+    if world_size == 1:
+        end = Endpoint(kind, rank, world_size, limit_ms, where)
+        end.connect([end.handle()])
+        return Communicator(end)
+    limit = timedelta(milliseconds=limit_ms)
+    if store is None:
+        store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
+    name, identities = _exchange(store, "host", rank, world_size, identity().encode(), limit)
+    hosts = Hosts.of([each.decode() for each in identities])
+    end = Endpoint(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
+    end.connect(_exchange(store, "init", rank, world_size, end.handle(), limit)[1])
+    end.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
+    return Communicator(end)
+
+
+def beside(group: Any = None, device: Any = "cpu") -> Communicator:
+    """A communicator of our own engines over the ranks of a process group; a collective of these ranks.
+
+    Args:
+        group: of torch.distributed and any backend; None: the default one. Only its ranks and the store are used.
+        device: where the arrays lie: "cpu", or such as "cuda:0".
+    Returns: the communicator, with the group's rank numbers. It does not end with the group: close it.
+    Raises:  as `init`.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(group)
+    name = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
+    store = dist.PrefixStore(f"ringcomm/beside/{name}", dist.distributed_c10d._get_default_store())
+    return init(dist.get_rank(group), len(ranks), store=store, device=device)
+
+
+def _default_group() -> Any:
+    """torch.distributed's module of process groups, where it has a default group."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module if module is not None and module.is_initialized() else None
+
+
+def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, int]:
+    if joined is not None and rank is None and world_size is None:
+        return joined.get_rank(), joined.get_world_size()
+    for name, given in (("rank", rank), ("world_size", world_size)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+            raise InvalidArgumentError(f"init: got {name}={shown(given)}, expected a whole number; pass one")
+    if world_size is None:
+        world_size = _number("WORLD_SIZE")
+    if world_size is None and rank is None and _number("RANK") is None:
+        return 0, 1
+    if rank is None:
+        rank = 0 if world_size == 1 else _number("RANK")
+    if world_size is not None and world_size > _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"init: got world_size={shown(world_size)}, expected at most {_MOST_RANKS}; pass the number of ranks"
+        )
+    if rank is not None and world_size is not None and world_size >= 1 and not 0 <= rank < world_size:
+        raise InvalidArgumentError(
+            f"init: got rank={shown(rank)} with world_size={shown(world_size)}; rank must be 0 to {world_size - 1}"
+        )
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise InvalidArgumentError(
+            f"init: expected a rank and a world size above it, got rank={shown(rank)}, "
+            f"world_size={shown(world_size)}; start with "
+            "torchrun, set RANK and WORLD_SIZE, or pass both"
+        )
+    return rank, world_size
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None or text == "":
+        return None
+    if not text.isdecimal() or len(text) > 20:
+        raise InvalidArgumentError(f"init: expected a number in {variable}, got {shown(text)}; start with torchrun")
+    return int(text)
+
+
+def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: timedelta) -> Any:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if init_method in (None, "env://") and missing:
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} expected {' and '.join(missing)} in the environment, got none; start "
+            "with torchrun, or pass store= or init_method="
+        )
+    scheme, _, path = (init_method or "").partition("://")
+    folder = os.path.dirname(path) if scheme == "file" else ""
+    if folder and not os.path.isdir(folder):
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} expected the folder of {init_method}, got none; create {folder} first"
+        )
+    if scheme == "file" and os.path.isfile(path):
+        _check_file(path, rank, world_size)
+    from torch.distributed import rendezvous
+
+    where = init_method
+    if where in (None, "env://"):
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+    try:
+        return next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))[0]
+    except (RuntimeError, ValueError) as error:
+        raise _not_met(error, str(where), rank, world_size, limit) from error
+
+
+def _check_file(path: str, rank: int, world_size: int) -> None:
+    """Refuses a file that is no store: torch would read on in it without an end."""
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        content = file.read()
+    at, length = 0, struct.Struct("=I")  # of each key and each value, in front of it
+    while at + length.size <= len(content):
+        at += length.size + length.unpack_from(content, at)[0]
+    if at != len(content):
+        raise InvalidArgumentError(
+            f"init: rank {rank} of {world_size} expected a store or no file in {path}, got another file; name another "
+            "one, or remove it"
+        )
+
+
+def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: timedelta) -> Exception:
+    """What stopped a rank before the ranks shared a store, as one of our errors."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "timed out" not in said.lower():
+        if type(error).__name__ not in ("DistNetworkError", "DistStoreError"):
+            return InvalidArgumentError(
+                f"init: rank {rank} of {world_size} cannot use {where}: {said}; pass an init_method such as "
+                "'tcp://localhost:29500', or start with torchrun"
+            )
+        return EngineError(
+            f"init: rank {rank} of {world_size} expected a store at {where}, got: {said}; check the address, and that "
+            "no other program has the port"
+        )
+    if rank == 0:
+        return CollectiveTimeoutError(
+            f"init: rank 0 of {world_size} waited {limit.total_seconds():g} s at {where} for all {world_size} ranks, "
+            f"got: {said}; start the missing ranks, with this address and this world size"
+        )
+    return CollectiveTimeoutError(
+        f"init: rank {rank} of {world_size} expected rank 0 at {where} within {limit.total_seconds():g} s, got no "
+        "answer; check that rank 0 runs, and that every rank has the same address and port"
+    )
+
+
+def _exchange(
+    store: Any, what: str, rank: int, world_size: int, handle: bytes, limit: timedelta
+) -> tuple[str, list[bytes]]:
+    """(A name that no other exchange over this store has, every rank's handle by rank), through a store."""
+    # Counted in the store, for each rank apart: the n-th init of every rank over one store belong together.
+    handles: list[bytes] = []
+    try:
+        prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
+        keys = [f"{prefix}/{peer}" for peer in range(world_size)]
+        store.set(keys[rank], seal(handle, world_size))
+        deadline = time.monotonic() + limit.total_seconds()
+        for peer, key in enumerate(
+            keys
+        ):  # in order: with different world sizes, some wait for ranks that nobody starts
+            _await(store, keys, key, rank, limit, deadline)
+            its, value = unseal(bytes(store.get(key)), "init", rank, peer)
+            if its != world_size:
+                _both_know(store, key, keys[rank])
+                raise InvalidArgumentError(
+                    f"init: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; start "
+                    "every rank with the same world size"
+                )
+            handles.append(value)
+    except (InvalidArgumentError, CollectiveTimeoutError):
+        raise
+    except RuntimeError as error:
+        raise EngineError(
+            f"init: rank {rank} of {world_size} lost the store through which the ranks meet: "
+            f"{str(error).splitlines()[0]}; look at the other ranks' output, rank 0 may have ended"
+        ) from error
+    return prefix, handles
+
+
+def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float) -> None:
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    try:
+        store.wait([key], left)
+    except RuntimeError as error:  # the stores do not agree on a class
+        missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
+        if not missing:
+            raise
+        raise CollectiveTimeoutError(
+            f"init: rank {rank} expected all {len(keys)} ranks within {limit.total_seconds():g} s, got none of ranks "
+            f"{missing}; check that they started, with world size {len(keys)}, and reach the store"
+        ) from error
+
+
+def _both_know(store: Any, theirs: str, mine: str) -> None:
+    """Gives the other rank a moment to find the same: one of the two may own the store."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{mine}/differs", b"")
+        store.wait([f"{theirs}/differs"], timedelta(seconds=1))

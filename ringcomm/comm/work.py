@@ -1,0 +1,130 @@
+"""Handles of calls in flight."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+from ringcomm.comm.calls import milliseconds
+
+
+class Request(Protocol):
+    """What an engine gives for a call in flight."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def source(self) -> int: ...
+    def wait(self, timeout_ms: int = 0) -> None: ...
+
+
+class Finisher(Protocol):
+    """The prepared call: what is left to do when the engine is done."""
+
+    op: str
+    rank: int
+    root: int
+
+    def finish(self, source: int) -> Any: ...
+    def finish_on(self, stream: int, source: int) -> Any: ...
+    def waiting_stream(self, stream: Any) -> int: ...
+
+
+class Work:
+    """One asynchronous call. Its arrays are kept alive until it is done; their values are valid after ``wait``."""
+
+    __slots__ = ("_call", "_rank", "_request", "_result")
+
+    def __init__(self, request: Any, call: Finisher) -> None:
+        self._request = request
+        self._call: Finisher | None = call
+        self._rank = call.rank
+        self._result: Any = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has ended: ``wait`` would return at once."""
+        return bool(self._request.done)
+
+    def is_completed(self) -> bool:
+        """``done``, as torch calls it."""
+        return self.done
+
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
+        """Blocks until the call is done.
+
+        Args:
+            timeout: seconds (or a timedelta); None: the call's own limit. When it passes, the call stays in flight.
+        Returns: what the call returns when it is not asynchronous.
+        Raises:  CollectiveTimeoutError, AbortedError, MismatchError: the call's own error, or the timeout here.
+        """
+        return self.synchronize(timeout)
+
+    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
+        """Blocks the host until the call is done; otherwise as ``wait``."""
+        self._request.wait(milliseconds(timeout, "wait", self._rank))
+        call, self._call = self._call, None
+        if call is not None:
+            self._result = call.finish(self._request.source)
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"<Work {'done' if self.done else 'in flight'}>"
+
+
+class DeviceWork(Work):
+    """One asynchronous call on a stream of a device. ``wait`` orders what comes after it, and does not block the host;
+    ``synchronize`` does, and raises the call's error."""
+
+    __slots__ = ("_finished",)
+
+    def __init__(self, request: Any, call: Finisher) -> None:
+        super().__init__(request, call)
+        self._finished = False
+
+    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
+        """Lets ``stream`` wait for the call: what is enqueued there from now on sees its result.
+
+        Args:
+            timeout: seconds (or a timedelta); given, this blocks the host as ``synchronize`` does.
+            stream: as in the call; None: the one on which the array's library works now.
+        Returns: what the call returns when it is not asynchronous.
+        """
+        call = self._call
+        if timeout is not None or call is None or (call.op == "recv" and call.root < 0):
+            return self.synchronize(timeout)  # nobody knows the sender before it has sent
+        waiting = call.waiting_stream(stream)
+        self._request.join(waiting)
+        if not self._finished:
+            self._finished = True
+            self._result = call.finish_on(waiting, call.root)
+        return self._result
+
+    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
+        """Blocks the host until the call is done; raises its error."""
+        if self._finished:
+            self._call = None  # only the request is left to wait for
+        return super().synchronize(timeout)
+
+
+class Group:
+    """Asynchronous calls that are waited for together; see ``Communicator.coalesce``."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every call is done."""
+        return all(work.done for work in self.works)
+
+    def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
+        """Waits for every call, in order, up to ``timeout`` seconds for each. Returns their results."""
+        return [work.wait(timeout) for work in self.works]
+
+    def synchronize(self, timeout: float | timedelta | None = None) -> list[Any]:
+        """``wait`` that blocks the host, also for calls on a device."""
+        return [work.synchronize(timeout) for work in self.works]
+
+    def __len__(self) -> int:
+        return len(self.works)

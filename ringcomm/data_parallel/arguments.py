@@ -1,0 +1,93 @@
+"""What arguments of training must be, in words of torch; see `ringcomm.validation`."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.group import LAST_STAGE
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.validation import Wanted, a, is_communicator, several, that, whole
+
+MODULE = a("a torch.nn.Module", nn.Module)
+OPTIMIZER = a("a torch.optim.Optimizer", torch.optim.Optimizer)
+TENSOR = a("a tensor", torch.Tensor)
+DTYPE = a("a torch.dtype", torch.dtype)
+PRECISION = a("a ringcomm.MixedPrecision", MixedPrecision)
+STAGE = whole(0, LAST_STAGE, "0, 1, 2 or 3")
+RANKS = that(
+    "a communicator or a pair of them",
+    lambda value: (
+        is_communicator(value) or (type(value) is tuple and len(value) == 2 and all(map(is_communicator, value)))
+    ),
+)
+
+
+_NUMBER_OF_DEVICE = whole(0, (1 << 15) - 1)
+
+
+def _as_device(value: Any) -> Any:
+    if isinstance(value, Integral):
+        return _NUMBER_OF_DEVICE.take(value)  # also where there is no such device
+    torch.device(value)
+    return value
+
+
+DEVICE = Wanted("a device, such as 'cpu'", _as_device)
+DEVICES = several("a list of devices", DEVICE)
+ATOM = that(
+    "'element', 'row', 'tensor' or a number of elements",
+    lambda value: (
+        value in ("element", "row", "tensor") if isinstance(value, str) else type(value) is int and 0 < value < 1 << 63
+    ),
+)
+INIT = that(
+    "a function of a module, or False",
+    lambda value: value is False or (callable(value) and not isinstance(value, type)),
+)
+OFFLOAD = Wanted("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
+
+
+def _units(value: Any) -> Any:
+    fixed = isinstance(value, (type, tuple, list, nn.Module))
+    return value if fixed else several("", MODULE).take(value)
+
+
+UNITS = Wanted("modules, or their classes", _units)
+
+
+def _as_norm(value: Any) -> float:
+    """Also "inf" and a tensor of one number, as torch takes them."""
+    known = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
+    if isinstance(value, bool) or not (known or isinstance(value, Real) or value == "inf"):
+        raise ValueError("no number")
+    if not float(value) >= 0:
+        raise ValueError("no norm")
+    return float(value)
+
+
+NORM = Wanted("a number from 0 on, or infinity", _as_norm)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return value
+    return several("", TENSOR).take(value)
+
+
+PARAMETERS = Wanted("a module, an optimizer, or tensors", _tensors)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module: part by part, and a ``*`` in front for one or more parts."""
+    patterns, parts = pattern.split("."), name.split(".")
+    if patterns[0] == "*" and len(patterns) > 1:
+        patterns = patterns[1:]
+        if len(parts) <= len(patterns):
+            return False
+        parts = parts[-len(patterns) :]
+    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))

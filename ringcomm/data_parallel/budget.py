@@ -1,0 +1,103 @@
+"""`ringcomm memory`: bytes on each rank at every stage, by formula, from a number of parameters alone.
+
+    P parameters on W ranks           stage 0   1     2     3
+    parameters    c P, c bytes each   all       all   all   1/W
+    gradients     4 P                 all       all   1/W   1/W
+    optimizer     s P (adamw 8)       all       1/W   1/W   1/W
+    master        4 P in 16 bits      all       1/W   1/W   1/W
+
+Without activations, alignment, buffers and what a step borrows; `ringcomm.memory` plans those for a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATE_BYTES = {"adamw": 8, "momentum": 4, "sgd": 0}
+_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def bytes_per_rank(numel: int, world_size: int, stage: int, precision: str, optimizer: str) -> dict[str, float]:
+    """What a rank keeps between two steps, by what it holds.
+
+    Args:
+        precision: "fp32", or "bf16" or "fp16" over float32 master weights and gradients.
+        optimizer: "adamw", "momentum" (SGD with it) or "sgd".
+    """
+    compute = COMPUTE_BYTES[precision]
+    share = [numel / world_size if stage >= least else numel for least in (3, 2, 1)]
+    return {
+        "parameters": compute * share[0],
+        "master": (4 if compute < 4 else 0) * share[2],
+        "gradients": 4 * share[1],
+        "optimizer": STATE_BYTES[optimizer] * share[2],
+    }
+
+
+def transformer_numel(layers: int, width: int, vocabulary: int) -> int:
+    """Parameters of a transformer with tied embeddings: 12 width**2 a layer, without biases, norms and positions."""
+    return 12 * layers * width**2 + vocabulary * width
+
+
+def _count(text: str) -> int:
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    try:
+        count = round(float(found[1]) * _SCALES[found[2].upper()]) if found else 0
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of parameters; pass one such as 125M or 7e9")
+    return count
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0; pass one")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringcomm memory",
+        description="Bytes on each rank at every stage, in GiB, without activations.",
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parameters", nargs="?", type=_count, help="how many, such as 125M, 7B or 7e9")
+    parser.add_argument("--world", nargs="+", type=_positive, default=[1, 8, 64], metavar="W", help="numbers of ranks")
+    parser.add_argument("--precision", choices=COMPUTE_BYTES, default="bf16", help="of forward and backward")
+    parser.add_argument("--optimizer", choices=STATE_BYTES, default="adamw")
+    transformer = parser.add_argument_group("in place of a number: a transformer, 12 layers width^2 + vocabulary width")
+    for name in ("layers", "width", "vocabulary"):
+        transformer.add_argument(f"--{name}", type=_positive)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns: its exit status."""
+    try:
+        args = _parser().parse_args(list(argv))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    shape = (args.layers, args.width, args.vocabulary)
+    if (args.parameters is None) == (None in shape) or (args.parameters is not None and shape != (None,) * 3):
+        print(
+            "ringcomm memory: got neither or both of a number and a transformer, expected one; pass 7B, or --layers, "
+            "--width and --vocabulary",
+            file=sys.stderr,
+        )
+        return 2
+    numel = transformer_numel(*shape) if args.parameters is None else args.parameters
+    print(f"{numel:,} parameters, {args.precision}, {args.optimizer}; GiB on each rank")
+    kinds = list(bytes_per_rank(numel, 1, 0, args.precision, args.optimizer))
+    print("".join(f"{title:>12}" for title in ("ranks", "stage", *kinds, "sum")))
+    for world_size in args.world:
+        for stage in range(4):
+            found = bytes_per_rank(numel, world_size, stage, args.precision, args.optimizer)
+            figures = [*found.values(), sum(found.values())]
+            print(f"{world_size:>12}{stage:>12}" + "".join(f"{nbytes / 2**30:>12.2f}" for nbytes in figures))
+    return 0

@@ -1,0 +1,151 @@
+"""Clipping gradients by their norm over all ranks, with the same bits at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.arguments import NORM, PARAMETERS
+from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.norm import total_norm
+from ringcomm.data_parallel.part import is_primary_copy, refuse_parts, renew_parts
+from ringcomm.data_parallel.place import place_of
+from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.validation import FLAG, expects
+
+
+@expects("clip_grad_norm_", parameters=PARAMETERS, max_norm=NORM, norm_type=NORM, error_if_nonfinite=FLAG, foreach=FLAG)
+def clip_grad_norm_(
+    parameters: nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales the gradients of sharded parameters so that their norm over all ranks is at most ``max_norm``; a
+    collective.
+
+    As torch.nn.utils.clip_grad_norm_, which cannot know the other ranks' shards. Call it between backward and step,
+    after ``unscale_`` of a GradScaler.
+
+    Args:
+        parameters: a sharded module, its optimizer, or some of the module's parameters. Of plain parameters: torch's.
+            Ignored parameters of `fully_shard` count once, with the first rank's gradient: average theirs before.
+        foreach: accepted, and of no effect on sharded parameters.
+    Order:   the sum of powers is exact to about 2**-50, whatever the order: its bits depend on the gradients alone.
+    Cost:    one pass over this rank's gradients, at stage 0 over its share; two messages of a few bytes.
+    Returns: the norm before clipping, the same on every rank.
+    Raises:  RingcommError: a norm that is not finite, with ``error_if_nonfinite``; on every rank.
+             InvalidArgumentError: parameters of a pipeline's stage, or of tensor parallel layers, that were not sharded
+             over a mesh: nothing says which ranks have the others.
+    """
+    chosen, flat = _chosen(parameters)
+    if flat is None or flat.ranks.mesh is None:
+        everything = []
+        if isinstance(parameters, nn.Module):
+            renew_parts(parameters.modules())
+            everything += parameters.parameters()  # also of a frozen stage
+        refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
+    if flat is None:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    picked: dict[FlatGroup, set[int]] = {}
+    beside = [p for p in chosen if not _is_trained(p)]
+    for place in (place_of(p) for p in chosen if _is_trained(p)):
+        assert place is not None
+        picked.setdefault(place.group, set()).add(place.index)
+    which = sorted((group.number, i) for group, some in picked.items() for i in some)
+    flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
+    for group in flat.order:
+        group.gradient.take_in("clip_grad_norm_")
+    count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
+    count += sum(p.numel() for p in beside)
+    parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
+    plain = [p.grad for p in beside if p.grad is not None]
+    mesh = flat.ranks.mesh
+    if flat.ranks.rank == flat.ranks.root:
+        parts += [p.grad for p in beside if p.grad is not None and (mesh is None or is_primary_copy(p, mesh))]
+    if mesh is not None:  # other ranks have other parts of the model
+        alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
+        norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
+    else:
+        wide = any(group.gradient.dtype == torch.float64 for group in picked)
+        dtype = torch.float64 if wide else torch.float32
+        norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
+    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica has looked at its own
+        flat.ranks.broadcast(norm)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RingcommError(
+            f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
+            "step, or pass error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for attached in flat.optimizers:
+        attached.host.refresh()
+    for group, some in picked.items():
+        _scale(flat, group, some, factor)
+    for grad in plain:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return norm
+
+
+def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
+    """The parameters that are meant, each once, and the flat model that they belong to."""
+    own = None  # of a module, also of a stage that is frozen
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, nn.Module):
+        own = flat_model_of(parameters)
+        parameters = [p for p in parameters.parameters() if p.requires_grad]
+    elif isinstance(parameters, torch.optim.Optimizer):
+        parameters = [p for group in parameters.param_groups for p in group["params"]]
+    found = list({id(p): p for p in parameters if p.requires_grad or p.grad is not None}.values())
+    homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
+    if not homes:
+        return found, own
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).composed for p in found):
+        raise InvalidArgumentError(
+            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
+            "of one; clip them one by one"
+        )
+    return found, next(iter(homes.values()))
+
+
+def _is_trained(p: torch.Tensor) -> bool:
+    """Whether a parameter is in a flat group that has gradients."""
+    place = place_of(p)
+    return place is not None and place.group.trainable
+
+
+def _ranges(group: FlatGroup, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of some segments, with a gradient, inside a range of the buffer."""
+    gradient = group.gradient
+    if not gradient.has_reduced:
+        return []
+    here = group.layout.fragments(start, end)
+    return [
+        (start + f.offset, start + f.offset + f.numel) for f in here if f.segment in some and f.segment in gradient.has
+    ]
+
+
+def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
+    """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's; without what another rank
+    of the mesh has too and counts."""
+    gradient = group.gradient
+    some = {i for i in some if group.counts(i)}
+    found = _ranges(group, some, *group.layout.shard_range(group.ranks.rank))
+    return [gradient.reduced[first - group.start : last - group.start] for first, last in found]
+
+
+def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tensor) -> None:
+    gradient = group.gradient
+    gradient.changed()
+    copies = [attached.host.of(group) for attached in flat.optimizers]
+    for first, last in _ranges(group, some, group.start, group.end):
+        for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
+            held[first - group.start : last - group.start].mul_(factor.to(held.device, held.dtype))
+    for attached in flat.optimizers:
+        attached.host.note(group)

@@ -1,0 +1,92 @@
+"""A user's function in place of the reduction of a bucket's gradients, called as torch's DistributedDataParallel calls
+its communication hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.errors import InvalidArgumentError
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+class Bucket:
+    """A bucket's gradients before their reduction; it has the methods of torch.distributed.GradBucket.
+
+    Args:
+        number: its place in the order of reductions, the same in every pass.
+    """
+
+    def __init__(self, group: FlatGroup, local: torch.Tensor, number: int, last: bool) -> None:
+        self._group, self._local, self._number, self._last = group, local, number, last
+
+    def index(self) -> int:
+        """The bucket's number, from 0 on."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this backward pass."""
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients in one dimension, with zeros between them where a gradient begins on a boundary."""
+        return self._local
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Puts another tensor, of the same number of elements, in the buffer's place."""
+        self._local = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, one for each parameter."""
+        return [self._group.part(self._local, i) for i in range(len(self._group.params))]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return list(self._group.params)
+
+
+class Hook:
+    """What reduces one group's gradients.
+
+    Args:
+        number, last: see `Bucket`.
+    """
+
+    def __init__(self, state: Any, hook: CommHook, group: FlatGroup, number: int, last: bool) -> None:
+        self.state, self.hook, self.group, self.number, self.last = state, hook, group, number, last
+
+    def __call__(self, local: torch.Tensor) -> Answer:
+        """Starts the reduction of ``local``."""
+        own = local.clone()  # in memory of torch's: some hooks resize it for a while
+        bucket = Bucket(self.group, own, self.number, self.last)
+        return Answer(self, self.hook(self.state, bucket), local)
+
+
+class Answer:
+    """A hook's result in flight."""
+
+    def __init__(self, hook: Hook, future: Any, local: torch.Tensor) -> None:
+        self._hook, self._future, self._local = hook, future, local
+        if not hasattr(future, "wait"):
+            self._refuse(future, "a torch.futures.Future of a tensor")
+
+    def wait(self) -> None:
+        """Waits for the hook's tensor, which becomes the buffer's mean."""
+        value = self._future.wait()
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor) or value.numel() != self._local.numel():
+            self._refuse(value, f"a tensor of the buffer's {self._local.numel()} elements")
+        self._local.copy_(value.detach().reshape(-1))
+
+    def _refuse(self, got: Any, expected: str) -> None:
+        hook = self._hook
+        what = f"{got.numel()} elements" if isinstance(got, torch.Tensor) else type(got).__name__
+        raise InvalidArgumentError(
+            f"communication hook: rank {hook.group.ranks.rank} got {what} from {getattr(hook.hook, '__name__', 'it')} "
+            f"for bucket {hook.number}, expected {expected}; return what follows the reduction of bucket.buffer()"
+        )

@@ -1,0 +1,530 @@
+"""
+Data parallel training: every rank computes on its own data, gradients are averaged while backward still runs.
+
+    backward:    grad of last layer done ... grad of first layer done     end of backward
+    bucket 0     [all gradients arrived] -> all_reduce(avg), asynchronous ---+
+    bucket 1                  [all arrived] -> all_reduce(avg) --------------+-> wait for all
+
+`DistributedDataParallel` is stage 0 of `ringcomm.shard` under torch's name and arguments. `NaiveDataParallel` is the
+scheme that came before: all gradients to one rank, and back.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.utils._pytree import tree_map
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.process_group import communicator_of
+from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
+from ringcomm.data_parallel.comm_hook import CommHook, Hook
+from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.join import Join, join
+from ringcomm.data_parallel.meta import real_device
+from ringcomm.data_parallel.module_state import keep_ordinary_state
+from ringcomm.data_parallel.optimizer import watch_optimizers
+from ringcomm.data_parallel.partition import (
+    Recipe,
+    facts_of,
+    kept_in_their_type,
+    measured_bucket_bytes,
+    named_parameters,
+)
+from ringcomm.data_parallel.precision import MixedPrecision, precision_of
+from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.unit import skipped
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.mesh import refuse_no_mesh
+from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+CALL = "DistributedDataParallel"
+Devices = Sequence[int | str | torch.device]
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Wraps a module so that plain ``loss.backward()`` leaves the mean of all ranks' gradients on every rank.
+
+    Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Parameters
+    and buffers that the module names in ``_ddp_params_and_buffers_to_ignore`` stay as they are on each rank. Every rank
+    makes the same number of backward passes outside ``no_sync`` unless it is inside ``join``. A parameter that a pass
+    does not use counts as a zero gradient; one that no rank uses keeps ``grad`` as it was. The optimizer is an ordinary
+    one over ``parameters()``; with a ``param_dtype`` of ``mixed_precision`` it works on the master weights from its
+    first step on. ``ringcomm.shard(model, optimizer)`` attaches it where its state is to be moved with
+    `ringcomm.restage` or kept alike by ``join``.
+
+    Args:
+        module: on its device already. Its parameters become views of flat buffers, in contiguous memory.
+        comm: a Communicator; a list is taken for ``device_ids``; None: one over ``process_group``, else over
+            torch.distributed's default group, else ``ringcomm.init()`` from torchrun's environment.
+        output_device: None, or the module's device.
+        dim: 0.
+        broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
+            training; None: True.
+        init_sync: whether all ranks are compared and get rank 0's parameters and buffers. False: they are alike.
+        process_group: a group of torch.distributed, in place of ``comm``. Over one with several devices the module may
+            lie on several, too.
+        bucket_cap_mb: MiB of a bucket, which is no more than that unless one parameter is; None: from which on latency
+            is a small part of its time, as measured now.
+        find_unused_parameters, static_graph, skip_all_reduce_unused_params: accepted, and not needed: unused parameters
+            are found in every pass.
+        gradient_as_bucket_view, batched_grad_copy: accepted, and not needed: gradients are views of the buckets.
+        check_reduction: accepted and without a meaning, as in torch.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
+        mixed_precision: ringcomm.MixedPrecision, or torch's. In torch's a ``reduce_dtype`` of None is read as torch
+            reads it, ``param_dtype``; in ours it is the master weights' type.
+        device_mesh: of one axis, in place of ``process_group``.
+        forward_sync_buffers: as ``broadcast_buffers``, for the forward passes alone; it goes before.
+        device_ids: None, or the module's one device; inputs are moved there.
+    Order:   the communicator's: canonical on the CPU engine, where the bits do not depend on ``bucket_cap_mb``.
+    Cost:    one all_reduce of the gradients per backward pass, overlapped with it, and of a byte for each parameter.
+    Raises:  InvalidArgumentError: nothing to train, a module that is wrapped already, contradictory arguments.
+             UnsupportedError: an argument that is refused. MismatchError: the ranks have different modules.
+    """
+
+    @expects(
+        CALL,
+        module=MODULE,
+        output_device=DEVICE,
+        dim=INTEGER,
+        broadcast_buffers=FLAG,
+        init_sync=FLAG,
+        bucket_cap_mb=NOT_NEGATIVE,
+        bucket_cap_mb_list=a("a list", list, tuple),
+        forward_sync_buffers=FLAG,
+        device_ids=DEVICES,
+    )
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator | Devices | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        device_ids: Devices | None = None,
+    ) -> None:
+        super().__init__()
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # what Joinable.__init__ sets
+        self._join_hook: _JoinHook | None = None
+        if comm is not None and not isinstance(comm, Communicator):
+            comm, device_ids = None, _only(device_ids, comm)
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            bucket_cap_mb_list=bucket_cap_mb_list or None,
+            dim=dim or None,
+        )
+        ranks = _ranks(module, comm, process_group, device_mesh)
+        self.comm = ranks.comm
+        self.device_mesh = device_mesh
+        self.process_group = process_group if comm is None else None
+        if comm is None and process_group is None:
+            self.process_group = _default_group() if device_mesh is None else device_mesh.get_group()
+        self._inputs_to = _device_of(module, ranks.rank, device_ids, output_device)
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.require_forward_param_sync = True  # Accelerate and Lightning save, set and restore it; nothing reads it
+        sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        precision = precision_of(
+            MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
+        )
+        self._alone: dist.ProcessGroup | None = None
+        self._how = (precision, sends, bucket_cap_mb)
+        _unwrap(module)
+        self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
+        if init_sync and (sends or forward_sync_buffers is not None):
+            self._made.send_buffers()
+        self.module = module
+
+    @property
+    def _flat(self) -> FlatModel:
+        """The wrapped module's state; made at its first use for a copy, and for a module that was unwrapped since."""
+        if self._made is None or self._made.unwrapped:
+            precision, sends, bucket_cap_mb = self._how
+            comm = None if self.comm is None or self.comm.closed else self.comm
+            ranks = _ranks(self.module, comm, None, None)
+            self.comm = ranks.comm
+            _unwrap(self.module)
+            self._made = _flat(self.module, ranks, bucket_cap_mb, precision, sends, False)
+        return self._made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it is wrapped anew when it is first trained, over torch's default group where it is unpickled."""
+        gone = ("_made", "comm", "process_group", "device_mesh", "_alone", "_join_hook")
+        return {**super().__getstate__(), **dict.fromkeys(gone)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm, twin.process_group, twin.device_mesh = self.comm, self.process_group, self.device_mesh
+        return twin
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DistributedDataParallel asks for of a module that it wraps."""
+        raise InvalidArgumentError(
+            f"DistributedDataParallel: got a module that ringcomm.{CALL} has wrapped, expected a plain one: gradients "
+            "would be averaged twice; wrap it once (of a Trainer or accelerate, pass the module itself)"
+        )
+
+    @skipped
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        device = self._inputs_to
+        if device is not None:
+            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        if self._join_hook is not None and self._join_config.enable:
+            self._join_hook.enter()
+        made = self._made is not None and not self._made.unwrapped
+        if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
+            return self.module(*args, **kwargs)
+        output = self._flat.root.call(self.module, self.module.__call__, args, kwargs)
+        if torch.is_grad_enabled():
+            self._flat.decide()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forward passes inside only accumulate on this rank; that of the next forward pass outside
+        averages the sums."""
+        with self._flat.no_sync():
+            yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside, ranks may have different numbers of inputs: see `ringcomm.join`."""
+        return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def join_hook(self, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
+        """For torch.distributed.algorithms.Join over this model alone."""
+        self._join_hook = _JoinHook(self, divide_by_initial_world_size)
+        return self._join_hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's Join has the tensor in which it counts the ranks that go on."""
+        return self._flat.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For torch's Join: a group of this rank alone. The ranks that have joined follow the others by `join`'s own
+        messages, so there is nothing that torch's Join has to count."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgumentError(
+                f"Join: rank {self._flat.ranks.rank} got a model over a communicator, expected torch.distributed to be "
+                "initialised; use ringcomm.join(model)"
+            )
+        if self._alone is None:
+            self._alone = dist.new_subgroups(1)[0]
+        return self._alone
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Puts ``hook(state, bucket)``, of torch's form, in the place of the buckets' all_reduce; once.
+
+        torch's own hooks send through torch.distributed: they need a process group. The hook's tensor is taken for the
+        mean of all ranks, as it is.
+        """
+        flat = self._flat
+        where = f"register_comm_hook: rank {flat.ranks.rank}"
+        if not callable(hook):
+            raise InvalidArgumentError(f"{where} got {type(hook).__name__}, expected a function; pass (state, hook)")
+        if any(group.hook is not None for group in flat.groups):
+            raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
+        if flat.stage:
+            raise UnsupportedError(
+                f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
+            )
+        for number, group in enumerate(flat.order):
+            group.hook = Hook(state, hook, group, number, number == len(flat.order) - 1)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next forward pass's backward pass averages the gradients; False inside of ``no_sync``."""
+        return self._flat.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._flat.sync = value
+
+    @property
+    def reducer(self) -> Any:
+        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. Every backward pass
+        finds out by itself which parameters it uses, so that only whether it averages them is to be told."""
+        flat = self._flat
+        return SimpleNamespace(
+            prepare_for_backward=lambda outputs: setattr(flat, "decided", True),
+            _rebuild_buckets=lambda: False,
+            _delay_all_reduce=lambda: None,
+        )
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """What torch's method of the same name tells of the wrapper; Lightning's Trainer reads it when it ends."""
+        flat = self._flat
+        return {
+            "module_name": type(self.module).__name__,
+            "rank": flat.ranks.rank,
+            "world_size": flat.ranks.world_size,
+            "bucket_sizes": ", ".join(str(sum(p.nbytes for p in group.params)) for group in flat.order),
+            "broadcast_buffers": int(flat.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+        }
+
+    def _set_static_graph(self) -> None:
+        """Accepted, as ``static_graph`` is."""
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Names what a later wrapping of ``module`` leaves alone; torch's method of the same name."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether every synchronised forward pass in training begins with rank 0's buffers."""
+        return self._flat.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self._flat.broadcast_buffers = value
+
+    forward_sync_buffers = broadcast_buffers
+
+    @property
+    def communication_seconds(self) -> float:
+        """This thread's time in the calls and waits of collectives."""
+        return self._flat.communication_seconds
+
+    @communication_seconds.setter
+    def communication_seconds(self, value: float) -> None:
+        self._flat.communication_seconds = value
+
+    @property
+    def buckets(self) -> list[FlatGroup]:
+        """The buckets, in the order of their reductions."""
+        return list(self._flat.order)
+
+
+class _JoinHook(JoinHook):
+    """Lets a model be trained inside of torch.distributed.algorithms.Join, as inside of `join`."""
+
+    def __init__(self, model: DistributedDataParallel, over_all: bool) -> None:
+        self.model, self.over_all = model, over_all
+        self.joining: Join | None = None
+
+    def enter(self) -> None:
+        """Before this rank's first pass, or at its end where it has none."""
+        if self.joining is None:
+            throw = self.model._join_config.throw_on_early_termination
+            self.joining = Join.entered(self.model._flat, self.over_all, throw)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """This rank has no more input: it answers the others until all have none."""
+        del is_last_joiner
+        self.enter()
+        assert self.joining is not None
+        try:
+            self.joining.shadow()
+        finally:
+            self.joining.leave()
+            self.model._join_hook = None
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{CALL}: got {name}={type(value).__name__}, expected none: buckets follow the parameters' order and "
+                "one size, and the module is on one device; leave it out"
+            )
+
+
+def _only(device_ids: Devices | None, positional: Any) -> Any:
+    if device_ids is not None:
+        raise InvalidArgumentError(f"{CALL}: got device_ids twice, expected them once; leave one out")
+    if not isinstance(positional, (list, tuple)):
+        raise InvalidArgumentError(
+            f"{CALL}: got {type(positional).__name__} as the second argument, expected a Communicator, or a list of "
+            "one device; pass one of these"
+        )
+    return positional
+
+
+def _ranks(
+    module: nn.Module, comm: Communicator | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> Ranks:
+    given = {"comm": comm, "process_group": group, "device_mesh": mesh}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
+    device = real_device(module)
+    if mesh is not None:
+        refuse_no_mesh(mesh, CALL)
+        if mesh.ndim != 1:
+            raise InvalidArgumentError(f"{CALL}: got a mesh of {mesh.ndim} axes, expected one; pass mesh[name]")
+        return ranks_of_mesh(mesh, CALL, device)
+    return Ranks(comm if comm is not None else communicator_of(group, CALL, device))
+
+
+def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output: Any) -> torch.device | None:
+    """Where inputs are moved to; None: they stay."""
+    here = {str(p.device): p.device for p in module.parameters()}
+    for name, given in (("device_ids", device_ids), ("output_device", None if output is None else [output])):
+        wanted = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given or ()]
+        if wanted and (len(wanted) > 1 or [str(wanted[0])] != list(here)):
+            raise InvalidArgumentError(
+                f"{CALL}: rank {rank} got {name}={[str(each) for each in wanted]} for a module on {', '.join(here)}, "
+                "expected its one device; move the module there, or leave it out"
+            )
+    return next(iter(here.values())) if device_ids else None
+
+
+def _unwrap(module: nn.Module) -> None:
+    """Unwraps a module that another DistributedDataParallel holds, which wraps it again when it is next used."""
+    flat = flat_model_of(module)
+    if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
+        flat.unwrap()
+
+
+def _flat(
+    module: nn.Module,
+    ranks: Ranks,
+    bucket_cap_mb: float | None,
+    precision: MixedPrecision,
+    sends_buffers: bool,
+    init_sync: bool,
+) -> FlatModel:
+    """The module's one unit, at stage 0."""
+    ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
+    if not any(p.requires_grad for _, p in params):
+        raise InvalidArgumentError(
+            f"{CALL}: rank {ranks.rank} got a module without parameters that require a gradient, expected at least "
+            "one; call the module itself"
+        )
+    if init_sync:
+        facts = facts_of(module, ignored, sends_buffers)
+        ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
+    cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+    recipe = Recipe(
+        ranks=ranks,
+        stage=0,
+        precision=precision,
+        bucket_bytes=max(1, cap),
+        atom="element",
+        tree=False,
+        master_device=None,
+        optimizer_group={},
+        kept=kept_in_their_type(module),
+        send=init_sync,
+    )
+    unit = recipe.unit("", [module], params, False)
+    flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
+    flat.ignore_buffers(ignored)
+    keep_ordinary_state(flat)
+    watch_optimizers()
+    return flat
+
+
+class NaiveDataParallel(nn.Module):
+    """Data parallel training over a parameter server: to learn from, and to compare with.
+
+    After backward, one gradient after the other goes to rank 0, which adds them up and sends the mean back. Nothing
+    overlaps with backward, nothing is joined into buckets, and rank 0 receives and sends what all others have.
+
+    Args:
+        comm: None: that of ``ringcomm.init()``.
+    Cost:    for each parameter a reduce and a broadcast: rank 0 moves 2 (W-1) of its bytes, each other rank 2.
+    """
+
+    @expects("NaiveDataParallel", module=MODULE, comm=COMMUNICATOR)
+    def __init__(self, module: nn.Module, comm: Communicator | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.comm = comm if comm is not None else communicator_of(None, "NaiveDataParallel")
+        self._sync, self._waiting = True, False
+        for x in [*module.parameters(), *module.buffers()]:
+            self.comm.broadcast(x.detach(), 0)
+        arrived = weakref.WeakMethod(self._arrived)  # the garbage collector does not see what these hooks hold
+
+        def hook(p: torch.Tensor) -> None:
+            alive = arrived()
+            if alive is not None:
+                alive(p)
+
+        for p in module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(hook)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        self._waiting = False  # also after a backward pass that raised
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside averages the sums."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        if self._sync and not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        """The end of backward. A gradient that a rank does not have counts as zero."""
+        self._waiting = False
+        for p in self.module.parameters():
+            if p.requires_grad:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                self.comm.reduce(grad, 0, "sum")
+                if self.comm.rank == 0:
+                    grad.div_(self.comm.world_size)
+                self.comm.broadcast(grad, 0)
+                p.grad = grad

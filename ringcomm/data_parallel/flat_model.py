@@ -1,0 +1,1045 @@
+"""A module whose parameters live in flat groups: what happens in forward and backward, at every stage.
+
+    stage   parameters   gradients               optimizer   when a group is reduced
+    0       whole        whole                   whole       its gradients and those of all groups before it are there
+    1       whole        whole until reduced     shard       the same
+    2       whole        shard                   shard       the same, or backward has passed the units
+    3       shard        shard                   shard       backward has passed its unit
+
+Every rank reduces in the same order, whatever its own gradients' order of arrival. At the end of a backward pass all is
+reduced and waited for; which parameters no rank has used is agreed with one message of a byte for each.
+
+Nothing is put into the graph of autograd. A gradient's arrival is seen by hooks on the nodes that accumulate it, the
+way back through the units by hooks on the gradients of their outputs. At stage 3 saved parameters are kept as a
+reference to their unit, which is gathered when a node asks for them, wherever the graph is entered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ringcomm import _C
+from ringcomm.data_parallel.group import LAST_STAGE, FlatGroup, in_transform
+from ringcomm.data_parallel.place import Place, place_of
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.sharded_parameter import Window
+from ringcomm.data_parallel.unit import Unit, eager
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.meta import Unmade
+    from ringcomm.data_parallel.optimizer import Attached
+    from ringcomm.data_parallel.options import Options
+
+_T = TypeVar("_T")
+_requires_grad = attrgetter("requires_grad")
+CHECKSUM_NBYTES = 4
+HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1  # of the optimizers' options, and whether there are reentrant checkpoints
+_STAGES_1_AND_2 = (
+    "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
+    "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
+)
+_COLLECTIVES = {  # by stage, for the note on an error
+    0: "forward in training where the module has buffers, and backward",
+    1: _STAGES_1_AND_2,
+    2: _STAGES_1_AND_2,
+    3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
+    "gradient",
+}
+IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
+
+
+class _Calling(threading.local):
+    """The models of stage 3 whose calls run in this thread."""
+
+    flats: Sequence[FlatModel] = ()
+
+
+_calling = _Calling()
+
+
+@dataclass
+class BackwardPass:
+    """What a pass of autograd has done so far. At its end a new one takes its place.
+
+    Attributes:
+        scheduled: whether its end is to be noticed: something of it has come.
+        end: what autograd calls then, and lets go of when the pass raises.
+        task: autograd's number for it.
+        accumulates: whether it is one of backward, not of torch.autograd.grad.
+        makes_graph: whether it does, by create_graph.
+        reached: the units that it has come to and not passed.
+        passed: at stage 2, the groups of the units that it has passed.
+        arrived: by group, the parameters whose gradients have come on this rank. The last one is added when something
+            else comes in the same thread: that costs less than a second hook.
+        launched: the groups whose reduction has begun.
+        next: where in the order of groups the first one is that is not launched.
+        in_flight: those of the launched groups that were not waited for.
+    """
+
+    scheduled: bool = False
+    end: Callable[[], Any] = lambda: None
+    task: int = -1
+    accumulates: bool = False
+    makes_graph: bool = False
+    reached: list[Unit] = field(default_factory=list)
+    passed: set[FlatGroup] = field(default_factory=set)
+    arrived: dict[FlatGroup, set[int]] = field(default_factory=dict)
+    launched: set[FlatGroup] = field(default_factory=set)
+    next: int = 0
+    in_flight: deque[FlatGroup] = field(default_factory=deque)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has raised, and nobody has noticed."""
+        return self.scheduled and self.end() is None
+
+
+class FlatModel:
+    """The state of a wrapped module.
+
+    Args:
+        units: in the order of forward; the last one is the module itself with what is in no other unit.
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        composed: whether it was made by `fully_shard`, before its optimizer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        stage: int,
+        precision: MixedPrecision,
+        units: Sequence[Unit],
+        broadcast_buffers: bool,
+        composed: bool = False,
+    ) -> None:
+        self.composed = composed
+        self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
+        ranks.order = 0  # some ranks may still have those of a model that is gone on others
+        self.units, self.root = list(units), units[-1]
+        self.groups = [group for unit in units for group in unit.groups]
+        for number, group in enumerate(self.groups):
+            group.number = number
+        self._set_order()
+        self.device = self.groups[0].device
+        self.broadcast_buffers = broadcast_buffers
+        self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
+        self.wish: Any = None  # the arguments of `shard`
+        self.unwrapped = False  # whether the module is a plain one again
+        self._optimizers: list[weakref.ref[Attached]] = []  # they came in this order on every rank
+        self.stepped: set[Options] = set()  # of optimizers that came or stepped since the last message
+        self.options_differ = False  # whether a backward pass found that ranks have others, until a step has looked
+        self._heard: torch.Tensor | None = None  # on a device, the last message's header
+        self.sync = True
+        self.decided: bool | None = None  # whether the next backward pass reduces, where forward decides as in torch
+        self._awaits = False  # whether there was a forward pass since the last backward pass that reduces
+        self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
+        self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
+        self._leaves = 0  # how many there were
+        self.backward = BackwardPass()
+        self.arrivals = _C.Arrivals(torch._C._current_graph_task_id)
+        self._calls = 0  # of units, so far
+        self._depth = 0  # calls of units that are running
+        self._packing: list[Any] = []  # by call that runs: what keeps saved parameters of stage 3, where it was put in
+        self._trains = False  # whether the last outermost call had a graph
+        self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
+        self._reenters: bool | None = None  # whether backward passes have others inside of them; None: unknown
+        self._trained: list[bool] = []  # by parameter, when that was found out
+        self.keeps_gathered = False  # whether a graph made with create_graph may still need parameters of stage 3
+        self.holders = 0  # how many times the program is inside of `whole`: stage 3 lets go of nothing
+        self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
+        self._advised = False
+        self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
+        self._seen: list[Unit] = []  # units of this forward pass
+        self._last: list[Unit] = []  # of the one before
+        self._handles: list[Any] = []
+        self._ignored_buffers: frozenset[str] = frozenset()
+        self._look_inside()
+        for unit in self.units:
+            unit.flat = self
+            for group in unit.groups:
+                group.unit = unit
+                for i, p in enumerate(group.params):
+                    p._ringcomm = Place(self, group, i)
+        for group in self.order:
+            self._watch(group)
+        self.find_homes()
+
+    def find_homes(self) -> None:
+        """Groups of stage 3 by the memory of their whole buffer."""
+        self._homes = {group.whole.untyped_storage()._cdata: group for group in self.groups}
+
+    def _set_order(self) -> None:
+        """About the order in which backward finishes; the module's own parameters are used at both of its ends."""
+        launched = [*reversed(self.units[:-1]), self.root]
+        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+
+    def _watch(self, group: FlatGroup) -> None:
+        """Notices the arrival of gradients."""
+        here, home = weakref.ref(self), weakref.ref(group)
+        prepare = partial(_prepare, here, home)
+        for i, node in enumerate(group.accumulators):
+            hook = self.arrivals.hook(group.number, len(group.params), i, group.noted, prepare)
+            self._handles.append(node.register_prehook(hook))
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The module's buffers, that all ranks get from the first one."""
+        found = [getattr(owner, key, None) for owner, key in self._buffer_places]
+        return [buffer for buffer in found if buffer is not None]
+
+    def ignore_buffers(self, names: Collection[str]) -> None:
+        """Leaves buffers of these names as they are on each rank."""
+        self._ignored_buffers = frozenset(names)
+        self._look_inside()
+
+    @property
+    def optimizers(self) -> list[Attached]:
+        """Those that are attached, and not dropped on this rank."""
+        return [attached for attached in (ref() for ref in self._optimizers) if attached is not None]
+
+    def add_optimizer(self, attached: Attached) -> None:
+        """Another one is attached."""
+        attached.options.number = len(self._optimizers)
+        self._optimizers.append(weakref.ref(attached))
+        self.stepped.add(attached.options)
+
+    def remove_optimizer(self, attached: Attached) -> None:
+        """One is attached no more."""
+        del self._optimizers[self.number_of(attached)]
+
+    def number_of(self, attached: Attached) -> int:
+        """The number by which all ranks know an optimizer."""
+        return next(i for i, ref in enumerate(self._optimizers) if ref() is attached)
+
+    def optimizer_of(self, number: int) -> Attached | None:
+        """The optimizer of a number; None: it is not attached on this rank, or was dropped."""
+        return self._optimizers[number]() if number < len(self._optimizers) else None
+
+    def shared_optimizers(self) -> list[Attached]:
+        """Those that no rank has dropped, which Python's collector may do at another time on each; the others are
+        attached no more. A collective."""
+        if self._optimizers:
+            found = [ref() for ref in self._optimizers]
+            kept = torch.tensor([each is not None for each in found], dtype=torch.uint8, device=self.device)
+            everywhere = self.ranks.reduce_over_all(kept, "min").tolist()
+            self._optimizers = [ref for ref, stays in zip(self._optimizers, everywhere, strict=True) if stays]
+        return self.optimizers
+
+    def _look_inside(self) -> None:
+        """Notes what the module is made of."""
+        self._inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._dicts: list[dict[str, Any]] = [
+            *(m._parameters for m in self._inside),
+            *(m._modules for m in self._inside),
+        ]
+        self._members = _C.addresses(self._dicts)  # all of them are kept, so that no other object gets their addresses
+        self._buffer_places = [
+            (owner, key)
+            for name, owner in self.module.named_modules()
+            for key, _ in owner.named_buffers(recurse=False)
+            if (f"{name}.{key}" if name else key) not in self._ignored_buffers
+        ]
+
+    def timed(self, call: Callable[..., _T], *args: Any) -> _T:
+        """``call(*args)``, its time counted as communication."""
+        start = time.perf_counter()
+        try:
+            return call(*args)
+        except MismatchError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"At stage {self.stage} these are collectives: {_COLLECTIVES[self.stage]}. Every rank calls them, "
+                    "in the same order; a rank that does so alone (to log, evaluate or save) takes part in others' "
+                    "calls."
+                )
+            raise
+        finally:
+            self.communication_seconds += time.perf_counter() - start
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def begin_call(self, unit: Unit, module: nn.Module) -> None:
+        """A module of a unit is called: its parameters are brought, and the next unit's are sent for."""
+        recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
+        if self._depth == 0 and not recomputing:
+            self._begin_outermost(module)
+        if module is self.module and not recomputing:
+            self.begin_forward()
+        grad = torch.is_grad_enabled()
+        if recomputing and grad:  # here, for what comes first may come in a pass inside of this one
+            unit.recomputed = True
+            self.begin_backward()
+        self._calls += 1
+        if grad and unit.first_call is None:
+            unit.first_call = self._calls
+        if self._trains and not recomputing:
+            unit.calls[module] += 1
+            unit.checkpointed |= not grad
+        if self.stage == LAST_STAGE:
+            if in_transform():
+                self._check_transformed(module)
+            if module is unit.modules[0] and not recomputing:
+                self._gather_ahead(unit)
+            else:
+                self.timed(unit.gather)
+        self._start_packing()  # nothing raises from here on: `leave_call` undoes it
+        self._depth += 1
+
+    def _check_transformed(self, module: nn.Module) -> None:
+        """Refuses views of parameters as arguments of a transform of torch.func: their values stay in shards."""
+        for name, p in module.named_parameters():
+            inner = p
+            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                inner = torch._C._functorch.get_unwrapped(inner)
+            if inner is not p and hasattr(inner, "_ringcomm") and place_of(inner) is None:
+                raise UnsupportedError(
+                    f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
+                    "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
+                    "parameter or a copy; give it {name: p.detach().clone() for name, p in model.named_parameters()}"
+                )
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        """A call that is inside of no other one: what the last backward pass has used up is forgotten."""
+        self._trains = torch.is_grad_enabled()
+        if self._trains and self._forgets:
+            self._forgets = False
+            for unit in self.units:
+                unit.forget_calls()
+            if module is not self.module:
+                self._last, self._seen = self._seen, []
+
+    def begin_forward(self) -> None:
+        """The whole module is called."""
+        if self.backward.scheduled:  # the last backward pass raised half-way
+            self._abandon()
+        self._check()
+        if self.ranks.joining is not None and self.ranks.joining.flat is not self:
+            raise UnsupportedError(
+                f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
+                "that one alone; train this one outside"
+            )
+        self._last, self._seen = self._seen or self._last, []
+        if not self.holders:
+            self._announce_forward()
+
+    def _announce_forward(self) -> None:
+        sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
+        if sends or self.stage == LAST_STAGE:
+            self.ranks.announce("forward")
+        if sends:
+            self.ranks.announce("buffers")
+            self.timed(self.send_buffers)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, parameters that are whole stay whole, and forward sends no buffers. Entering sends those that the
+        next forward pass would send."""
+        if not self.holders and self.ranks.joining is None:
+            self._announce_forward()
+            self._sync_buffers = False
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        at = len(self._seen)
+        self._seen.append(unit)
+        self.timed(unit.gather)
+        ahead = unit.forward_prefetch
+        if ahead is None:
+            expected = self._last[at : at + 2]
+            ahead = expected[1:] if self.ranks.background and expected[:1] == [unit] else []
+        for each in ahead:
+            each.start_gather()
+
+    def leave_call(self, done: bool) -> None:
+        """A call has returned, or raised."""
+        self._depth -= 1
+        self._stop_packing()
+        if torch._C._current_graph_task_id() < 0:
+            for group in self.groups if not done else [g for g in self.groups if g.borrowed and self._depth == 0]:
+                self._release(group)
+
+    def end_call(self, unit: Unit, module: nn.Module) -> int | None:
+        """A call has returned: what was brought goes. Returns the number of the last call that began before, for hooks
+        on the gradients of the output; None: they are of no use."""
+        recomputing = torch._C._current_graph_task_id() >= 0
+        if not recomputing:
+            again = unit.reshard_after_forward or not torch.is_grad_enabled()
+            if module is unit.modules[-1] and again:
+                self._release(unit)
+            if module is self.module:
+                self._end_forward()
+        return self._calls if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
+
+    def _end_forward(self) -> None:
+        """The whole module returns: what was brought and not used goes."""
+        trains = self.sync and torch.is_grad_enabled()
+        self._sync_buffers = trains or (self._sync_buffers and self.holders > 0)  # ranks evaluate as they like there
+        for unit in self.units:
+            if unit.reshard_after_forward or not torch.is_grad_enabled():
+                self._release(unit)
+
+    def _release(self, held: Unit | FlatGroup) -> None:
+        if not (self.keeps_gathered or self.holders):
+            held.release()
+
+    # Saved parameters, at stage 3.
+
+    def _start_packing(self) -> None:
+        """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
+        if self.stage < LAST_STAGE:
+            return
+        if self._depth == 0:
+            _calling.flats = [*_calling.flats, self]
+        autograd = torch._C._autograd
+        hooks = None
+        if autograd._saved_tensors_hooks_is_enabled():
+            users = autograd._top_saved_tensors_default_hooks(
+                True
+            )  # those of checkpoint see to saved tensors otherwise
+            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
+                pack, unpack = users or (_keep, _kept)
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
+                hooks.__enter__()
+        self._packing.append(hooks)
+
+    def _stop_packing(self) -> None:
+        if self.stage < LAST_STAGE:
+            return
+        if self._depth == 0:
+            _calling.flats = [flat for flat in _calling.flats if flat is not self]
+        hooks = self._packing.pop()
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
+    @contextmanager
+    def borrowing(self, groups: Sequence[FlatGroup], name: str, call: str) -> Iterator[bool]:
+        """Inside, the groups' parameters can be read, wherever the program is; a collective. Gives whether they stay
+        afterwards, as they do inside of a forward or backward pass."""
+        backward = torch._C._current_graph_task_id() >= 0
+        stays = backward or self._depth > 0
+        if stays and not backward:
+            self._advise(name, call)
+        missing = [group for group in groups if not group.is_whole]
+        if missing and not stays:
+            self.timed(self.ranks.meet)
+        for group in missing:
+            group.start_gather()
+        for group in groups:
+            group.finish_gather()
+            group.borrowed |= group in missing
+            if group.unit.first_call is None and torch.is_grad_enabled():
+                self._calls += 1
+                group.unit.first_call = self._calls
+        self._start_packing()
+        self._depth += 1
+        try:
+            yield stays
+        finally:
+            self._depth -= 1
+            self._stop_packing()
+            for group in missing if not stays else ():
+                group.release()
+
+    def _advise(self, name: str, call: str) -> None:
+        if not self._advised:
+            self._advised = True
+            warnings.warn(
+                f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
+                "gathered for it; name units so that one holds both, to save the message",
+                stacklevel=6,
+            )
+
+    def send_buffers(self) -> None:
+        """Every rank gets the first one's buffers, in one message for each type."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self.buffers:
+            by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+        for buffers in by_type.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.ranks.broadcast(flat)
+            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.data.copy_(values.view(buffer.shape))  # as torch's DDP: graphs that saved it stay usable
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Something of a pass of autograd has come; its end is to be noticed."""
+        if self.backward.scheduled and not self.backward.is_dead:
+            return
+        if self.backward.is_dead:
+            self._abandon()
+        self.backward.scheduled = True
+        self.backward.task = torch._C._current_graph_task_id()
+        for unit in self.units:
+            unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
+        end = partial(FlatModel._finish, self)
+        self.backward.end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._will_accumulate():
+            self._accumulate()
+
+    def _accumulate(self) -> None:
+        """The pass is one of backward, not of torch.autograd.grad."""
+        if not self.backward.accumulates:
+            self.backward.accumulates = True
+            if self.syncs or self.stage == LAST_STAGE:
+                self.ranks.announce("backward")
+
+    def _will_accumulate(self) -> bool:
+        return any(will_run(node) for group in self.order for node in group.accumulators)
+
+    def reach(self, unit: Unit, number: int) -> None:
+        """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
+        number are done."""
+        self.begin_backward()
+        self._see_to_complete()
+        if torch.is_grad_enabled():
+            self.backward.makes_graph = True
+            self.keeps_gathered = self.stage == LAST_STAGE
+        self._pass(number)
+        if unit.first_call is None or unit.first_call > number:  # of a graph that is older than the last backward pass
+            unit.first_call = 0
+        if not unit.in_backward:
+            unit.in_backward = True
+            self.backward.reached.append(unit)
+        if self.stage == LAST_STAGE and not unit.is_whole:
+            self.timed(unit.gather)
+            for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
+                each.start_gather()
+
+    def _before(self, unit: Unit) -> list[Unit]:
+        """The unit whose forward came before this one's, if it is to be sent for while this one computes."""
+        if not self.ranks.background:
+            return []
+        at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
+        return self._seen[at - 1 : at] if at else []
+
+    def _pass(self, number: int) -> None:
+        """Ends what came after a call in forward, and is done in backward."""
+        done = [unit for unit in self.backward.reached if _first_call(unit) > number]
+        for unit in sorted(done, key=_first_call, reverse=True):
+            if all(self._is_complete(group) for group in unit.groups):
+                self.backward.reached.remove(unit)
+                unit.in_backward = False
+                if unit.reshard_after_backward:
+                    self._release(unit)
+                self.flush(unit)
+
+    def _is_complete(self, group: FlatGroup) -> bool:
+        """Whether no gradient of the group is still to come in this pass."""
+        if self.arrivals.adding_elsewhere() == group.number:
+            return False
+        arrived = self.backward.arrived.get(group, ())
+        if len(arrived) == len(group.accumulators):
+            return True
+        return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
+
+    def _waits(self, group: FlatGroup) -> bool:
+        """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once."""
+        unit = group.unit
+        return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
+
+    def prepare(self, group: FlatGroup, i: int) -> None:
+        """A parameter's gradient is about to be added to `p.grad`, and that was not expected."""
+        backward = self.backward
+        if not (backward.scheduled and backward.accumulates) or backward.is_dead:
+            self.begin_backward()
+            self._accumulate()
+            backward = self.backward
+        self._see_to_complete()
+        if group in backward.launched:
+            self._reenters = group.unit.came_twice = True  # from the next pass on it waits
+            raise InvalidArgumentError(
+                f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
+                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
+            )
+        if not group.gradient.opened:
+            group.gradient.open(backward.arrived.setdefault(group, set()))
+        task = torch._C._current_graph_task_id()
+        if task != backward.task:
+            self._reenters = True  # by a reentrant checkpoint
+        self.arrivals.expected = task
+
+    def _see_to_complete(self) -> None:
+        """Where the gradient that this thread has added was the last one of its group, the group goes on its way."""
+        number = self.arrivals.take_complete()
+        if number < 0:
+            return
+        group = self.groups[number]
+        if self._waits(group):
+            return
+        if not self.syncs:
+            self._collect(group)
+        elif self.stage < LAST_STAGE:
+            self._launch_ready()
+
+    def _collect(self, group: FlatGroup) -> None:
+        group.gradient.collect(self.held, self.leaf)
+
+    def _launch_ready(self) -> None:
+        """Launches what is complete, in the order that all ranks keep."""
+        while self.backward.next < len(self.order):
+            group = self.order[self.backward.next]
+            arrived = len(self.backward.arrived.get(group, ()))
+            if self._waits(group) or (group not in self.backward.passed and arrived < len(group.params)):
+                return
+            self.launch(group)
+
+    def launch(self, group: FlatGroup) -> None:
+        """Starts a group's reduction."""
+        gradient = group.gradient
+        while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
+            self._settle()
+        if gradient.opened:
+            gradient.collect()
+        else:
+            gradient.take_in("backward", own=True)  # nothing has arrived
+        self.backward.launched.add(group)
+        while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
+            self.backward.next += 1
+        self.ranks.announce("reduce", group.number, gradient.has_reduced)
+        self.timed(gradient.launch)
+        self.backward.in_flight.append(group)
+        # The future of a hook may send more, from another thread, at another time on each rank.
+        if not self.ranks.background or (group.hook is not None and group.device.type == "cpu"):
+            self._settle()
+
+    def _settle(self) -> None:
+        group = self.backward.in_flight.popleft()
+        self.timed(group.gradient.settle)
+        for attached in self.optimizers:
+            attached.host.reduced(group)
+
+    def flush(self, unit: Unit) -> None:
+        """Backward has passed a unit, whose gradients are as complete as they will be."""
+        if not self.backward.accumulates:
+            return
+        for group in reversed(unit.groups):
+            if not group.trainable or group in self.backward.launched or self._waits(group):
+                continue
+            if not self.syncs:
+                if group.gradient.opened:
+                    self._collect(group)
+            elif self.stage == LAST_STAGE:  # every rank has gathered the same units
+                self.launch(group)
+            else:  # a rank may have left some out
+                self.backward.passed.add(group)
+                self._launch_ready()
+
+    @eager
+    def _finish(self) -> None:
+        """End of a pass of autograd."""
+        if not self.backward.accumulates:
+            self._reset()
+            return
+        try:
+            if self.syncs:
+                for group in self.order:
+                    if group not in self.backward.launched:
+                        self.launch(group)
+                self.ranks.announce("used")
+            self.conclude()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def conclude(self) -> None:
+        """All groups are on their way: waits for them, and shows their gradients."""
+        if self.syncs:
+            used = self._start_used_params()  # behind all groups: some ranks have launched them before
+            while self.backward.in_flight:
+                self._settle()
+            self._finish_used_params(used)
+        for group in self.order:
+            if group.gradient.opened:
+                self._collect(group)
+            elif group not in self.backward.launched and group not in self.backward.arrived:
+                group.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
+            group.gradient.show()
+        self._reset()
+
+    def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
+        """Starts the message in which every trainable parameter that this rank has a gradient of is a 1. Gives it, the
+        memory in which the host gets the ranks' largest bytes, that of the device, and the work."""
+        said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
+        for group in self.order:
+            has = group.gradient.contributed | group.gradient.has
+            numel = len(group.params)
+            said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
+        if self.stage == LAST_STAGE:
+            said += _with_complement(self.ranks.order)
+        heard = bytearray(said)
+        flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
+        if self.ranks.data_world_size == 1:
+            return said, heard, flags, None
+        self.ranks.count("flags", flags.nbytes)
+        work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
+        return said, heard, flags, work if self.ranks.background else None
+
+    def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
+        said, heard, flags, work = used
+        if work is not None:
+            self.timed(work.wait)
+        if self.ranks.replicas is not None:
+            self.ranks.replicas.all_reduce(flags, "max")
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and heard == said:  # the common case; checksums have complements, so all ranks' are equal
+            return
+        missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
+        if on_cpu:
+            values = [*heard]
+            self._read_header(values)
+        else:  # the common case does not wait for a device: it reads the header of the backward pass before
+            before, self._heard = self._heard, flags[:HEADER_NBYTES].clone()
+            if before is not None:
+                self._read_header(before.tolist())
+            values = flags.tolist() if missing else []
+        if not values:
+            return
+        if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
+            self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
+            raise MismatchError(
+                f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
+                "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
+                "some ranks run into no unit of its own"
+            )
+        users = iter(values[HEADER_NBYTES:])
+        for group in self.order if missing else ():
+            group.gradient.has |= {i for i in range(len(group.params)) if next(users)}
+
+    def _options_checksum(self) -> bytes:
+        """Of the optimizers' options; zeros of a rank that has joined, whose options follow the others' at each
+        step."""
+        if self.ranks.joining is not None and self.ranks.joining.shadowing:
+            return bytes(2 * CHECKSUM_NBYTES)
+        stepped, self.stepped = self.stepped, set()
+        return _with_complement(sum(options.checksum() for options in stepped) % (1 << 8 * CHECKSUM_NBYTES))
+
+    def _read_header(self, values: list[int]) -> None:
+        """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
+        rank has reentrant checkpoints."""
+        *options, reenters = values[:HEADER_NBYTES]
+        self.options_differ |= _differ(options)
+        if reenters:
+            self._reenters = True
+
+    def _reset(self, done: bool = True) -> None:
+        ended, self.backward = self.backward, BackwardPass()
+        self.arrivals.end()
+        if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
+            self.keeps_gathered = False
+        if done and ended.accumulates and self._reenters is None:
+            self._reenters = False
+        self._forgets |= ended.accumulates
+        self._awaits &= not ended.accumulates
+        for unit in self.units:
+            unit.in_backward = False
+            if unit.reshard_after_backward and not self.held:
+                self._release(unit)
+
+    def _abandon(self) -> None:
+        """Forgets a backward pass that failed, and all gradients with it."""
+        if self.backward.accumulates:
+            self.forget_gradients()
+        self.keeps_gathered = False
+        self._reset(done=False)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """A step of forward and backward passes of parts of the module in any order, as in a pipeline: parameters are
+        whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`). `begin_part`
+        says what comes next."""
+        self.begin_forward()
+        self._sync_buffers = self.sync and torch.is_grad_enabled()
+        for unit in self.units:
+            self.timed(unit.gather)
+        for group in self.order:
+            group.gradient.begin_parts()
+        before, self.sync, self.held = self.sync, False, True
+        self.leaf, self._leaves = None, 0
+        try:
+            yield
+        except BaseException:
+            self.sync, self.held = before, False
+            self.backward.accumulates = True
+            self._abandon()
+            raise
+        self.sync, self.held = before, False
+        for group in self.order:
+            group.gradient.end_parts(self._leaves)
+        if torch.is_grad_enabled() and self.sync:
+            self.backward.accumulates = True
+            self._finish()
+        else:
+            self._reset()
+
+    def begin_part(self, microbatch: int | None) -> None:
+        """Inside of `interleaved`: what follows is a part of this micro-batch's passes; None: of each parameter's
+        next."""
+        self.leaf = microbatch
+        self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
+
+    def decide(self) -> None:
+        """A forward pass decides whether its backward pass reduces. One inside of `no_sync` leaves that to an earlier
+        one whose backward pass has not come, and so does one that backward runs again."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self._awaits |= self.sync
+        self.decided = self._awaits
+
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward pass now reduces."""
+        return self.sync if self.decided is None else self.decided
+
+    def forget_gradients(self) -> None:
+        """As zero_grad() does."""
+        for group in self.order:
+            for p in group.params:
+                p.grad = None
+            group.gradient.drop()
+
+    def restage(self, stage: int) -> None:
+        """Moves everything to another stage."""
+        if stage and any(group.hook is not None for group in self.groups):
+            raise UnsupportedError(
+                f"restage: rank {self.ranks.rank} got stage={stage} for a module with a communication hook, which "
+                "gives whole gradients, expected 0; train it without the hook"
+            )
+        for unit in self.units:
+            unit.release()
+        optimizers = self.shared_optimizers()
+        states = [attached.take_state() for attached in optimizers]
+        self.forget_gradients()
+        self.stage = stage
+        for group in self.groups:
+            group.restage(stage)
+        self.find_homes()
+        for attached, state in zip(optimizers, states, strict=True):
+            attached.rebuild(state)
+
+    def unwrap(self) -> None:
+        """Makes the module and its optimizers plain ones; a collective."""
+        if self.ranks.joining is not None:
+            raise UnsupportedError(
+                f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
+            )
+        if self.backward.scheduled:  # the last backward pass raised half-way
+            self._abandon()
+        if self.unmade is not None:
+            self._check_unmade(self.unmade, "unshard")
+        for unit in self.units:
+            unit.release()
+        for attached in self.shared_optimizers():
+            attached.detach()
+        self.options_differ = False
+        for unit in self.units:
+            unit.unwrap()
+        self.detach()
+        self.unwrapped = True
+        for unit in self.units:  # nothing waits for the garbage collector
+            del unit.flat
+
+    def detach(self) -> None:
+        """Takes every hook away; the parameters stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for group in self.groups:
+            for p in group.params:
+                del p._ringcomm
+
+    # ---- what must not change -------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Takes in what was changed of the module since it was wrapped, or refuses it."""
+        new = self._new_parameter()
+        if new:
+            raise InvalidArgumentError(
+                f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
+                "the parameters as they were; ringcomm.unshard the module, change it and wrap it again"
+            )
+        for group in self.groups:
+            if group.stage < LAST_STAGE:
+                group.rebound("forward")
+        if self.unmade is not None:
+            self._check_unmade(self.unmade, "forward")
+        self._unfreeze()
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [*map(_requires_grad, chain.from_iterable(group.params for group in self.order))]
+        if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
+            self._trained = trained
+            self._reenters = self._reenters or None
+
+    def _check_unmade(self, unmade: Unmade, call: str) -> None:
+        for group in self.groups:
+            group.adopt_writes(call)
+        unmade.check(self.ranks, self.module, call)
+        self.unmade = None
+
+    def _new_parameter(self) -> str | None:
+        """The name of a parameter that the module did not have. Other modules without parameters may come and go."""
+        if _C.addresses(self._dicts) == self._members:
+            return None
+        known = {id(p) for group in self.groups for p in group.params}
+        named = self.module.named_parameters()
+        new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
+        if new is None:
+            self._look_inside()
+        return new
+
+    def _unfreeze(self) -> None:
+        """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
+        thawed = [g for g in self.groups if not g.trainable and any(p.requires_grad for p in g.params)]
+        if not thawed:
+            return
+        self.ranks.agree("forward", [f"trains {name}" for group in thawed for name in group.names])
+        for group in thawed:
+            group.thaw()
+            self._watch(group)
+        self._set_order()
+        for attached in self.shared_optimizers():
+            attached.rebuild()
+
+
+@lru_cache
+def _with_complement(checksum: int) -> bytes:
+    """Its bytes, and those of its complement. The largest of each over the ranks tells whether all are equal."""
+    some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
+    return some + bytes(255 - byte for byte in some)
+
+
+def _differ(largest: list[int]) -> bool:
+    """Whether ranks had different checksums: a byte and its complement then add up to more than 255."""
+    pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
+    return any(a + b != 255 for a, b in pairs)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the pass of autograd that is running runs a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad of a parameter
+        return False
+
+
+def _first_call(unit: Unit) -> int:
+    return unit.first_call or 0
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What autograd keeps of a parameter of stage 3, in place of its memory. It must not hold the model, which may hold
+    the graph."""
+
+    home: weakref.ref[FlatGroup]
+    number: int  # of the last call when it was saved
+    window: Window
+
+    def values(self) -> torch.Tensor:
+        """Those of the parameter; a collective where its group is not gathered."""
+        group = self.home()
+        if group is None or group.unit is None:
+            raise RuntimeError(
+                "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
+            )
+        if group.is_whole:
+            return group.window(self.window)
+        if torch._C._current_graph_task_id() >= 0:
+            group.unit.flat.reach(group.unit, self.number)
+            return group.window(self.window)
+        with group.unit.flat.borrowing([group], group.unit.name, "a saved tensor"):  # somebody looks at the graph
+            return group.window(self.window).clone()
+
+
+def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """What packs saved tensors, and all but parameters of stage 3 with ``pack``."""
+
+    def packed(x: torch.Tensor) -> Any:
+        memory = x.untyped_storage()._cdata
+        for flat in _calling.flats:
+            group = flat._homes.get(memory)
+            if group is not None:
+                return SavedParameter(weakref.ref(group), flat._calls, Window.of(x))
+        return pack(x)
+
+    return packed
+
+
+def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """The reverse of `_packing`."""
+    return lambda saved: saved.values() if isinstance(saved, SavedParameter) else unpack(saved)
+
+
+def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """As autograd keeps a tensor. It must not be a node's own output, which would hold the node."""
+    return x.detach(), x._version
+
+
+def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = saved
+    if x._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
+        )
+    return x
+
+
+# Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.
+
+
+@eager
+def _prepare(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int) -> None:
+    here, home = flat(), group()
+    if here is not None and home is not None:
+        here.prepare(home, i)
+
+
+def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
+    """Bytes of the message that ends a synchronised backward pass: the header, which parameters were used, and at stage
+    3 the units' order."""
+    used = sum(len(group.params) for group in groups)
+    return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
+
+
+def flat_model_of(module: nn.Module) -> FlatModel | None:
+    """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
+    parameters."""
+    for p in module.parameters():
+        place = place_of(p)
+        if place is not None:
+            return place.flat
+    return None

@@ -1,0 +1,452 @@
+"""`ringcomm.fully_shard`: stage 3 module by module, with the keywords of torch's function of the same name.
+
+    for block in model.blocks:
+        ringcomm.fully_shard(block)
+    ringcomm.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+Each call makes a unit of the parameters that no call below has taken; the last one, on the module that holds all the
+others, joins them. The bits are those of `ringcomm.shard` at stage 3.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.process_group import shared_communicator
+from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, RANKS
+from ringcomm.data_parallel.flat_model import FlatModel
+from ringcomm.data_parallel.group import LAST_STAGE
+from ringcomm.data_parallel.layout import Atom
+from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
+from ringcomm.data_parallel.module_state import keep_state_of
+from ringcomm.data_parallel.optimizer import watch_optimizers
+from ringcomm.data_parallel.partition import Recipe, kept_in_their_type, named_parameters
+from ringcomm.data_parallel.precision import MixedPrecision, precision_of
+from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.unit import Unit, UnitModule, mix_in
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
+from ringcomm.mesh import Mesh, refuse_no_mesh
+from ringcomm.validation import FLAG, TEXT, Wanted, a, expects, several
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
+CommunicatorPair = tuple[Communicator, Communicator]
+_WHOLE = 1 << 62  # bytes: a unit is not cut into buckets
+
+
+# ---- what a module can do ----------------------------------------------------------------------------------------
+
+
+class UnshardHandle:
+    """Parameters on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Returns when they can be read."""
+        self._unit.gather()
+
+
+class FSDPModule(UnitModule):
+    """What `fully_shard` adds to a module's class."""
+
+    _ringcomm_unit: Unit
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Collects the parameters of this module's own unit; every rank does. Returns a handle with ``async_op``."""
+        unit = self._ringcomm_unit
+        unit.start_gather()
+        if async_op:
+            return UnshardHandle(unit)
+        unit.gather()
+        return None
+
+    def reshard(self) -> None:
+        """Lets go of the other ranks' parameters of this module's own unit."""
+        self._ringcomm_unit.release()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the backward passes from now on only accumulate on this rank. For the outermost module alone."""
+        self._everything("set_requires_gradient_sync", recurse).sync = bool(requires_gradient_sync)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        with self._everything("no_sync", True).no_sync():
+            yield
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted, and of no effect: every backward pass waits for its reductions."""
+
+    def reset_iter_state(self) -> None:
+        """Forgets a forward or backward pass that raised, and the gradients. The next forward pass does so anyway."""
+        self._ringcomm_unit.flat._abandon()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the parameters go between forward and backward."""
+        for unit in self._units(recurse):
+            unit.asked_reshard = unit.reshard_after_forward = bool(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the parameters go after backward. With False they stay until the optimizer's step."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = bool(reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Whose parameters are sent for when this module's forward begins; by default of the module that came next in
+        the last pass. Every rank names the same."""
+        self._ringcomm_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Whose parameters are sent for when this module's backward begins; by default of the module before it in
+        forward."""
+        self._ringcomm_unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
+        return [each._ringcomm_unit for each in modules if isinstance(each, FSDPModule)]
+
+    def _everything(self, call: str, recurse: bool) -> FlatModel:
+        """The flat model, of which this module must be all."""
+        flat = self._ringcomm_unit.flat
+        if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
+            raise UnsupportedError(
+                f"{call}: rank {flat.ranks.rank} got a part of the sharded module, expected all of it; call it on the "
+                "outermost module of fully_shard, with recurse=True"
+            )
+        return flat
+
+
+_REFUSED = {
+    "set_requires_all_reduce": "gradients are averaged over replicas as soon as over shards",
+    "set_custom_all_gather": "the collectives are ringcomm's own",
+    "set_custom_reduce_scatter": "the collectives are ringcomm's own",
+    "set_all_reduce_hook": "a reduction's result is not shown before backward has ended",
+    "set_post_optim_event": "a step and the next gather are ordered already",
+    "set_reduce_scatter_divide_factor": "gradients are averaged over all ranks",
+    "set_gradient_divide_factor": "gradients are averaged over all ranks",
+    "set_force_sum_reduction_for_comms": "the average is one operation here",
+    "set_reduce_scatter_unused_params": "unused parameters always take part",
+    "set_reduce_scatter_max_input_buffers": "two reductions are in flight at most",
+    "set_separate_reduce_scatter_group": "all collectives share one communicator",
+    "set_unshard_in_backward": "backward brings what it passes",
+    "set_allocate_memory_from_process_group_for_comm": "buffers are visible to the peers already",
+    "set_symm_mem_for_comm": "buffers are visible to the peers already",
+}
+
+
+def _refusal(name: str, why: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        rank = self._ringcomm_unit.flat.ranks.rank
+        raise UnsupportedError(
+            f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
+        )
+
+    method.__name__, method.__doc__ = name, f"Raises UnsupportedError: {why}."
+    return method
+
+
+for _name, _why in _REFUSED.items():
+    setattr(FSDPModule, _name, _refusal(_name, _why))
+
+
+_lock = threading.Lock()
+
+
+def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
+    for each in modules:
+        if not isinstance(each, FSDPModule):
+            raise InvalidArgumentError(
+                f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
+                "was called on; pass those"
+            )
+    return [each._ringcomm_unit for each in modules]
+
+
+@expects("register_forward_method", module=MODULE, name=TEXT)
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Lets another method of a module of a unit bring the parameters as ``forward`` does, such as "encode".
+
+    Nothing happens to a plain module.
+
+    Raises: InvalidArgumentError: no such method.
+    """
+    if not isinstance(module, UnitModule):
+        return
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise InvalidArgumentError(
+            f"register_forward_method: got {shown(name)}, which {type(module).__name__} does not have, expected a "
+            "method's name; pass one"
+        )
+    unit: Unit = module.__dict__["_ringcomm_unit"]
+
+    @wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return unit.call(module, method, args, kwargs)
+
+    unit.undo.append(partial(_put_back, module, name, module.__dict__.get(name)))
+    setattr(module, name, forward)
+
+
+def _put_back(module: nn.Module, name: str, before: Any) -> None:
+    """A module's own method, as it was."""
+    delattr(module, name)
+    if before is not None:
+        setattr(module, name, before)
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------
+
+
+def _modules(value: Any) -> Any:
+    found = [value] if isinstance(value, nn.Module) else list(value)
+    if not found or not all(isinstance(each, nn.Module) for each in found):
+        raise ValueError("there is no module")
+    return value if isinstance(value, nn.Module) else found
+
+
+@expects(
+    "fully_shard",
+    module=Wanted("a torch.nn.Module or a list of them", _modules),
+    ignored_params=several("parameters", a("", nn.Parameter)),
+    comm=RANKS,
+    atom=ATOM,
+    broadcast_buffers=FLAG,
+    init_fn=INIT,
+)
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | Mesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: Any = MixedPrecision(),  # noqa: B008  it is frozen
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    comm: Communicator | CommunicatorPair | None = None,
+    atom: Atom = "element",
+    broadcast_buffers: bool = True,
+    init_fn: InitFn | Literal[False] | None = None,
+) -> _M:
+    """Shards a module's parameters, gradients and optimizer state over all ranks, composed module by module.
+
+    Call it on the parts first and on the whole last, each with the same ranks. Make the optimizer afterwards; it works
+    on the shards from its first step, or its first `ringcomm.shard(model, optimizer)`, on.
+
+    Args:
+        module: takes the parameters below it that no other call has taken; of a list, those of all its modules, which
+            are called one after the other in this order.
+        mesh: the ranks; of two axes the first replicates and the second shards.
+        reshard_after_forward: whether the parameters go between forward and backward; None: not those of the
+            outermost module.
+        mp_policy: a MixedPrecision, or torch's MixedPrecisionPolicy. In torch's a ``reduce_dtype`` of None is read as
+            torch reads it, ``param_dtype``; in ours it is the master weights' type.
+        offload_policy: torch's CPUOffloadPolicy, or True: master weights, optimizer state and step on the host.
+        ignored_params: stay as they are, whole on every rank; so do their gradients.
+        comm: in place of ``mesh``, also a pair: over those that share the shards, over those that hold the same one.
+        atom: what a shard's end must not cut; "tensor" for optimizers that look at whole tensors.
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        init_fn: as of `ringcomm.shard`: initialises submodules on the meta device, those of this call at once.
+    Returns: ``module``, whose class has become one with the methods of FSDPModule.
+    Raises:  InvalidArgumentError: a module that is wrapped already, a parameter shared with a module outside.
+             UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward.
+             MismatchError: the ranks have different modules.
+    """
+    reshard = _reshard(reshard_after_forward)
+    _refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    top = modules[0] if isinstance(module, nn.Module) else nn.ModuleList(modules)
+    ranks = _ranks_for(comm, mesh, real_device(top))
+    below = _below(top, modules, ranks)
+    taken = {id(p): p for unit in below for group in unit.groups for p in group.params}
+    ignored = list(ignored_params or ())
+    params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored], meta=True)
+    if not params and not taken:
+        raise InvalidArgumentError(
+            f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
+            "leave it out"
+        )
+    precision = precision_of(mp_policy, "fully_shard", "mp_policy")
+    host = _host(offload_policy)
+    how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}, {init_fn is False}"
+    ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
+    device = device_of(ranks.comm, top)
+    waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
+    recipe = Recipe(
+        ranks=ranks,
+        stage=LAST_STAGE,
+        precision=precision,
+        bucket_bytes=_WHOLE,
+        atom=atom,
+        tree=False,
+        master_device=host,
+        optimizer_group={},
+        kept=kept_in_their_type(top),
+        device=device,
+    )
+    unit = recipe.unit("", modules, params, bool(reshard))
+    unit.precision, unit.asked_reshard = precision, reshard
+    waiting.initialise([unit])
+    unmade = [each.flat.unmade for each in below]
+    flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
+    flat.unmade = waiting.left_in(flat, unmade)
+    for each in modules:
+        keep_state_of(each, unit, unit.groups)
+        mix_in(each, unit, FSDPModule)
+    watch_optimizers()
+    return module
+
+
+def _reshard(asked: Any) -> bool | None:
+    if asked is None or isinstance(asked, bool):
+        return asked
+    raise UnsupportedError(
+        f"fully_shard: got reshard_after_forward={shown(asked)}, expected True, False or None; between forward and "
+        "backward parameters are whole or in all ranks' shards"
+    )
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"fully_shard: got {name}={shown(value)}, expected None; parameters are cut by the flat layout, "
+                "over one or two axes of a mesh"
+            )
+
+
+def _join(
+    top: nn.Module, ranks: Ranks, precision: MixedPrecision, below: list[Unit], unit: Unit, broadcast_buffers: bool
+) -> FlatModel:
+    """Makes the flat model of the unit and those below it."""
+    for flat in {id(each.flat): each.flat for each in below}.values():
+        flat.detach()
+    for each in below:
+        each.reshard_after_forward = each.asked_reshard is None or each.asked_reshard
+    names = {id(p): name for name, p in top.named_parameters()}
+    paths = {id(m): name for name, m in top.named_modules()}
+    for each in below:
+        each.name = paths[id(each.modules[0])]
+        for group in each.groups:
+            group.rename(names)
+    flat = FlatModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
+    flat.send_buffers()
+    return flat
+
+
+def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]:
+    """The units of earlier calls on modules below, in the order of the modules."""
+    wrong = next((m for m in modules if isinstance(m, FSDPModule)), None)
+    if wrong is not None:
+        raise InvalidArgumentError(
+            f"fully_shard: rank {ranks.rank} got {type(wrong).__name__}, which is sharded already, expected a plain "
+            "module; call it once"
+        )
+    inside = {id(m) for m in top.modules()}
+    units = {id(m._ringcomm_unit): m._ringcomm_unit for m in top.modules() if isinstance(m, FSDPModule)}
+    for unit in units.values():
+        mine = {id(each) for each in unit.flat.units}
+        if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):
+            raise InvalidArgumentError(
+                f"fully_shard: rank {ranks.rank} got {type(top).__name__}, which holds only a part of what an earlier "
+                "call has joined, expected all of it; call it on the parts first and on the whole last"
+            )
+        if unit.flat.ranks is not ranks:
+            raise UnsupportedError(
+                f"fully_shard: rank {ranks.rank} got other ranks than for a module below, expected the same; pass "
+                "equal comm and mesh in every call"
+            )
+        if unit.flat.optimizers:
+            raise InvalidArgumentError(
+                f"fully_shard: rank {ranks.rank} got a module whose parts have an optimizer that has stepped, expected "
+                "none; step after the last call"
+            )
+        _refuse_shared(top, unit, ranks.rank)
+    return list(units.values())
+
+
+def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
+    """Raises for a parameter of the unit that a module outside uses, where it would not be whole."""
+    inside = {id(m) for each in unit.modules for m in each.modules()}
+    names = {id(p): name for group in unit.groups for p, name in zip(group.params, group.names, strict=True)}
+    for path, m in top.named_modules():
+        for key, p in m._parameters.items():
+            if p is not None and id(p) in names and id(m) not in inside:
+                raise InvalidArgumentError(
+                    f"fully_shard: rank {rank} got {path}.{key}, which is {names[id(p)]} of a module that is sharded "
+                    "by itself, expected its users in one call; leave that module to an outer call, or pass both in a "
+                    "list"
+                )
+
+
+def _facts(params: list[tuple[str, nn.Parameter]]) -> list[str]:
+    return [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in params]
+
+
+def _host(policy: Any) -> torch.device | None:
+    names = {kind.__name__ for kind in type(policy).__mro__}
+    if policy is True or "CPUOffloadPolicy" in names:
+        return torch.device("cpu")
+    if policy is None or policy is False or "OffloadPolicy" in names:
+        return None
+    raise InvalidArgumentError(
+        f"fully_shard: got offload_policy={shown(policy)}, expected None, True or torch's CPUOffloadPolicy; pass one "
+        "of these"
+    )
+
+
+# ---- ranks: the same communicator for every call -----------------------------------------------------------------
+
+_known: weakref.WeakKeyDictionary[Ranks, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _ranks_for(
+    comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
+) -> Ranks:
+    """The ranks of an earlier call with the same arguments while its modules live, else new ones."""
+    import torch.distributed as dist
+
+    if comm is not None and mesh is not None:
+        raise InvalidArgumentError("fully_shard: got both comm and mesh, expected one of them; leave one out")
+    if mesh is not None:
+        refuse_no_mesh(mesh, "fully_shard")
+    source: tuple[Any, ...] = ()
+    if comm is not None:
+        source = comm if isinstance(comm, tuple) else (comm,)
+    elif isinstance(mesh, Mesh):
+        source = (mesh,)
+    elif mesh is not None:
+        source = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    elif dist.is_available() and dist.is_initialized():
+        source = (dist.group.WORLD,)
+    key = (device, *source)
+    with _lock:
+        known = list(_known.items())
+    for ranks, theirs in known:
+        if len(key) == len(theirs) and key[0] == theirs[0] and all(map(operator.is_, key[1:], theirs[1:])):
+            return ranks
+    if comm is not None:
+        ranks = Ranks(*source)
+    elif mesh is not None:
+        ranks = ranks_of_mesh(mesh, "fully_shard", device, shared=True)
+    else:
+        ranks = Ranks(shared_communicator(None, "fully_shard", device))
+    with _lock:
+        _known[ranks] = key
+    return ranks

@@ -1,0 +1,609 @@
+"""A flat group's gradient: from what autograd leaves in `p.grad` to the mean over all ranks, whole or this rank's
+shard.
+
+    autograd   p.grad of every parameter, in the type of the forward pass
+    collect    packed and cast into `local`: this rank's sums over one or more backward passes
+    launch     `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
+    settle     `reduced` += the mean; p.grad is a view of it (stage 0), or a ShardedGradient
+    take_in    what the user has put into p.grad counts
+
+Means are added to what was reduced before, and local sums to local sums, so every stage does the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+import sys
+from collections.abc import Collection, Sequence
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringcomm.data_parallel.ranks import uses
+from ringcomm.data_parallel.sharded_gradient import ShardedGradient
+from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.group import FlatGroup
+
+
+_OWN_REFERENCES = next(map(sys.getrefcount, [object()]))  # to what only a list holds, seen in such a map
+_grad_of = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+_layout_of = operator.attrgetter("layout")
+
+
+def _same(gradient: Gradient | None) -> Gradient | None:
+    return gradient
+
+
+def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those that not only this list holds."""
+    return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
+
+
+class Gradient:
+    """Buffers and state of one group's gradient.
+
+    Args:
+        tree: add the backward passes between two reductions up in a balanced binary tree, as the ranks are. With a
+            power of two of passes the sum's bits do not depend on how passes are dealt out to ranks; it costs one
+            buffer for each level of the tree.
+
+    Attributes:
+        counts: with ``tree``, by parameter, how many passes its sums are of. A level of the tree has a part of it where
+            the number has that bit, and zeros elsewhere.
+        base: how many there were when a step of a pipeline began.
+    """
+
+    def __init__(self, group: FlatGroup, stage: int, tree: bool) -> None:
+        self.group, self.stage, self.tree = group, stage, tree
+        self.ranks, self.layout = group.ranks, group.layout
+        self.dtype = group.types.master
+        self.start, self.end = group.owned(stage)
+        numel = self.layout.numel if stage < 2 else self.layout.shard_numel
+        self._lie_in(self.ranks.empty(numel, self.dtype, group.device))
+        self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
+        self._addresses: list[int] = []  # of these
+        self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
+        # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
+        alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
+        self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
+        self.views: list[torch.Tensor] | None = None
+        # Whether `p.grad` is not what was reduced: that has another type, or is a part of what the model's ranks have.
+        self.standing = stage > 0 or not self.plain or self.ranks.cuts_model
+        named = zip(group.params, group.names, strict=True)
+        self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
+        self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
+        self.counts = [0] * len(group.params)
+        self.base = 0
+        self.has_reduced = False
+        self.contributed: set[int] = set()  # who has a gradient in the local sums
+        self.has: set[int] = set()  # who has one in what was reduced
+        self.shown: list[torch.Tensor | None] = [None] * len(group.params)  # what `show` has put into p.grad
+        self.in_place = False  # whether autograd adds to the local sums
+        self.work: Any = None
+
+    def _lie_in(self, buffer: torch.Tensor) -> None:
+        """Takes memory for what is reduced."""
+        self.buffer = buffer
+        self.reduced = self.buffer[self.start : self.end] if self.stage < 2 else self.buffer
+        self.buffer._ringcomm_uses = uses(self.buffer)
+
+    def _leave_buffer(self) -> None:
+        """Leaves the memory to users who still see it in slices of gradients, or in what autograd has saved."""
+        own = [*map(operator.eq, map(torch.Tensor.data_ptr, self._means), self._addresses)]
+        if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
+            self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
+            for i, is_own in enumerate(own):
+                if is_own:
+                    self._means[i].data = self._part(self.buffer, i)
+                    self._addresses[i] = self._means[i].data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that stay."""
+        return self.buffer.nbytes
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there are sums that were not reduced."""
+        return any(level is not None for level in self.levels)
+
+    # ---- a backward pass ------------------------------------------------------------------------------------------
+
+    @property
+    def opened(self) -> bool:
+        """Whether a backward pass adds gradients now."""
+        return len(self.group.noted) > 0
+
+    def open(self, arrived: set[int]) -> None:
+        """Before the first gradient of a backward pass arrives: shows autograd what to add to.
+
+        Args:
+            arrived: gets the parameters whose gradients arrive.
+        """
+        self.take_in("backward", own=True)
+        self.group.noted[:] = arrived, self.contributed
+        self.in_place = self.plain and not self.tree and self.has_local
+        if self.has_reduced or self.has_local:
+            self._put(self._local_views() if self.in_place else [None] * len(self.shown))
+
+    def collect(self, apart: bool = False, leaf: int | None = None) -> None:
+        """After the last gradient of a backward pass: adds them to the local sums.
+
+        Args:
+            apart: whether the pass is a part of one: parameters without a gradient get theirs from another part.
+            leaf: with ``apart``, of which micro-batch of the step; None: each parameter's next.
+        """
+        params = self.group.params
+        with torch._C.DisableTorchFunctionSubclass():
+            fresh = self._fresh([*map(_grad_of, params)])
+        self.group.noted.clear()
+        if not fresh:
+            return
+        if self.tree and apart and not self._fills_a_level(fresh, leaf):
+            for i, grad in fresh:
+                self._advance(i, self.counts[i] if leaf is None else self.base + leaf)
+                self._add_leaf(i, grad)
+            self._free_levels()
+        elif self.tree or not self.has_local:
+            self._push(self._packed(fresh))
+        else:
+            local = self.levels[0]
+            assert local is not None
+            for i, grad in fresh:
+                if self.in_place:  # with create_graph autograd adds into memory of its own
+                    self._part(local, i).copy_(grad)
+                else:
+                    self._part(local, i).add_(grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, _ in fresh:
+                params[i].grad = None
+
+    def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+        """What autograd has left that is not in the local sums yet."""
+        if self.views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, in few steps of Python
+            given: list[torch.Tensor] = [*grads]
+            if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
+                return [*enumerate(given)]
+        fresh = []
+        for i, grad in enumerate(grads):
+            if grad is None or isinstance(grad, ShardedGradient):
+                continue
+            if self.views is not None and grad is self.views[i]:
+                continue
+            if grad.layout != torch.strided:
+                raise InvalidArgumentError(
+                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
+                    "dense one; build its module with sparse=False"
+                )
+            fresh.append((i, grad.detach() if grad.requires_grad else grad))
+        return fresh
+
+    def show(self) -> None:
+        """Between backward passes: what users see as `p.grad`."""
+        if self.has_reduced and len(self.has) == len(self.shown):
+            self.shown = [*(self.standins if self.standing else self._all_means())]
+        else:
+            self.shown = [self._shown(i) for i in range(len(self.shown))]
+        if self.has_reduced or self.has_local:
+            self._put(self.shown)
+
+    def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Makes them what `p.grad` is."""
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                for p, grad in zip(self.group.params, grads, strict=True):
+                    p.grad = grad
+        except RuntimeError:
+            self.group.rebound("backward")  # raises where forward has cast a parameter
+            raise
+
+    def _shown(self, i: int) -> torch.Tensor | None:
+        if self.has_reduced and i in self.has:
+            return self.standins[i] if self.standing else self._all_means()[i]
+        if self.has_local and i in self.contributed:
+            return self._local_views()[i] if self.plain and not self.tree else self.standins[i]
+        return None
+
+    def _local_views(self) -> list[torch.Tensor]:
+        """Parts of the only local sums there are."""
+        if self.views is None:
+            assert self.levels[0] is not None
+            self.views = self.group.parts(self.levels[0])
+        return self.views
+
+    def _all_means(self) -> list[torch.Tensor]:
+        """Every parameter's mean, where it is here as `p.grad` is to be."""
+        if not self._means:
+            self._means = [self._new_mean(i) for i in range(len(self.shown))]
+            self._addresses = [mean.data_ptr() for mean in self._means]
+        return self._means
+
+    def _new_mean(self, i: int) -> torch.Tensor:
+        """A tensor for `p.grad`. It is no view, which torch would not let detach in place."""
+        return self.buffer.new_empty(0).set_(self._part(self.buffer, i))
+
+    def drop(self) -> None:
+        """Forgets everything."""
+        if self.work is not None:
+            work, wire, out, _ = self.work
+            self.work = None
+            with contextlib.suppress(RingcommError):  # whoever forgets does not want the result
+                work.wait()
+            self._give_back(wire, out, *self.levels)
+            self._no_levels()
+        self.shown = [None] * len(self.shown)
+        self._leave({*range(len(self.shown))})
+        self._give_back(*self.levels)
+        self._no_levels()
+        self.views = None
+        self.group.noted.clear()
+        self.has_reduced = False
+        self.contributed.clear()
+        self.has.clear()
+        self._leave_buffer()
+        self.changed()
+
+    def _leave(self, forgotten: Collection[int]) -> None:
+        """What users have kept of gradients that are to be forgotten keeps its values, in memory of its own."""
+        for i in _kept(self._means):
+            if i in forgotten and i in self.has:
+                self._means[i].data = self._means[i].clone()
+                self._means[i] = self._new_mean(i)
+        kept: Gradient | None = None
+        for i in _kept(self.standins) if self.standing or self.tree else ():  # else they are never shown
+            if i not in forgotten:
+                continue
+            if kept is None and i in self.has:
+                kept = copy.copy(self)
+                kept.buffer = kept.reduced = self.reduced.clone()
+                kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
+                kept.views, kept._means, kept.shown = None, [], []
+            self.standins[i]._owner = partial(_same, kept if i in self.has else None)
+            self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
+
+    def reconcile(self) -> None:
+        """Forgets what the user has set to None."""
+        if not (self.has_reduced or self.has_local):
+            return
+        held = self.has | self.contributed
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = [i for i in held if self.group.params[i].grad is None]
+        if gone and len(gone) == len(held):
+            return self.drop()
+        for i in gone:
+            self.shown[i] = None
+        self._leave({*gone})
+        if not self.has_local:
+            self._leave_buffer()
+        for i in gone:
+            self.has.discard(i)
+            self.contributed.discard(i)
+            self._zero(i)
+
+    def take_in(self, call: str, own: bool = False) -> None:
+        """What the user has put in the place of a gradient counts; what was set to None is forgotten.
+
+        Args:
+            own: whether it is this rank's own sum where there is neither a mean nor a sum: backward adds to it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [*map(_grad_of, self.group.params)]
+            if self._unchanged(grads):
+                return
+            if {*map(type, grads)} == {type(None)}:  # the common case, in few steps of Python
+                return self.drop()
+            self.reconcile()
+            if self.opened:
+                return
+            others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
+            if len(others) > 1:  # they may have been exchanged
+                others = [
+                    (i, g if g is self.standins[i] or g.layout != torch.strided else g.clone()) for i, g in others
+                ]
+            if own and others and not (self.has_reduced or self.has_local):
+                fresh = self._fresh(grads)
+                self.contributed = {i for i, _ in fresh}
+                self._push(self._packed(fresh))
+                return
+            for i, grad in others:
+                self._adopt(i, grad, call)
+
+    def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
+        if not all(map(operator.is_, grads, self.shown)):
+            return False
+        if self.standing or not self.has_reduced:
+            return True
+        if len(self.has) < len(grads):
+            return all(map(self._is_shown, range(len(grads)), grads))
+        return [*map(torch.Tensor.data_ptr, grads)] == self._addresses
+
+    def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
+        if grad is not self.shown[i]:
+            return False
+        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._addresses[i]
+
+    def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
+        """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
+        if grad.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self.group.names[i]}, "
+                "expected a dense one; assign grad.to_dense()"
+            )
+        if not (self.has_reduced or self.has_local):
+            self.buffer.zero_()
+            self.has_reduced = True
+        (self.has if self.has_reduced else self.contributed).add(i)
+        if grad is not self.standins[i]:
+            self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
+        if self._means:  # the one before may have been given other memory
+            self._means[i] = self._new_mean(i)
+        self.shown[i] = self.group.params[i].grad = self._shown(i)
+
+    # ---- reading and writing ----------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """The mean is another now: what was gathered to be read, and copies on the host, are made again when needed."""
+        torch.autograd.graph.increment_version(self.reduced)  # torch counts no changes inside of __torch_dispatch__
+        if self.ranks.read is not None and self.ranks.read[0] is self:
+            self.ranks.read = None
+
+    def whole(self, i: int) -> torch.Tensor:
+        """A parameter's gradient, in the type of the master weights; a collective, unless it was gathered just now."""
+        if self._is_local(i):
+            parts = [self._part(level, i) for level in self.levels if level is not None]
+            return reduce(lambda sums, level: level + sums, parts)  # as `_folded` adds
+        if self.ranks.read is None or self.ranks.read[0] is not self:
+            self.ranks.read = None  # one group is whole at a time
+            if self.stage > 0:
+                self.ranks.count("gradient all_gather", self.layout.numel * self.dtype.itemsize)
+            self.ranks.read = self, self.group.gather_owned(self.reduced)
+        return self._part(self.ranks.read[1], i)
+
+    def given_back(self) -> dict[int, torch.Tensor]:
+        """What users see as `p.grad`, whole, in memory of its own and the type of the module; a collective. Means of
+        all ranks, and before a reduction this rank's sums."""
+        self.take_in("unshard")
+        dtype = self.group.dtype
+        return {i: self.whole(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
+
+    def piece(self, i: int) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter's gradient, flat, and where in the gradient it begins."""
+        if self._is_local(i):
+            levels = [level for level in self.levels if level is not None]
+            if len(levels) > 1:
+                raise InvalidArgumentError(
+                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self.group.names[i]}, which is a "
+                    f"tree of {len(levels)} sums that were not reduced, expected a reduced one; change it after the "
+                    "last backward"
+                )
+            return self._part(levels[0], i).view(-1), 0
+        return self._own(i)
+
+    def _own(self, i: int) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter's mean, and where it begins."""
+        return self.layout.piece(self.reduced, self.start, i)
+
+    def zero(self, i: int) -> None:
+        """Makes a parameter's gradient zero."""
+        self._zero(i)
+        self.changed()
+
+    def _zero(self, i: int) -> None:
+        if self.has_reduced:
+            self._own(i)[0].zero_()
+        for level in self.levels:
+            if level is not None:
+                self._part(level, i).zero_()
+
+    def write(self, i: int, values: torch.Tensor) -> None:
+        """Takes this rank's piece of new values for a parameter's gradient."""
+        if values.shape != self.layout.segments[i].shape:
+            raise InvalidArgumentError(
+                f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self.group.names[i]}, "
+                f"expected {self.layout.segments[i].shape}; keep its shape"
+            )
+        piece, start = self.piece(i)
+        piece.copy_(values.reshape(-1)[start : start + piece.numel()])
+        self.changed()
+
+    def _is_local(self, i: int) -> bool:
+        """Whether a parameter has sums of this rank alone, and no mean. Raises where it has neither."""
+        if self.has_reduced and i in self.has:
+            joining = self.ranks.joining
+            if joining is not None and joining.some_have_joined and self.stage > 0:
+                raise UnsupportedError(
+                    f"grad: rank {self.ranks.rank} is inside of join, where ranks that have joined do not hear of a "
+                    f"use of the gradient of {self.group.names[i]}, expected none; use ringcomm.clip_grad_norm_"
+                )
+            return False
+        if self.has_local and i in self.contributed and not self.opened:
+            return True
+        raise InvalidArgumentError(
+            f"grad: rank {self.ranks.rank} got the gradient of {self.group.names[i]}, which is forgotten or not "
+            "complete, expected one that backward has left; read p.grad after backward"
+        )
+
+    # ---- between ranks --------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Starts the reduction of the local sums; of zeros where this rank has none."""
+        local = self._folded()
+        if local is None:
+            local = self._new_whole()
+            local.zero_()
+        self.levels = [local]
+        if self.views is not None:  # nobody but users sees the local sums in these from now on
+            self.views, self.shown = None, [None] * len(self.shown)
+            with torch._C.DisableTorchFunctionSubclass():
+                for p in self.group.params:
+                    p.grad = None
+        if self.group.hook is not None:
+            self.work = (self.group.hook(local), local, local, None)
+            return
+        wire, scales = self._on_the_wire(local)
+        op = self.ranks.mean_op(wire.dtype)
+        if self.stage == 0:
+            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales)
+        else:
+            direct = not self.has_reduced and wire.dtype == self.dtype
+            numel = self.layout.shard_numel
+            out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.group.device)
+            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
+
+    def settle(self) -> None:
+        """Waits for the reduction, and adds its result to what was reduced before."""
+        work, wire, out, scales = self.work
+        work.wait()
+        self.work = None
+        self.ranks.average_replicas(out)
+        target = self.buffer if self.stage == 0 else self.reduced
+        mean = out if out.dtype == self.dtype else out.to(self.dtype)
+        if self.group.hook is None:
+            self.ranks.correct(mean, wire.dtype)
+        if out.data_ptr() != target.data_ptr():
+            if scales is not None:
+                for fragment in self.layout.fragments(self.start, self.end):
+                    mean[fragment.offset : fragment.offset + fragment.numel].mul_(scales[fragment.segment])
+            if self.has_reduced:
+                target.add_(mean)
+            else:
+                target.copy_(mean)
+        self._give_back(wire, out, *self.levels)
+        self._no_levels()
+        self.has_reduced = True
+        self.changed()
+        self.has |= self.contributed
+        self.contributed.clear()
+
+    # ---- buffers --------------------------------------------------------------------------------------------------
+
+    def _new_whole(self) -> torch.Tensor:
+        if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.levels):
+            return self.buffer
+        return self.ranks.take(self.layout.numel, self.dtype, self.group.device)
+
+    def _give_back(self, *lent: torch.Tensor | None) -> None:
+        """Returns what was taken from the pool, each once."""
+        for tensor in {id(each): each for each in lent}.values():
+            if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+                self.ranks.give(tensor)
+
+    def _part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
+        segment = self.layout.segments[i]
+        return whole[segment.offset : segment.end].view(segment.shape)
+
+    def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """A whole buffer with these gradients, and zeros elsewhere."""
+        if self.sent_as_it_is and fresh[0][1].is_contiguous():
+            return fresh[0][1].view(-1)
+        whole = self._new_whole()
+        self.group.pack(fresh, whole)
+        return whole
+
+    def _push(self, sums: torch.Tensor) -> None:
+        """Adds a pass's gradients as a leaf of the tree, or as the only sums there are."""
+        level = 0
+        while self.tree and level < len(self.levels) and self.levels[level] is not None:
+            before = self.levels[level]
+            assert before is not None
+            sums = self._added(before, sums)
+            self.levels[level] = None
+            level += 1
+        self._hold(level, sums)
+        self.counts = [count + 1 for count in self.counts]
+
+    def _hold(self, level: int, sums: torch.Tensor) -> None:
+        self.levels.extend([None] * (level + 1 - len(self.levels)))
+        self.levels[level] = sums
+
+    def _no_levels(self) -> None:
+        self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
+
+    # Parts of passes: each parameter has a tree of its own, all in the same buffers.
+
+    def begin_parts(self) -> None:
+        """A step of a pipeline begins."""
+        self.base = max(self.counts)
+
+    def end_parts(self, leaves: int) -> None:
+        """It ends, after so many micro-batches: who was left out in the last ones has zeros there."""
+        if self.tree and self.has_local:
+            for i in range(len(self.counts)):
+                self._advance(i, self.base + leaves)
+            self._free_levels()
+
+    def _fills_a_level(self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None) -> bool:
+        """Whether these gradients are the next leaf of all parameters."""
+        expected = self.counts[0] if leaf is None else self.base + leaf
+        return len(fresh) == len(self.counts) and all(count == expected for count in self.counts)
+
+    def _advance(self, i: int, count: int) -> None:
+        """Adds leaves of zeros to a parameter's tree until it has so many."""
+        while self.counts[i] < count:
+            self._add_leaf(i, None)
+
+    def _add_leaf(self, i: int, sums: torch.Tensor | None) -> None:
+        """Adds a leaf to a parameter's tree; None: zeros."""
+        level, emptied = 0, []
+        while self.counts[i] >> level & 1:
+            whole = self.levels[level]
+            assert whole is not None
+            before = self._part(whole, i)
+            sums = before if sums is None else before.add_(sums)
+            emptied.append(before)
+            level += 1
+        if level >= len(self.levels) or self.levels[level] is None:
+            self._hold(level, self._new_whole().zero_())
+        if sums is not None:
+            whole = self.levels[level]
+            assert whole is not None
+            self._part(whole, i).copy_(sums)
+        for before in emptied:
+            before.zero_()
+        self.counts[i] += 1
+
+    def _free_levels(self) -> None:
+        """Gives back the buffers of levels that no parameter has a part in."""
+        for level, whole in enumerate(self.levels):
+            if whole is not None and not any(count >> level & 1 for count in self.counts):
+                self._give_back(whole)
+                self.levels[level] = None
+
+    def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        before.add_(after)
+        self._give_back(after)
+        return before
+
+    def _folded(self) -> torch.Tensor | None:
+        """All local sums in one, the smallest subtrees first."""
+        sums: torch.Tensor | None = None
+        for level in self.levels:
+            if level is not None:
+                sums = level if sums is None else self._added(level, sums)
+        return sums
+
+    def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums in the type that travels, and by what each parameter's mean is to be multiplied."""
+        dtype = self.group.types.wire
+        if dtype == local.dtype:
+            return local, None
+        wire = self.ranks.take(local.numel(), dtype, local.device)
+        if dtype.itemsize > 1:
+            self.ranks.comm.pack([local], wire)
+            return wire, None
+        parts = [self._part(local, i) for i in range(len(self.group.params))]
+        zero = local.new_zeros(())
+        largest = torch.stack([part.abs().amax() if part.numel() else zero for part in parts]).to(torch.float32)
+        self.ranks.reduce_over_all(largest, "max")
+        scales = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+        wire.zero_()
+        for i, part in enumerate(parts):
+            self._part(wire, i).copy_(part / scales[i])
+        return wire, scales

@@ -1,0 +1,427 @@
+"""What a model keeps on each rank, as it is and as it would be at another stage or on other ranks; and what it sends.
+
+The plan is a rehearsal: the very groups, gradients and units of a step on torch's meta device, which has shapes and no
+memory, over a communicator that moves nothing. So it follows from the layouts and types alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.arguments import MODULE, OPTIMIZER, STAGE
+from ringcomm.data_parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.optimizer import is_elementwise, states_of
+from ringcomm.data_parallel.optimizer_size import state_nbytes
+from ringcomm.data_parallel.partition import Recipe, blocks_of, kept_in_their_type
+from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.shard import units_of
+from ringcomm.data_parallel.unit import Unit
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.validation import expects, whole
+
+_META = torch.device("meta")
+_STEPS = 2  # from the second on parameters are brought ahead, and the pool has what it needs
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: in the type of forward and backward; a shard at stage 3.
+        master: weights of the optimizer, where they are not the parameters.
+        gradients: what is kept for the optimizer.
+        optimizer: its state.
+        buffers: the module's.
+        transient: memory that reductions and accumulation borrow during a step, and that stays for the next.
+        gathered: the most that was whole at one time at stage 3.
+    """
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    transient: int
+    gathered: int
+
+    @property
+    def resident(self) -> int:
+        """Between two steps, without what was borrowed."""
+        return self.parameters + self.master + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """During a step, if all was at its most at one time; without activations and autograd's own gradients."""
+        return self.resident + self.transient + self.gathered
+
+    def __str__(self) -> str:
+        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        rows += [("resident", self.resident), ("peak", self.peak)]
+        return "\n".join(f"{name:<12}{nbytes / 2**20:>12.3f} MiB" for name, nbytes in rows)
+
+
+@expects("memory", model=MODULE, optimizer=OPTIMIZER)
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+    """Bytes that this rank holds now, from the buffers themselves; a plain model's too.
+
+    Args:
+        optimizer: None: those that were sharded with the model.
+    """
+    flat = flat_model_of(model)
+    totals: Counter[str] = Counter()
+    for p in model.parameters():
+        if place_of(p) is None:
+            totals["parameters"] += p.nbytes
+            totals["gradients"] += 0 if p.grad is None else p.grad.nbytes
+    if flat is not None:
+        for group in flat.groups:
+            totals.update(group.nbytes())
+    optimizers = (
+        [optimizer] if optimizer is not None else [] if flat is None else [a.optimizer for a in flat.optimizers]
+    )
+    for each in optimizers:
+        totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
+    return Memory(
+        **{name: totals[name] for name in ("parameters", "master", "gradients", "optimizer")},
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        transient=0 if flat is None else flat.ranks.pool_nbytes,
+        gathered=0 if flat is None else flat.ranks.gathered_peak_nbytes,
+    )
+
+
+def predict(
+    model: nn.Module, stage: int, world_size: int, optimizer: torch.optim.Optimizer | None = None, **how: Any
+) -> Memory:
+    """Bytes that a rank would hold after two steps, to the byte what `memory` says then. Nothing is allocated.
+
+    Args:
+        model: plain, on any device, meta too; or sharded, at whatever stage.
+        optimizer: over the model's parameters; None: those that were sharded with it.
+        how: see `Plan`.
+    """
+    return Plan(model, stage, world_size, optimizer, **how).memory
+
+
+def traffic(
+    model: nn.Module, stage: int, world_size: int, optimizer: torch.optim.Optimizer | None = None, **how: Any
+) -> dict[str, int]:
+    """Collectives of one step on a rank, by kind, and the bytes of their messages (the whole buffer's), in the steady
+    state: "all_reduce calls", "all_reduce bytes", ... Clipping and a GradScaler add a few bytes, not counted here.
+
+    Args: as of `predict`.
+    """
+    return dict(Plan(model, stage, world_size, optimizer, **how).traffic)
+
+
+class Plan:
+    """A rehearsal of training in which every parameter is used in every step.
+
+    Args:
+        rank: for which rank; shards are of one length, but the optimizer's state covers what is used of them.
+        accumulation: backward passes in a step.
+        no_sync: whether all but the last of them are kept from the wire.
+        background: whether collectives run beside the computation; None: as in the sharded model, or True.
+        plain: of a plain model: mixed_precision, bucket_cap_mb (25), accumulation_order ("sequential"), atom, offload,
+            reshard_after_forward, broadcast_buffers, as of `ringcomm.shard`. A sharded model has its own.
+    """
+
+    @expects(
+        "predict", model=MODULE, stage=STAGE, world_size=whole(1, 1 << 31), optimizer=OPTIMIZER, accumulation=whole(1)
+    )
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int,
+        world_size: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        rank: int | None = None,
+        accumulation: int = 1,
+        no_sync: bool = True,
+        background: bool | None = None,
+        **plain: Any,
+    ) -> None:
+        flat = flat_model_of(model)
+        if flat is not None and plain:
+            raise InvalidArgumentError(
+                f"predict: got {', '.join(plain)} for a sharded model, which has its own; leave them out"
+            )
+        self.stage, self.accumulation, self.no_sync = stage, accumulation, no_sync
+        at = rank if rank is not None else 0 if flat is None else min(flat.ranks.rank, world_size - 1)
+        self.ranks = _ranks_of(flat, at, world_size, background)
+        self._home: dict[int, tuple[FlatGroup, int]] = {}  # by id of the model's parameter
+        if flat is not None:
+            self.units, self.sends = self._units_of_sharded(flat), flat.broadcast_buffers
+        else:
+            self.units = self._units_of_plain(model, optimizer, **plain)
+            self.sends = bool(plain.get("broadcast_buffers", True))
+        self.groups = [group for unit in self.units for group in unit.groups]
+        launched = [*reversed(self.units[:-1]), self.units[-1]]
+        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+        self.buffers = list(model.buffers())
+        self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
+        optimizers = self._optimizers(flat, optimizer)
+        self.stepped = self._stepped(numbers for _, numbers in optimizers)
+        for _ in range(_STEPS):
+            self.ranks.traffic.clear()
+            self._step()
+        self.traffic = self.ranks.traffic
+        self.memory = self._memory(optimizers)
+
+    # ---- the same groups, without memory ---------------------------------------------------------------------------
+
+    def _units_of_sharded(self, flat: FlatModel) -> list[Unit]:
+        units = []
+        for unit in flat.units:
+            groups = [self._group_again(group) for group in unit.groups]
+            made = Unit(unit.name, [], groups, unit.reshard_after_forward)
+            made.reshard_after_backward = unit.reshard_after_backward
+            units.append(made)
+        return units
+
+    def _group_again(self, group: FlatGroup) -> FlatGroup:
+        """A group for these ranks: the same parameters, laid out anew."""
+        specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in group.layout.segments]
+        layout = FlatLayout.build(specs, group.layout.dtype, self.ranks.world_size, _atom_of(group.layout))
+        master = None if group.master_device is None else _META
+        kind = group.types.compute
+        params = [
+            nn.Parameter(torch.empty(s.shape, dtype=kind, device=_META), group.trainable) for s in layout.segments
+        ]
+        again = FlatGroup(
+            layout, params, self.ranks, group.types, self.stage, tree=group.tree, master_device=master, send=False
+        )
+        self._home |= {id(p): (again, i) for i, p in enumerate(group.params)}
+        return again
+
+    def _units_of_plain(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        mixed_precision: MixedPrecision | None = None,
+        bucket_cap_mb: float = 25,
+        accumulation_order: str = "sequential",
+        atom: Atom | None = None,
+        offload: bool = False,
+        reshard_after_forward: bool = True,
+        broadcast_buffers: bool = True,
+    ) -> list[Unit]:
+        del broadcast_buffers
+        twins = {id(p): nn.Parameter(torch.empty_like(p, device=_META), p.requires_grad) for p in model.parameters()}
+        memo: dict[int, Any] = {id(b): torch.empty_like(b, device=_META) for b in model.buffers()}
+        twin = copy.deepcopy(model, memo | twins)
+        numbers = {} if optimizer is None else _group_numbers(optimizer)
+        recipe = Recipe(
+            ranks=self.ranks,
+            stage=self.stage,
+            precision=mixed_precision or MixedPrecision(),
+            bucket_bytes=max(1, int(bucket_cap_mb * (1 << 20))),
+            atom=atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
+            tree=accumulation_order == "tree",
+            master_device=_META if offload else None,
+            optimizer_group={id(twins[key]): number for key, number in numbers.items()},
+            kept=kept_in_their_type(twin),
+            send=False,
+        )
+        units = units_of(twin, recipe, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
+        places = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
+        self._home |= {key: places[id(p)] for key, p in twins.items()}
+        return units
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        ahead = self.ranks.background and self.ranks.gathered_peak_nbytes > 0
+        for k in range(self.accumulation):
+            sync = k == self.accumulation - 1 or not self.no_sync
+            if sync and self.sends:
+                for dtype in {buffer.dtype for buffer in self.buffers}:
+                    some = [buffer for buffer in self.buffers if buffer.dtype == dtype]
+                    self.ranks.count("broadcast", sum(buffer.nbytes for buffer in some))
+            self._forward(ahead or (k > 0 and self.ranks.background))
+            self._backward(sync)
+        for group in self.order:
+            for _ in range(self.stepped[group] if self.stage in (1, 2) else 0):
+                group.publish()
+            group.gradient.drop()
+            for p in group.params:
+                p.grad = None
+
+    def _forward(self, ahead: bool) -> None:
+        inner, root = self.units[:-1], self.units[-1]
+        called = [root, *inner]
+        for unit, after in zip(called, [*inner, None], strict=True):
+            unit.gather()
+            if ahead and after is not None:
+                after.start_gather()
+            if unit is not root and unit.reshard_after_forward:
+                unit.release()
+        for unit in called:
+            if unit.reshard_after_forward:
+                unit.release()
+
+    def _backward(self, sync: bool) -> None:
+        inner, root = self.units[:-1], self.units[-1]
+        in_flight: deque[FlatGroup] = deque()
+        root.gather()
+        for i, unit in reversed(list(enumerate(inner))):
+            unit.gather()
+            if self.ranks.background and i:
+                inner[i - 1].start_gather()
+            if unit.reshard_after_backward:
+                unit.release()
+            self._reduce(unit, sync, in_flight)
+        self._reduce(root, sync, in_flight)
+        while in_flight:
+            in_flight.popleft().gradient.settle()
+        if sync and self.ranks.data_world_size > 1:
+            self.ranks.count("flags", flags_numel(self.order, self.stage))
+        for group in self.order:
+            group.gradient.show()
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.release()
+
+    def _reduce(self, unit: Unit, sync: bool, in_flight: deque[FlatGroup]) -> None:
+        for group in reversed(unit.groups):
+            if not group.trainable:
+                continue
+            while sync and self.stage >= 2 and len(in_flight) >= IN_FLIGHT:
+                in_flight.popleft().gradient.settle()
+            gradient = group.gradient
+            gradient.open(set())
+            for p, segment in zip(group.params, group.layout.segments, strict=True):
+                if p.grad is None:
+                    p.grad = torch.empty(segment.shape, dtype=group.types.compute, device=_META)
+            gradient.contributed |= set(range(len(group.params)))
+            gradient.collect()
+            if not sync:
+                continue
+            gradient.launch()
+            in_flight.append(group)
+            if not self.ranks.background:
+                in_flight.popleft().gradient.settle()
+
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    def _optimizers(
+        self, flat: FlatModel | None, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[torch.optim.Optimizer, dict[int, int]]]:
+        """Optimizers, each with its group of every parameter, by id."""
+        if flat is not None:
+            attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
+            return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
+        return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
+
+    def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[FlatGroup]:
+        """How many optimizers step a group; without any, as if there was one of all parameters."""
+        homes = [{self._home[key][0] for key in numbers if key in self._home} for numbers in optimizers]
+        return Counter(group for each in homes or [{*self.groups}] for group in each)
+
+    def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:
+        totals: Counter[str] = Counter()
+        for group in self.groups:
+            totals.update(group.nbytes())
+        for p in self.ignored:
+            totals.update(parameters=p.nbytes, gradients=p.nbytes if p.requires_grad else 0)
+        state = sum(self._state_nbytes(optimizer, numbers) for optimizer, numbers in optimizers)
+        return Memory(
+            **{name: totals[name] for name in ("parameters", "master", "gradients")},
+            optimizer=state,
+            buffers=sum(buffer.nbytes for buffer in self.buffers),
+            transient=self.ranks.pool_nbytes,
+            gathered=self.ranks.gathered_peak_nbytes,
+        )
+
+    def _state_nbytes(self, optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> int:
+        total = 0
+        owner_of = {self._home[key]: number for key, number in numbers.items() if key in self._home}
+        for p in self.ignored:
+            if p.requires_grad and id(p) in numbers:
+                total += state_nbytes(optimizer, numbers[id(p)], p.shape, p.dtype)
+        for group in self.groups:
+            if not group.trainable:
+                continue
+            owners = [owner_of.get((group, i), -1) for i in range(len(group.params))]
+            master = group.types.master
+            if is_elementwise(optimizer):
+                for run in group.runs(owners):
+                    total += state_nbytes(optimizer, run.group, (run.end - run.start,), master)
+                continue
+            for fragment in group.layout.fragments(group.start, group.end):
+                if owners[fragment.segment] >= 0:
+                    shape = group.layout.segments[fragment.segment].shape
+                    total += state_nbytes(optimizer, owners[fragment.segment], shape, master)
+        return total
+
+
+def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _atom_of(layout: FlatLayout) -> Atom:
+    """What the layout's shards do not cut."""
+    segments = layout.segments
+    if all(segment.atom == 1 for segment in segments):
+        return "element"
+    if all(segment.atom == max(1, segment.numel) for segment in segments):
+        return "tensor"
+    atoms = {segment.atom for segment in segments}
+    return atoms.pop() if len(atoms) == 1 else "row"
+
+
+# ---- ranks that move nothing ---------------------------------------------------------------------------------------
+
+
+class _Still:
+    """A communicator of one rank among many, which moves nothing."""
+
+    def __init__(self, rank: int, world_size: int, kind: str) -> None:
+        self.rank, self.world_size, self.kind, self.device = rank, world_size, kind, "meta"
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _Still:
+        return self
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, *, out: torch.Tensor, async_op: bool = False) -> _Still:
+        return self
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor, async_op: bool = False) -> _Still:
+        return self
+
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Nothing."""
+
+    def wait(self) -> None:
+        """Nothing was started."""
+
+
+class _StillRanks(Ranks):
+    """Ranks over it, whose memory is on the meta device."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Shapes alone."""
+        return torch.empty(numel, dtype=dtype, device=_META)
+
+
+def _ranks_of(flat: FlatModel | None, rank: int, world_size: int, background: bool | None) -> Ranks:
+    kind = "cpu" if flat is None else flat.ranks.comm.kind
+    replicas: Any = None
+    if flat is not None and flat.ranks.replicas is not None:
+        replicas = _Still(0, flat.ranks.replicas.world_size, kind)
+    comm: Any = _Still(rank, world_size, kind)
+    ranks = _StillRanks(comm, replicas)
+    ranks.background = background if background is not None else True if flat is None else flat.ranks.background
+    return ranks

@@ -1,0 +1,270 @@
+"""
+The norm of all gradients, with bits that depend on the gradients alone: not on their order, nor on how they are cut
+into buckets, fragments and shards, nor on the world size. So clipping is the same for every stage of sharding.
+
+    1. top = the largest magnitude of all ranks: exact in any order.
+    2. An element becomes v = |x / scale|^p in float64, at most 1; `scale` comes from `top`, so v from x and top alone.
+    3. v = a / 2^45 + b / 2^91 + rest, with integers a and b found by rounding (v + M) - M; the rest, at most 2^-92, is
+       dropped. As many as 256 such integers add up exactly in a float64, and those sums exactly in int64.
+    4. Integers of all ranks are added: exact in any order. Their sum, and its root, become float64 with their errors
+       added back: the nearest numbers, but for what lies within 2^-50 of the middle of two.
+
+The sum is off by at most 2^-90 of itself per element, and by what rounding v costs: nothing for p = 1, nor for p = 2
+but of float64, 2^-53 there. Splitting summands before adding them is the reproducible summation of Demmel and Nguyen,
+"Fast Reproducible Floating-Point Summation", 2013.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringcomm import _C
+from ringcomm.arrays.devices import EMULATED
+from ringcomm.errors import DtypeError, InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm.comm.communicator import Communicator
+
+FOLD_BITS = (45, 91)
+"""The integers of an element count 2^-45 and 2^-91."""
+LIMB_BITS = 30
+"""A sum of integers travels as high * 2^30 + low."""
+MOST_ELEMENTS = 1 << 40
+"""Beyond this the dropped rests could reach 2^-50 of the sum."""
+_RUN = 256  # integers of at most 2^45 whose sum is exact in a float64
+_CHUNK = {"cpu": 1 << 16}  # elements in flight, so that temporaries stay in a cache; else:
+_DEVICE_CHUNK = 1 << 22
+_WIRE = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_MAGNITUDE = (1 << 63) - 1  # a float64 without its sign; these bits are ordered as the numbers are, with NaN on top
+_SMALLEST = -200.0  # a power of two that is zero to every fold
+_LARGEST = 3000.0  # one that is infinite even times the smallest float64
+
+
+def total_norm(
+    tensors: Sequence[torch.Tensor],
+    norm_type: float,
+    comm: Communicator | None,
+    count: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """
+    The p-norm of all elements of all ranks: (sum of |x|^p)^(1/p), with the same bits however they are distributed.
+
+    Args:
+        tensors: this rank's fragments, disjoint from those of other ranks; none on a rank that holds nothing.
+        norm_type: p > 0; inf: the largest magnitude; 0: how many elements are not zero.
+        comm: the ranks; None: this process alone.
+        count: elements of all ranks together, the same on all; only checked, bits do not depend on it.
+        dtype: of the result. None: float64 if any rank has a float64 fragment, else float32; finding out waits for the
+            device.
+        device: of the result and of what travels, the same kind on all ranks. None: that of ``comm``, the CPU if it
+            serves several; without ``comm`` that of the first tensor.
+    Shapes:  any; returns one number, shape ().
+    Dtypes:  float32, float64, float16, bfloat16, mixed as they come.
+    Order:   none: sums are exact.
+    Cost:    two passes over the elements, two all_reduces of at most 32 bytes (p = 0 and inf: one of each).
+    Returns: the norm, on every rank. NaN if there is a NaN; else inf if there is an infinity or the norm is past the
+             largest number of the type; p = 0 counts NaN and infinity as elements.
+    Raises:  InvalidArgumentError: no such norm, or fewer than this rank's elements counted. DtypeError: other elements.
+             UnsupportedError: more than 2^40 elements.
+    """
+    p, rank = float(norm_type), 0 if comm is None else comm.rank
+    _check(tensors, p, count, rank)
+    place = device or _place(tensors, comm)
+    parts = [x.detach().reshape(-1) for x in tensors if x.numel()]
+    wide = any(x.dtype == torch.float64 for x in parts)
+    if p == 0:
+        present = sum(
+            (torch.count_nonzero(x).to(place) for x in parts), torch.zeros((), dtype=torch.int64, device=place)
+        )
+        found = _reduce(torch.stack([present, torch.full_like(present, wide)]), "sum", comm)
+        return found[0].to(dtype or _result(found[1]))
+    head = torch.full((2,), int(wide), dtype=torch.int64, device=place)
+    head[0] = _largest(parts, place).view(torch.int64) & _MAGNITUDE
+    head = _reduce(head, "max", comm)
+    top, dtype = head[:1].view(torch.float64)[0], dtype or _result(head[1])
+    if p == math.inf:
+        return top.to(dtype)
+    limbs = _reduce(_fold(parts, p, top), "sum", comm)
+    return torch.where(top.isfinite() & (top > 0), _root(limbs, p, top), top).to(dtype)
+
+
+def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> None:
+    if not p >= 0:
+        raise InvalidArgumentError(
+            f"total_norm: rank {rank} got norm_type={p}, expected 0, a positive number or inf; pass one of these"
+        )
+    for x in tensors:
+        if x.dtype not in _WIRE or x.layout != torch.strided:
+            raise DtypeError(
+                f"total_norm: rank {rank} got a tensor of {x.dtype} with layout {x.layout}, expected a dense one of "
+                f"{', '.join(_WIRE.values())}; convert it first"
+            )
+    own = sum(x.numel() for x in tensors)
+    if own > count:
+        raise InvalidArgumentError(
+            f"total_norm: rank {rank} got count={count} and {own} elements of its own, expected the count of all "
+            "ranks' elements together; pass that"
+        )
+    if count > MOST_ELEMENTS:
+        raise UnsupportedError(
+            f"total_norm: rank {rank} got count={count}, expected at most {MOST_ELEMENTS}; combine the norms of parts"
+        )
+
+
+def _place(tensors: Sequence[torch.Tensor], comm: Communicator | None) -> torch.device:
+    """Where the few numbers of all ranks meet."""
+    if comm is not None:
+        served = comm.device.split(",")  # several over a process group; a rank without tensors must choose alike
+        return torch.device("cpu" if EMULATED or "cpu" in served else served[0])
+    return tensors[0].device if len(tensors) else torch.device("cpu")
+
+
+def _result(wide: torch.Tensor) -> torch.dtype:
+    return torch.float64 if bool(wide) else torch.float32
+
+
+def _reduce(x: torch.Tensor, op: str, comm: Communicator | None) -> torch.Tensor:
+    if comm is not None:
+        comm.all_reduce(x, op)
+    return x
+
+
+def _native(x: torch.Tensor) -> bool:
+    return x.is_cpu and x.is_contiguous()
+
+
+def _spans(x: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
+    return [(x.data_ptr(), x.numel())], _C.DTYPES[_WIRE[x.dtype]]
+
+
+# ---- the largest magnitude -------------------------------------------------------------------------------------------
+
+
+def _largest(parts: Iterable[torch.Tensor], place: torch.device) -> torch.Tensor:
+    """Of this rank, float64, shape (); NaN if there is one."""
+    each = [torch.zeros((), dtype=torch.float64, device=place)]
+    for x in parts:
+        here = _C.abs_max(*_spans(x)) if _native(x) else torch.linalg.vector_norm(x, math.inf)
+        each.append(torch.as_tensor(here, dtype=torch.float64, device=place))
+    return torch.stack(each).amax()
+
+
+# ---- what every element adds to the sum ------------------------------------------------------------------------------
+
+
+def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.Tensor:
+    """The four limbs of this rank, int64: high and low of the first integers, high and low of the second."""
+    limbs = torch.zeros(4, dtype=torch.int64, device=top.device)
+    for x in parts:
+        here = fold_native(x, float(top)) if p == 2 and _native(x) else fold_torch(x, p, top.to(x.device))
+        limbs += here.to(top.device)
+    return limbs
+
+
+def fold_native(x: torch.Tensor, top: float) -> torch.Tensor:
+    """The limbs of a contiguous tensor on the CPU, p = 2. A top of inf or NaN decides the norm alone: zeros."""
+    if not math.isfinite(top):
+        return torch.zeros(4, dtype=torch.int64)
+    spans, dtype = _spans(x)
+    return torch.tensor(_C.fold_sums(spans, dtype, math.frexp(top)[1]), dtype=torch.int64)
+
+
+def fold_torch(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
+    """The limbs of a tensor of shape (n,) anywhere, any p > 0; the same numbers as `fold_native`, though limbs of one
+    number may differ. Nothing waits for a device."""
+    limbs = torch.zeros(4, dtype=torch.int64, device=x.device)
+    for chunk in x.split(_CHUNK.get(x.device.type, _DEVICE_CHUNK)):
+        rest = torch.zeros(-(-chunk.numel() // _RUN) * _RUN, dtype=torch.float64, device=x.device)
+        rest[: chunk.numel()] = _powers(chunk.double(), p, top)
+        for fold, bits in enumerate(FOLD_BITS):
+            rounder = 1.5 * 2.0 ** (52 - bits)
+            rounded = (rest + rounder).sub_(rounder)
+            rest -= rounded
+            whole = (rounded.view(_RUN, -1).sum(0) * 2.0**bits).to(torch.int64)
+            limbs[2 * fold] += (whole >> LIMB_BITS).sum()
+            limbs[2 * fold + 1] += (whole & ((1 << LIMB_BITS) - 1)).sum()
+    return limbs
+
+
+def _powers(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
+    """|x / scale|^p of float64, at most 1; the scale is the power of two above top where p is 1 or 2, else top."""
+    if p not in (1.0, 2.0):
+        ratio = x.abs() / top
+        return torch.where(ratio > 0, _exp2((_log2(ratio) * p).clamp(_SMALLEST, 0.0)), 0.0)
+    first, second = _halves(-torch.frexp(top).exponent.long())
+    x = x * first * second
+    return x.abs() if p == 1 else x * x
+
+
+def _root(limbs: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
+    """(sum of all)^(1/p) * scale, float64, from the limbs of all ranks."""
+    total = error = torch.zeros((), dtype=torch.float64, device=limbs.device)
+    for fold, bits in reversed(list(enumerate(FOLD_BITS))):
+        high, low = limbs[2 * fold], limbs[2 * fold + 1]
+        high, low = high + (low >> LIMB_BITS), low & ((1 << LIMB_BITS) - 1)  # now the number alone decides both
+        for limb, exponent in ((low, -bits), (high & 0xFFFF, LIMB_BITS - bits), (high >> 16 << 16, LIMB_BITS - bits)):
+            part = limb.double() * 2.0**exponent
+            before, total = total, total + part
+            kept = total - before
+            error = error + ((before - (total - kept)) + (part - kept))  # what the sum has lost
+    total = total + error
+    if p not in (1.0, 2.0):
+        third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))  # the whole may be out of range
+        return third * top * third * third
+    first, second = _halves(torch.frexp(top).exponent.long())
+    return (_sqrt(total) if p == 2 else total) * first * second
+
+
+# ---- elementary functions ------------------------------------------------------------------------------------------
+# From correctly rounded operations, so that an element has the same bits anywhere. Those of libraries differ between
+# processors, and between the vectorised part of a tensor and its last elements.
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^e, e of int64 between -1022 and 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _halves(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two factors of 2^e, which may be out of range itself."""
+    half = exponent >> 1
+    return _power_of_two(half), _power_of_two(exponent - half)
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Of float64 at least 1/4: that of a library, which may be off in its last bit, and a step of Newton's method."""
+    root = x.sqrt()
+    head = root * 134217729.0  # 2^27 + 1: Dekker's two halves of a number
+    head = head - (head - root)
+    tail, square = root - head, root * root
+    lost = ((head * head - square) + 2 * head * tail) + tail * tail
+    return root + ((x - square) - lost) / (2 * root)
+
+
+def _log2(x: torch.Tensor) -> torch.Tensor:
+    """Of positive float64: exponent + log(m), by the series of the area tangent of z = (m-1) / (m+1)."""
+    mantissa, exponent = torch.frexp(x)
+    small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(small, mantissa * 2, mantissa)
+    z = (mantissa - 1) / (mantissa + 1)  # at most 0.172
+    square, series = z * z, torch.full_like(z, 1 / 21)
+    for k in range(19, 0, -2):
+        series = series * square + 1 / k
+    return series * z * (2 / math.log(2)) + (exponent.double() - small.double())
+
+
+def _exp2(y: torch.Tensor) -> torch.Tensor:
+    """2^y of float64 between -1000 and 1000: the power series for the fraction, times a power of two."""
+    whole = torch.floor(y + 0.5)
+    fraction = (y - whole) * math.log(2)  # at most 0.347
+    series = torch.full_like(y, 1 / math.factorial(13))
+    for k in range(12, -1, -1):
+        series = series * fraction + 1 / math.factorial(k)
+    return series * _power_of_two(whole.long())

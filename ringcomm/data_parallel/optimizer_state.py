@@ -1,0 +1,323 @@
+"""An optimizer's state between its two forms: by parameter, as torch keeps it, and by flat group, as the shards do."""
+
+from __future__ import annotations
+
+import io
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.group import FlatGroup
+    from ringcomm.data_parallel.optimizer import Attached
+
+State = dict[str, Any]
+_MOMENTS = {  # torch's names of what has a value for each element
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+}
+
+
+class Piece(Protocol):
+    """The part of a group that one of the optimizer's parameters covers."""
+
+    start: int
+    end: int
+    segments: tuple[int, ...]
+    param: Any
+
+
+@dataclass
+class GroupState:
+    """The whole state of a flat group.
+
+    Attributes:
+        alike: state of one value for each element, such as moments, as long as the group's buffer.
+        other: by segment, everything else: counters, factored moments.
+        present: segments that have any state.
+        holders: by key of ``alike``, the segments that have it.
+    """
+
+    group: FlatGroup
+    alike: dict[str, torch.Tensor] = field(default_factory=dict)
+    other: dict[int, State] = field(default_factory=dict)
+    present: set[int] = field(default_factory=set)
+    holders: dict[str, set[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def gathered(group: FlatGroup, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> GroupState:
+        """From every rank's pieces; a collective.
+
+        Args:
+            stepped: segments that had a gradient in a step: the others have no state, whoever travels with them.
+        """
+        owned: dict[str, torch.Tensor] = {}
+        other: dict[int, State] = {}
+        holders: dict[str, set[int]] = {}
+        for piece, state in pieces:
+            for key, value in state.items():
+                if _is_alike(key, value, piece.param):
+                    if key not in owned:
+                        owned[key] = torch.zeros(group.end - group.start, dtype=value.dtype, device=value.device)
+                    owned[key][piece.start - group.start : piece.end - group.start] = value.reshape(-1)
+                    holders.setdefault(key, set()).update(stepped & {*piece.segments})
+                else:
+                    if len(piece.segments) > 1 and not _is_number(value) and torch.is_tensor(value):
+                        raise UnsupportedError(
+                            f"optimizer state: rank {group.ranks.rank} got {key} of shape {tuple(value.shape)} for "
+                            f"{len(piece.segments)} parameters that are stepped as one of shape "
+                            f"{tuple(piece.param.shape)}, expected that shape or one number; use stage 0 without "
+                            "ringcomm.shard(model, optimizer)"
+                        )
+                    for segment in stepped & {*piece.segments}:
+                        other.setdefault(segment, {})[key] = value
+        known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
+        if group.stage > 0:
+            keys, other, known, holders = _shared(group, owned, other, known, holders)
+            for key, dtype in keys:
+                if key not in owned:
+                    owned[key] = torch.zeros(group.end - group.start, dtype=dtype, device=group.master.device)
+            owned = {key: group.gather_owned(owned[key]) for key, _ in keys}
+        return GroupState(group, owned, other, known, holders)
+
+    @staticmethod
+    def of(group: FlatGroup, parameters: dict[int, State], rank: int, checked: bool) -> GroupState:
+        """From the state of each parameter.
+
+        Args:
+            checked: whether moments must be of their parameter's shape.
+        """
+        found = GroupState(group, present=set(parameters))
+        for i, state in parameters.items():
+            segment = group.layout.segments[i]
+            for key, value in state.items():
+                if not _is_alike(key, value, segment):
+                    if checked:
+                        check_shape(key, value, segment.name, segment.shape, rank)
+                    found.other.setdefault(i, {})[key] = value
+                    continue
+                if key not in found.alike:
+                    device = group.master.device
+                    found.alike[key] = torch.zeros(group.layout.numel, dtype=value.dtype, device=device)
+                found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(group.master.device)
+                found.holders.setdefault(key, set()).add(i)
+        return found
+
+    def piece(self, start: int, end: int, segments: tuple[int, ...], param: torch.Tensor) -> State:
+        """The state of the part from ``start`` to ``end``."""
+        here = [i for i in segments if i in self.present]
+        if not here:
+            return {}
+        state: State = {
+            key: value[start:end].clone().view(param.shape)
+            for key, value in self.alike.items()
+            if not self.holders[key].isdisjoint(here)
+        }
+        for i in here:
+            for key, value in self.other.get(i, {}).items():
+                if key in state and not _same(state[key], value):
+                    names = [self.group.names[j] for j in here]
+                    raise InvalidArgumentError(
+                        f"optimizer state: got {key} {value} for {self.group.names[i]} and {state[key]} for a "
+                        f"parameter that travels with it ({names[0]}), expected equal ones; put the two into parameter "
+                        "groups of their own"
+                    )
+                state[key] = value.clone() if torch.is_tensor(value) else value
+        return state
+
+    def kind(self, i: int) -> tuple[object, ...]:
+        """What parameters that travel together must have in common: whether there is state, and its counters."""
+        others = sorted(self.other.get(i, {}).items())
+        counters = [(key, v.item() if torch.is_tensor(v) else v) for key, v in others if _is_number(v)]
+        return (i in self.present, *counters)
+
+    def of_parameter(self, i: int, copy: bool = True) -> State:
+        """The state of one parameter, in its shape; without ``copy`` what every element has is a part of ours."""
+        if i not in self.present:
+            return {}
+        segment = self.group.layout.segments[i]
+        alike = {
+            key: value[segment.offset : segment.end].view(segment.shape)
+            for key, value in self.alike.items()
+            if i in self.holders[key]
+        }
+        if copy:
+            alike = {key: value.clone() for key, value in alike.items()}
+        rest = {key: value.clone() if torch.is_tensor(value) else value for key, value in self.other.get(i, {}).items()}
+        return {**rest, **alike}
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (int, float))
+
+
+def _is_alike(key: str, value: Any, param: Any) -> bool:
+    """Whether a state has a value for each element; a tensor of a class of its own, such as a quantised one, may not
+    be cut."""
+    known = (
+        key in _MOMENTS if param.shape == () else key != "step"
+    )  # a parameter without dimensions has its counters' shape
+    return known and type(value) is torch.Tensor and tuple(value.shape) == tuple(param.shape)
+
+
+def check_shape(key: str, value: Any, name: str, shape: Sequence[int], rank: int) -> None:
+    """Refuses what another parameter's state must be: moments of another shape, or values of this one's number."""
+    if not torch.is_tensor(value) or tuple(value.shape) == tuple(shape):
+        return
+    if key in _MOMENTS or 1 < value.numel() == math.prod(shape):
+        raise ShapeError(
+            f"load_state_dict: rank {rank} got {key} of {name} of shape {tuple(value.shape)}, expected "
+            f"{tuple(shape)}; load the state of the same model"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)
+
+
+def unpacked(payload: bytes, device: torch.device) -> Any:
+    """What a rank has sent: tensors of its device come to this one's, those of the host stay there."""
+
+    def place(storage: Any, where: str) -> Any:
+        return storage if where == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(payload), map_location=place, weights_only=False)
+
+
+def _shared(
+    group: FlatGroup,
+    owned: dict[str, torch.Tensor],
+    other: dict[int, State],
+    known: set[int],
+    holders: dict[str, set[int]],
+) -> tuple[list[tuple[str, torch.dtype]], dict[int, State], set[int], dict[str, set[int]]]:
+    """What every rank has: the keys of what is alike, in one order; everything else; the segments with any state, and
+    with each key."""
+    buffer = io.BytesIO()
+    torch.save(([(key, value.dtype) for key, value in owned.items()], other, known, holders), buffer)
+    keys: dict[str, torch.dtype] = {}
+    merged: dict[int, State] = {}
+    present: set[int] = set()
+    having: dict[str, set[int]] = {}
+    for payload in group.ranks.exchange(buffer.getvalue()):
+        theirs_keys, theirs, theirs_known, theirs_holders = unpacked(payload, group.device)
+        keys.update(theirs_keys)
+        for i, state in theirs.items():
+            merged.setdefault(i, {}).update(state)
+        present |= theirs_known
+        for key, segments in theirs_holders.items():
+            having.setdefault(key, set()).update(segments)
+    return sorted(keys.items(), key=lambda item: item[0]), merged, present, having
+
+
+class WholeStates(defaultdict[Any, Any]):
+    """`optimizer.state` of a sharded optimizer between two steps: by the model's parameters, with whole values.
+
+    Which parameters have state is known on every rank. Their values are gathered when they are asked for, which is a
+    collective from stage 1 on; what is written into them counts from the next step on, which every rank must have
+    written alike. Other keys are those of the optimizer's own mapping.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        super().__init__(dict)
+        self._weak = weakref.ref(attached)  # which holds this, and which the optimizer holds
+
+    @property
+    def _attached(self) -> Attached:
+        found = self._weak()
+        assert found is not None
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._attached.place_of(key)
+        if place is None:
+            return self._attached.state[key]
+        return self._attached.whole_state(place[0]).setdefault(place[1], {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        place = self._attached.place_of(key)
+        if place is None:
+            self._attached.state[key] = value
+        else:
+            self._attached.whole_state(place[0])[place[1]] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        place = self._attached.place_of(key)
+        if place is None:
+            del self._attached.state[key]
+        else:
+            del self._attached.whole_state(place[0])[place[1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._attached.parameters_with_state()])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._attached.parameters_with_state())
+
+    def __contains__(self, key: Any) -> bool:
+        return self._attached.has_state(key)
+
+    def keys(self) -> Any:
+        """Parameters with state."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """A collective for each."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """A collective for each."""
+        return ItemsView(self)
+
+    def clear(self) -> None:
+        """Nothing has state."""
+        self._attached.clear_state()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        return MutableMapping.setdefault(self, key, default)
+
+    def popitem(self) -> Any:
+        """As of a dict."""
+        return MutableMapping.popitem(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """A collective where there is state."""
+        if key in self:
+            return self[key]
+        return default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """A collective where there is state."""
+        if key not in self and default:
+            return default[0]
+        found = self.get(key)
+        del self[key]
+        return found
+
+    def copy(self) -> Any:
+        """A plain one."""
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return f"WholeStates of {len(self)} parameters"

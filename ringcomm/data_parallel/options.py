@@ -1,0 +1,114 @@
+"""The options of an optimizer, such as its learning rates, which all ranks must have alike.
+
+A checksum of them travels with the message that ends a backward pass. Where the ranks' differ, the next step of an
+optimizer that was passed to `shard` names the first difference; that of another warns once.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.flat_model import FlatModel
+
+SAME_OPTIONS = (
+    "step optimizers on every rank or on none, and schedulers with a value that all ranks have, such as the mean of "
+    "their losses"
+)
+
+
+class Options:
+    """What can be compared of an optimizer's options: numbers, flags and names."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self.steps = 0  # that were made while this compared them
+        self.number = 0  # among a model's
+        self._values: list[Any] = []  # of the groups, when the checksum was computed; empty where they may change
+        self._checksum = 0
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def checksum(self) -> int:
+        """Equal where the options, the steps and the optimizer are."""
+        return (self.number + 1) * (self._checksum_of_options() + self.steps)
+
+    def _checksum_of_options(self) -> int:
+        """Below 2^32; computed anew when one has changed."""
+        values = [*chain.from_iterable(map(dict.values, self._groups()))]
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return self._checksum
+        found = [each for group in self._groups() for each in _comparable(group)]
+        self._checksum = zlib.crc32(repr(found).encode())
+        others = [value for group in self._groups() for key, value in group.items() if key != "params"]
+        self._values = values if all(map(_is_constant, others)) else []
+        return self._checksum
+
+    def lines(self) -> list[str]:
+        """What the ranks must have alike, a line for each option."""
+        return [f"{self.steps} steps"] + [
+            f"{key}={value!r} in the optimizer's group {number}"
+            for number, group in enumerate(self._groups())
+            for key, value in _comparable(group)
+        ]
+
+
+class SteppedOptions(Options):
+    """Of an optimizer that steps the models' own parameters, and that nobody has passed to ringcomm: ranks may mean to
+    have others, as those that step a part of the parameters each and send them around. So they are told, not refused.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[FlatModel]) -> None:
+        super().__init__(optimizer)
+        self._flats = [*map(weakref.ref, flats)]
+        self._told = False
+
+    def before_step(self) -> None:
+        """The next backward pass of the models compares the options as they are then."""
+        flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
+        if not self._told and any(flat.options_differ for flat in flats):
+            self._told = True
+            for flat in flats:
+                flat.options_differ = False
+            warnings.warn(
+                f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
+                f"learning rate, expected the same; {SAME_OPTIONS}",
+                stacklevel=4,
+            )
+        for flat in flats:
+            flat.stepped.add(self)
+
+
+def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for key, value in group.items():
+        if key != "params":
+            found = _fact(value)
+            if found is not None:
+                yield key, found
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (int, float, bool, str)
+
+
+def _fact(value: Any) -> Any:
+    """A value that can be compared between ranks; None: it cannot, or only by waiting for a device."""
+    if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
+        return float(value)
+    if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():
+        return float(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
+        return tuple(map(float, value))
+    return value if isinstance(value, str) else None

@@ -1,0 +1,124 @@
+"""Which part of a larger tensor a parameter of this rank is: what tensor parallel layers and pipelines leave on it, for
+norms and checkpoints to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter's place in the tensor of the whole model.
+
+    Attributes:
+        dim: along which the whole was cut; None: it was not.
+        extent: of the whole along ``dim``.
+        pieces: (start, length) along ``dim`` of the whole, in the order in which they lie here. What lies behind them
+            is padding, and zero.
+        names: in the whole model, where they are others than here; the first is the one in checkpoints.
+        copy: whether another stage of a pipeline has the same values, and counts and saves them.
+        staged: whether other ranks have other parameters of the model.
+    """
+
+    dim: int | None = None
+    extent: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
+    names: tuple[str, ...] = ()
+    copy: bool = False
+    staged: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other elements of the tensor."""
+        return self.dim is not None and self.pieces != ((0, self.extent),)
+
+    @property
+    def is_lonely(self) -> bool:
+        """Whether this rank's parameters are not those of the whole model."""
+        return self.is_cut or self.copy or self.staged
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the whole tensor, from the shape here."""
+        if self.dim is None:
+            return tuple(shape)
+        return (*shape[: self.dim], self.extent, *shape[self.dim + 1 :])
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """What a box of the tensor here is in the whole, along ``dim``: from which of the box's elements on, from which
+        of the whole's, and how many. Padding is left out."""
+        assert self.dim is not None
+        first, last, at = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
+        for start, length in self.pieces:
+            low, high = max(first, at), min(last, at + length)
+            if low < high:
+                yield low - first, start + low - at, high - low
+            at += length
+
+
+PLAIN = Part()
+
+
+def part_of(p: torch.Tensor) -> Part:
+    """A parameter's place; `PLAIN` where nothing was cut."""
+    return getattr(p, "_ringcomm_part", PLAIN)
+
+
+def is_primary_copy(p: torch.Tensor, mesh: Mesh | None) -> bool:
+    """True on one of the ranks that have the same values, so that norms and checkpoints count a parameter once."""
+    part = part_of(p)
+    return not part.copy and (mesh is None or part.dim is not None or mesh.counts)
+
+
+def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
+    assert part.dim is not None
+    made = whole.new_empty(*whole.shape[: part.dim], length, *whole.shape[part.dim + 1 :])
+    copy_part(made, whole, part)
+    return made
+
+
+def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
+    """Writes this rank's part of a whole tensor into its own, and zeros into the padding."""
+    assert part.dim is not None
+    at = 0
+    for start, count in part.pieces:
+        mine.narrow(part.dim, at, count).copy_(whole.narrow(part.dim, start, count))
+        at += count
+    mine.narrow(part.dim, at, mine.shape[part.dim] - at).zero_()
+
+
+def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
+    """Raises for parameters that other ranks have the rest of, where nothing says which ranks: ``what`` would be this
+    rank's alone."""
+    if any(part_of(p).is_lonely for p in params):
+        raise InvalidArgumentError(
+            f"{call}: got parameters of a pipeline's stage or of tensor parallel layers that no mesh was named for, "
+            f"expected those of a sharded model: {what} needs the other ranks; call ringcomm.shard(model, optimizer, "
+            "stage=0, mesh=mesh) first"
+        )
+
+
+def note(module: nn.Module, key: str, **changes: Any) -> None:
+    """Changes what is known of the place of a module's parameter. The module knows it too, since
+    load_state_dict(assign=True) and to_empty() make other parameters."""
+    p = module._parameters[key]
+    assert p is not None
+    p._ringcomm_part = replace(part_of(p), **changes)
+    module.__dict__.setdefault("_ringcomm_parts", {})[key] = p._ringcomm_part
+
+
+def renew_parts(modules: Iterable[nn.Module]) -> None:
+    """Tells parameters of these modules their places where they are others than those of `note`."""
+    for module in modules:
+        for key, part in module.__dict__.get("_ringcomm_parts", {}).items():
+            p = module._parameters.get(key)
+            if p is not None and part_of(p) is not part:
+                p._ringcomm_part = part

@@ -1,0 +1,284 @@
+"""How a module is cut into units and flat groups: by its structure alone, the same at every stage and on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec, up
+from ringcomm.data_parallel.part import part_of, renew_parts
+from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.precision import MixedPrecision, Types
+from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.unit import Unit
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+
+LATENCY_SHARE = 0.25  # of a reduction's time, at the bucket size chosen
+HOST_SECONDS = 2e-4  # of Python for each group and step, which count as latency
+PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the messages that are timed
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20  # larger blocks come from the system anew each time
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all units of a model have in common."""
+
+    ranks: Ranks
+    stage: int
+    precision: MixedPrecision
+    bucket_bytes: int
+    atom: Atom
+    tree: bool
+    master_device: torch.device | None
+    optimizer_group: Mapping[int, int]  # by id of the parameter
+    kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
+    send: bool = True  # whether all ranks get the first one's values
+    device: torch.device | None = None  # where parameters on meta get their memory
+
+    def unit(
+        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
+    ) -> Unit:
+        """A unit with its flat groups: one for each element type, whether trained, and device, and bucket."""
+        groups = [group for some in self._alike(params) for group in self._buckets(some)]
+        return Unit(name, modules, groups, reshard)
+
+    def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+        kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in params:
+            device = self.device if p.is_meta and self.device is not None else p.device
+            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
+        return list(kinds.values())
+
+    def _types(self, p: nn.Parameter) -> Types:
+        kept = id(p) in self.kept
+        return (MixedPrecision(reduce_dtype=self.precision.reduce_dtype) if kept else self.precision).types_of(p.dtype)
+
+    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[FlatGroup]:
+        """In order, at most ``bucket_bytes`` each unless one parameter is more."""
+        types = self._types(params[0][1])
+        each = types.compute.itemsize
+        cut: list[list[tuple[str, nn.Parameter]]] = [[]]
+        for name, p in params:
+            so_far = sum(q.numel() for _, q in cut[-1]) * each
+            if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
+                cut.append([])
+            cut[-1].append((name, p))
+        return [self._group(some) for some in cut]
+
+    def _group(self, params: list[tuple[str, nn.Parameter]]) -> FlatGroup:
+        types = self._types(params[0][1])
+        specs = [Spec(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
+        narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)  # its alignment holds for both
+        layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
+        by_name = dict(params)
+        ordered = [by_name[segment.name] for segment in layout.segments]
+        return FlatGroup(
+            layout,
+            ordered,
+            self.ranks,
+            types,
+            self.stage,
+            tree=self.tree,
+            master_device=self.master_device,
+            send=self.send,
+            device=self.device if any(p.is_meta for p in ordered) else None,
+        )
+
+
+def named_parameters(
+    module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = (), meta: bool = False
+) -> list[tuple[str, nn.Parameter]]:
+    """A module's parameters, each once, under the first of its names; without frozen ones of a class of their own, such
+    as quantised weights, which stay as they are on every rank.
+
+    Args:
+        meta: whether they may be on the meta device.
+    Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
+                "a plain one: gradients would be averaged twice; pass the module inside of it"
+            )
+    renew_parts(module.modules())
+    out = {id(p) for p in ignored}
+    found = [(name, p) for name, p in module.named_parameters() if id(p) not in out and not _is_opaque(p)]
+    _refuse_shared_memory(found, call, rank)
+    for name, p in found:
+        if place_of(p) is not None:
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it "
+                "once, or take it out with ringcomm.unshard first"
+            )
+        if hasattr(p, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} with an optimizer that steps during backward, expected none: it would "
+                "step before the gradient is averaged; use an ordinary optimizer"
+            )
+        if p.is_meta and not meta:
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} on the meta device, expected one with values; call "
+                "module.to_empty(device=...) and initialise it first"
+            )
+    return found
+
+
+def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str, rank: int) -> None:
+    """Raises for two parameters in the same memory: each would get memory of its own."""
+    plain = [(name, p) for name, p in params if place_of(p) is None and not p.is_meta and p.numel() and p.data_ptr()]
+    where = [(p.device, p.data_ptr(), p.data_ptr() + p.nbytes if p.is_contiguous() else 0, name) for name, p in plain]
+    ordered = sorted(where, key=lambda each: (str(each[0]), *each[1:3]))
+    for (device, start, end, other), (next_device, next_start, _, name) in pairwise(ordered):
+        if device == next_device and (start == next_start or next_start < end):
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one: each "
+                f"would be given memory of its own; tie them as one parameter, module.{name} = module.{other}"
+            )
+
+
+def _is_opaque(p: torch.Tensor) -> bool:
+    """Whether a parameter's values may not be what its memory says."""
+    plain = type(p) in (nn.Parameter, torch.Tensor) and type(p.data) is torch.Tensor
+    return not p.requires_grad and not plain
+
+
+def kept_in_their_type(module: nn.Module) -> frozenset[int]:
+    """Ids of the parameters of batch norms: torch computes those in the type of their running statistics."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
+
+
+def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:
+    """What ranks must agree on, a line for each parameter, and for each buffer where rank 0's are sent; those whose
+    names are ``ignored`` may differ."""
+    params = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
+        for name, p in module.named_parameters()
+        if name not in ignored
+    ]
+    buffers = [(name, b) for name, b in module.named_buffers() if sends_buffers and name not in ignored]
+    return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+
+
+def _place(p: torch.Tensor) -> str:
+    part = part_of(p)
+    return f" cut along {part.dim} at {list(part.pieces)} of {part.extent}" if part.is_cut else ""
+
+
+# ---- units -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
+    outermost ModuleLists and Sequentials.
+
+    Not what the data may pick, and another rank's data pick otherwise: children called "experts", and what lies inside
+    of the members of a ModuleDict, but for the only list among them, as in nanoGPT.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, each: nn.Module) -> None:
+        lists = (nn.ModuleList, nn.Sequential)
+        listed = isinstance(each, lists) and len(each) > 1
+        only = sum(isinstance(child, lists) for child in each.children()) == 1
+        for key, child in each.named_children():
+            path = f"{name}.{key}" if name else key
+            if isinstance(child, torch.jit.ScriptModule):  # which takes no hooks, and does not change its class
+                continue
+            if listed and any(True for _ in child.parameters()):
+                found.append((path, child))
+            elif (
+                not listed
+                and key != "experts"
+                and (not isinstance(each, nn.ModuleDict) or (only and isinstance(child, lists)))
+            ):
+                look(path, child)
+
+    look("", module)
+    inside = {id(each) for _, block in found for each in block.modules() if each is not block}
+    return [(name, block) for name, block in found if id(block) not in inside]  # also those that have another name
+
+
+def runs_of(
+    blocks: Sequence[tuple[str, nn.Module]], owned: Mapping[int, str], least_bytes: int
+) -> list[tuple[str, list[nn.Module]]]:
+    """Neighbouring blocks, joined until a run has ``least_bytes`` of parameters.
+
+    Args:
+        owned: by id, the parameters that lie in one block alone.
+    """
+    runs: list[tuple[str, list[nn.Module], int]] = []
+    for name, block in blocks:
+        nbytes = sum(p.nbytes for p in block.parameters() if id(p) in owned)
+        parent = name.rpartition(".")[0]
+        if runs and runs[-1][2] < least_bytes and runs[-1][0].rpartition(".")[0] == parent:
+            first, modules, before = runs.pop()
+            runs.append((first, [*modules, block], before + nbytes))
+        else:
+            runs.append((name, [block], nbytes))
+    return [(name, modules) for name, modules, _ in runs]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, by either of its forms."""
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
+    """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block, of
+    blocks inside each other the innermost."""
+    uses: dict[int, int] = {}
+    for each in module.modules():
+        for p in each._parameters.values():
+            if p is not None:
+                uses[id(p)] = uses.get(id(p), 0) + 1
+    found: dict[int, str] = {}
+    for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
+        inside: dict[int, int] = {}
+        for each in block.modules():
+            for p in each._parameters.values():
+                if p is not None:
+                    inside[id(p)] = inside.get(id(p), 0) + 1
+        found |= {key: name for key, count in inside.items() if count == uses[key]}
+    return found
+
+
+# ---- buckets -----------------------------------------------------------------------------------------------------
+
+
+def measured_bucket_bytes(ranks: Ranks) -> int:
+    """The message from which on latency is a small part of a reduction's time; the same on every rank. A collective.
+
+    Two sizes are timed: time = a + b * bytes, with a the latency. The least size with a <= LATENCY_SHARE of the time.
+    """
+    import time
+
+    comm = ranks.comm
+    if comm.world_size == 1:
+        return MOST_BUCKET_BYTES
+    seconds = []
+    for nbytes, repetitions in PROBES:
+        device = torch.device(comm.device) if comm.device.startswith("cuda") else torch.device("cpu")
+        x = torch.zeros(nbytes // 4, device=device)
+        spent = []
+        for _ in range(repetitions):
+            comm.barrier()
+            start = time.perf_counter()
+            comm.all_reduce(x)
+            comm.synchronize()
+            spent.append(time.perf_counter() - start)
+        seconds.append(min(spent))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    ranks.reduce_over_all(slowest, "max")
+    low, high = slowest.tolist()
+    per_byte = max(1e-12, (high - low) / (PROBES[1][0] - PROBES[0][0]))
+    latency = HOST_SECONDS + max(0.0, low - per_byte * PROBES[0][0])
+    wanted = latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / per_byte
+    return min(up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)

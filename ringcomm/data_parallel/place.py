@@ -1,0 +1,55 @@
+"""Where a parameter of a wrapped model lies: the one attribute that wrapping leaves on a parameter."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.flat_model import FlatModel
+    from ringcomm.data_parallel.group import FlatGroup
+
+
+class Place:
+    """Where a parameter lies: segment ``index`` of a group of a model. The parameter does not keep them alive, and a
+    copy of it does not have this."""
+
+    __slots__ = ("_flat", "_group", "data", "index")
+
+    def __init__(self, flat: FlatModel, group: FlatGroup, index: int) -> None:
+        self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(group), index
+        self.data: Any = None  # at stage 3, what views share that were made since the last `p.data = other`
+
+    @property
+    def flat(self) -> FlatModel:
+        """The wrapped model."""
+        found = self._flat()
+        assert found is not None
+        return found
+
+    @property
+    def group(self) -> FlatGroup:
+        """The flat group."""
+        found = self._group()
+        assert found is not None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model still exists, and is wrapped."""
+        flat = self._flat()
+        return flat is not None and not flat.unwrapped
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.group.names[self.index]
+
+    def __reduce__(self) -> Any:
+        return set, ()  # nothing, of a class that torch.load takes with weights_only=True
+
+
+def place_of(p: Any) -> Place | None:
+    """The place of a wrapped model's parameter; None for anything else, also for a view of one."""
+    place: Place | None = getattr(p, "_ringcomm", None)
+    return place if place and place.alive and place.group.params[place.index] is p else None

@@ -1,0 +1,423 @@
+"""`ringcomm.shard`: one call makes a model and its optimizer train at any ZeRO stage; `restage` changes it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.process_group import communicator_of
+from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
+from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.layout import Atom
+from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
+from ringcomm.data_parallel.module_state import keep_ordinary_state
+from ringcomm.data_parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
+from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.partition import (
+    Recipe,
+    blocks_of,
+    facts_of,
+    kept_in_their_type,
+    measured_bucket_bytes,
+    named_parameters,
+    owned_by_one,
+    runs_of,
+)
+from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.unit import Unit, mix_in
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.validation import FLAG, POSITIVE, expects, one_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ringcomm.mesh import Mesh
+
+CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of ranks that have the same part"
+Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
+
+
+@expects(
+    "shard",
+    module=MODULE,
+    stage=STAGE,
+    comm=RANKS,
+    units=UNITS,
+    mixed_precision=PRECISION,
+    bucket_cap_mb=POSITIVE,
+    reshard_after_forward=FLAG,
+    broadcast_buffers=FLAG,
+    accumulation=one_of("sequential", "tree"),
+    atom=ATOM,
+    offload=OFFLOAD,
+    init_fn=INIT,
+)
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    stage: int | None = None,
+    comm: Communicator | tuple[Communicator, Communicator] | None = None,
+    *,
+    mesh: DeviceMesh | Mesh | None = None,
+    units: Units = None,
+    mixed_precision: MixedPrecision | None = None,
+    bucket_cap_mb: float | None = None,
+    reshard_after_forward: bool = True,
+    broadcast_buffers: bool = True,
+    accumulation: str = "sequential",
+    atom: Atom | None = None,
+    offload: bool | str | torch.device = False,
+    init_fn: InitFn | Literal[False] | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Lets a module and its optimizer train over all ranks; every stage gives the same bits.
+
+    Afterwards plain ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``, ``state_dict()`` and
+    ``load_state_dict()`` are the ordinary ones; every rank calls them alike. Clip with `ringcomm.clip_grad_norm_`.
+
+    Args:
+        optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
+            whole tensors dealt out to the ranks. None: it comes later, by `shard` again or by its first step.
+        stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or that of a
+            module that is wrapped already. Of such a module the optimizer is taken, and other arguments are refused.
+        comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
+            the shards, over those that hold the same one.
+        mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
+            and of two the first replicates and the second shards.
+        units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
+            joined while they are small; where all of it is less than a bucket, the module itself. What is in no unit
+            belongs to the module itself.
+        bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
+        reshard_after_forward: whether stage 3 lets go of a unit between forward and backward.
+        broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
+            training.
+        accumulation: how the backward passes between two reductions are added: "sequential", or "tree", with which the
+            bits do not depend on how a power of two of passes is dealt out to a power of two of ranks.
+        atom: what a shard's end must not cut: "element", "row", "tensor" or a number of elements; None: what the
+            optimizer needs.
+        offload: True: master weights and the optimizer's state in the host's memory, and the step there.
+        init_fn: initialises a submodule whose own parameters or buffers are on the meta device, in place; children come
+            before their parents. All ranks get rank 0's values. At stage 3 one unit is whole at a time. Of a model that
+            `ringcomm.parallelize` has cut it gets the submodules as they were before, whole. None:
+            ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises
+            where some are missing.
+    Order:   the mean of a gradient is canonical: bits depend neither on the stage nor on units and buckets.
+    Cost:    on the wire 2 (W-1)/W of the parameters each step; stage 3 once (W-1)/W more.
+    Returns: the module and the optimizer, the same objects.
+    Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
+             optimizer that no shard can serve. MismatchError: the ranks have different modules.
+    """
+    flat = flat_model_of(module)
+    wish = _Wish(
+        2 if stage is None else stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward,
+        broadcast_buffers, accumulation, atom, _host(offload), init_fn is not False,
+    )  # fmt: skip
+    if flat is None or optimizer is None:
+        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
+    else:
+        wish.refuse_other(flat, stage, comm, mesh, init_fn)
+    if optimizer is not None:
+        attach(optimizer, flat, "shard")
+    return module, optimizer
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """The arguments of `shard` that say how."""
+
+    stage: int
+    units: Units
+    mixed_precision: MixedPrecision
+    bucket_cap_mb: float | None
+    reshard_after_forward: bool
+    broadcast_buffers: bool
+    accumulation: str
+    atom: Atom | None
+    offload: torch.device | None
+    init_fn: bool
+
+    def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+        """What ranks must agree on, a line for each argument."""
+        named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
+        return [f"{name}={value}" for name, value in named.items()]
+
+    def refuse_other(self, flat: FlatModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
+        """Refuses what a module was not wrapped with. What is left out is as it was."""
+        defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
+        over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
+        found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
+        given = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
+        others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
+        given |= {name: value for name, value in others.items() if value is not None}
+        for name, value in given.items():
+            if value != found[name]:
+                raise InvalidArgumentError(
+                    f"shard: rank {flat.ranks.rank} got {name}={value} for a module that is wrapped with "
+                    f"{name}={found[name]}, expected the optimizer alone; use ringcomm.restage for another stage, or "
+                    "take the module out with ringcomm.unshard and wrap it anew"
+                )
+
+
+def _wrap(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    wish: _Wish,
+    init_fn: InitFn | Literal[False] | None,
+) -> FlatModel:
+    blocks = _blocks(module, wish.units)
+    params = _checked(module, [block for _, block in blocks], optimizer, ranks, wish, wish.facts(blocks))
+    device = device_of(ranks.comm, module)
+    waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
+    needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
+    cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
+    if _is_one_unit(params, wish, cap):
+        blocks = []
+    groups = [] if optimizer is None else optimizer.param_groups
+    recipe = Recipe(
+        ranks=ranks,
+        stage=wish.stage,
+        precision=wish.mixed_precision,
+        bucket_bytes=max(1, cap),
+        atom=needed if wish.atom is None else wish.atom,
+        tree=wish.accumulation == "tree",
+        master_device=wish.offload,
+        optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
+        kept=kept_in_their_type(module),
+        device=device,
+    )
+    units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
+    waiting.initialise(units)
+    later = optimizer is None  # it may come later, as with fully_shard
+    flat = FlatModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
+    for unit in units:
+        for each in unit.modules:
+            mix_in(each, unit)
+    flat.wish = wish
+    if wish.broadcast_buffers:
+        flat.send_buffers()
+    flat.unmade = waiting.left_in(flat)
+    keep_ordinary_state(flat)
+    watch_optimizers()
+    return flat
+
+
+def _checked(
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    wish: _Wish,
+    asks: list[str],
+) -> list[tuple[str, nn.Parameter]]:
+    """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
+    if optimizer is not None:
+        refuse_unusable(optimizer, "shard", ranks.rank, wish.stage)
+    for each in [module, *units]:
+        if isinstance(each, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"shard: rank {ranks.rank} got the unit {type(each).__name__}, a scripted module, which takes no "
+                "hooks, expected a module that holds it; shard that, or script nothing"
+            )
+    params = named_parameters(module, "shard", ranks.rank, meta=True)
+    if not params:
+        raise InvalidArgumentError(
+            f"shard: rank {ranks.rank} got a module without parameters, expected at least one; call the module itself"
+        )
+    if optimizer is not None:
+        refuse_foreign(optimizer, module, "shard", ranks.rank)
+    lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
+    ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if lonely else "")
+    ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
+    return params
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, nn.Parameter]]) -> list[str]:
+    """What ranks must agree on of an optimizer, a line for each parameter group."""
+    names = {id(p): name for name, p in params}
+    kind = type(optimizer).__name__
+    return [
+        f"group {number} of {kind} with {', '.join(names.get(id(p), 'another') for p in group['params'])}"
+        for number, group in enumerate(optimizer.param_groups if optimizer is not None else ())
+    ]
+
+
+def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) -> bool:
+    """Whether everything fits into a bucket: one message then takes the place of several short ones."""
+    return wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap
+
+
+def units_of(
+    module: nn.Module,
+    recipe: Recipe,
+    params: list[tuple[str, nn.Parameter]],
+    blocks: list[tuple[str, nn.Module]],
+    reshard: bool,
+    join: bool,
+) -> list[Unit]:
+    """The units of a module: runs of its blocks, and last the module itself with what is in no block.
+
+    Args:
+        join: whether small blocks are joined to runs of a bucket.
+    """
+    blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
+    owned = owned_by_one(blocks, module)
+    runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
+    units: list[Unit] = []
+    taken: set[int] = set()
+    names = {id(block): name for name, block in blocks}
+    for name, modules in runs:
+        inside = {names[id(each)] for each in modules}
+        mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
+        if mine:
+            taken |= {id(p) for _, p in mine}
+            units.append(recipe.unit(name, modules, mine, reshard))
+    units.append(recipe.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
+    return units
+
+
+def _ranks(
+    comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | Mesh | None, module: nn.Module
+) -> Ranks:
+    if comm is not None and mesh is not None:
+        raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
+    device = real_device(module)
+    if mesh is not None:
+        return ranks_of_mesh(mesh, "shard", device)
+    if isinstance(comm, tuple):
+        return Ranks(*comm)
+    return Ranks(comm if comm is not None else communicator_of(None, "shard", device))
+
+
+def _host(offload: bool | str | torch.device) -> torch.device | None:
+    if offload is False:
+        return None
+    return torch.device("cpu") if offload is True else torch.device(offload)
+
+
+def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    if units is None:
+        return blocks_of(module)
+    names = {id(each): name for name, each in module.named_modules()}
+    if isinstance(units, (type, tuple)):
+        return [(name, each) for name, each in module.named_modules() if isinstance(each, units) and each is not module]
+    for each in units:
+        if id(each) not in names:
+            raise InvalidArgumentError(
+                f"shard: got the unit {type(each).__name__}, which is not in the module; pass submodules of it"
+            )
+    return [(names[id(each)], each) for each in units]
+
+
+def _wrapped(module: nn.Module, call: str) -> FlatModel:
+    flat = flat_model_of(module)
+    if flat is None:
+        raise InvalidArgumentError(
+            f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"
+        )
+    return flat
+
+
+@expects("restage", module=MODULE, stage=STAGE)
+def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int) -> None:
+    """Moves a sharded module and its optimizer's state to another stage, between two steps; a collective.
+
+    Training goes on with the same bits. Gradients are forgotten, as by ``zero_grad()``.
+
+    Cost:    an all-gather of what was sharded. For a moment every rank holds the optimizer's whole state.
+    Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own. MismatchError: the ranks
+             name different stages.
+    """
+    flat = _wrapped(module, "restage")
+    if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
+        attach(optimizer, flat, "restage")
+    flat.ranks.agree("restage", [f"stage={stage}"])
+    for attached in flat.optimizers:
+        attached.refuse_stage("restage", stage)
+    flat.restage(stage)
+
+
+@expects("unshard", module=MODULE, optimizer=OPTIMIZER)
+def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Makes a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, and all its optimizers, plain
+    ones again, between two steps; a collective.
+
+    Parameters and ``p.grad`` become whole tensors with memory of their own, in the type that the module was built in,
+    with the master weights' values. Optimizers keep their whole state. The module can be changed and wrapped anew.
+
+    Args:
+        optimizer: is looked at to be one of the module's; None: no look.
+    Cost:    an all-gather of what was sharded; every rank holds everything.
+    Returns: the module; of DistributedDataParallel the one inside.
+    Raises:  InvalidArgumentError: the module is not wrapped, or is a part of what was; the optimizer is not its own.
+             UnsupportedError: inside of `join`.
+    """
+    from ringcomm.data_parallel.ddp import DistributedDataParallel
+
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    flat = _wrapped(inner, "unshard")
+    flats = {id(place.flat): place.flat for place in map(place_of, inner.parameters()) if place is not None}
+    if optimizer is not None:
+        refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
+    mine = {id(p) for p in inner.parameters()}
+    for each in flats.values():
+        named = [pair for group in each.groups for pair in zip(group.names, group.params, strict=True)]
+        missing = [name for name, p in named if id(p) not in mine]
+        if missing:
+            raise InvalidArgumentError(
+                f"unshard: rank {flat.ranks.rank} got a {type(inner).__name__} without {missing[0]}, a part of what "
+                "was wrapped, expected all of it; pass the outermost module"
+            )
+    for each in flats.values():
+        each.ranks.agree("unshard", ["unshard"])
+        each.unwrap()
+    return inner
+
+
+@expects("stage_of", module=MODULE)
+def stage_of(module: nn.Module) -> int:
+    """The stage of a sharded module."""
+    return _wrapped(module, "stage_of").stage
+
+
+@expects("no_sync", module=MODULE)
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
+    reduces the sums. Stages 2 and 3 hold whole gradients meanwhile."""
+    with _wrapped(module, "no_sync").no_sync():
+        yield
+
+
+@expects("whole", module=MODULE)
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. No call of
+    the module gathers them again, so each rank may evaluate, or generate, as much as it likes.
+
+    What is written into them counts, as it does outside: write the same on every rank.
+    """
+    flat = _wrapped(module, "whole")
+    mine = {id(p) for p in module.parameters()}
+    units = [unit for unit in flat.units if any(id(p) in mine for group in unit.groups for p in group.params)]
+    sharded = [unit for unit in flat.units if not unit.is_whole]
+    if sharded:
+        flat.timed(flat.ranks.meet)
+    for unit in units:
+        unit.gather()
+    try:
+        with torch.no_grad(), flat.holding():
+            yield
+    finally:
+        for group in [group for unit in units for group in unit.groups]:
+            if group.is_whole:
+                group.adopt_writes("whole")
+        for unit in sharded if not flat.keeps_gathered else ():
+            unit.release()

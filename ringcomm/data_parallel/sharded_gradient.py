@@ -1,0 +1,324 @@
+"""`p.grad` of a parameter whose gradient is in the ranks' shards: answers like an ordinary gradient.
+
+What a rank does with it, and what is sent:
+
+    p.grad.mul_(0.5)                element-wise and in place: each rank works on its piece, nothing is sent
+    p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees it whole
+    p.grad[0] = 0, p.grad.t().t_()  other changes: made on the whole gradient, of which each rank keeps its piece
+    torch._foreach_norm(grads)      one flat group after another, so that one group is whole at a time
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ringcomm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.gradient import Gradient
+
+_ELEMENTWISE = {
+    *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
+    *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
+}
+_SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}  # of c10d
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands for the gradient of a parameter, and is used as that gradient.
+
+    Shape, type, device and `print` need no other rank. Reading values is a collective: every rank reads the same
+    gradients in the same order, as it calls `backward` and `step`. The gradient is then gathered with its flat group,
+    which stays whole until something changes it or another group is read. Operations in place with numbers, or with
+    tensors that fit the gradient's shape, work on this rank's piece and send nothing. Results have the bits that they
+    have at stage 0.
+
+    With mixed precision `p.grad` has the type of the parameter, as torch requires, and the gradient has the type of the
+    master weights: what is read is rounded to the parameter's type, what is changed in place is not rounded.
+
+    A view (`p.grad[0]`, `p.grad.view(-1)`) is one too, and what is written into it is written into the gradient. Before
+    the first reduction, inside of `no_sync`, it is this rank's sum alone, and nothing is sent, as in torch's DDP.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    _name: str
+    # Not held, for Python's garbage collector does not see what p.grad holds; but of a gradient that was forgotten.
+    _owner: Callable[[], Gradient | None]
+    _index: int
+    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
+
+    @staticmethod
+    def of(p: torch.Tensor, name: str, gradient: Gradient, index: int) -> ShardedGradient:
+        """The one that stands for the gradient of ``p``: segment ``index`` of a flat group's gradient."""
+        return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
+
+    @staticmethod
+    def _made(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, what: Any) -> ShardedGradient:
+        made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
+        made._name, made._owner, made._index, made._views = what
+        return made
+
+    @property
+    def _home(self) -> Gradient:
+        """The gradient of the flat group."""
+        home = self._owner()
+        if home is None:
+            raise InvalidArgumentError(
+                f"grad: got the gradient of {self._name}, which was forgotten, or whose model was dropped or restaged, "
+                "since, expected that of now; read p.grad again"
+            )
+        return home
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        first = args[0] if args else None
+        if func.is_view and isinstance(first, ShardedGradient):
+            return first._viewed(func, name, args[1:], kwargs)
+        if name == _UNSCALE:
+            return _unscale(func, *args)
+        if name.startswith("_foreach_"):
+            return _by_group(func, args, kwargs)
+        if name == "zero_" and isinstance(first, ShardedGradient) and not first._views:
+            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does, which `join` follows
+            return first
+        if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
+            return first._edit(func, args[1:], kwargs)
+        if any(isinstance(x, ShardedGradient) for x in _written(func, args, kwargs)):
+            return _change(func, args, kwargs)
+        return func(*_read(args), **_read(kwargs))
+
+    # ---- what it stands for ---------------------------------------------------------------------------------------
+
+    def _through(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this is of the whole gradient."""
+        for view in self._views:
+            whole = view(whole)
+        return whole
+
+    def _read(self) -> torch.Tensor:
+        """Its values; a collective, unless the group was read just now."""
+        return self._through(self._home.whole(self._index).to(self.dtype))
+
+    def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A view, which nothing is read for."""
+        if self._home.dtype != self.dtype and name == "view" and args and isinstance(args[0], torch.dtype):
+            raise InvalidArgumentError(
+                f"view: rank {self._home.ranks.rank} got {args[0]} for the gradient of {self._name}, which is kept as "
+                f"{self._home.dtype}, expected a shape; take the view of p.grad.clone()"
+            )
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        found = func(like, *args, **kwargs)
+        if isinstance(found, torch.Tensor):
+            steps = () if name in ("detach", "alias") else (lambda whole: func(whole, *args, **kwargs),)
+            return self._as(found, steps)
+        return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
+
+    def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
+        owner = partial(_owner_of, self)  # who keeps a view of a gradient keeps the gradient
+        what = (self._name, owner, self._index, (*self._views, *steps))
+        return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
+
+    # ---- changes --------------------------------------------------------------------------------------------------
+
+    def _edit(self, func: Any, args: Any, kwargs: Any) -> ShardedGradient:
+        """An element-wise operation in place, on this rank's piece."""
+        gradient = self._home
+        piece, start = gradient.piece(self._index)
+        cut = partial(self._cut, piece, start)
+        func(piece, *tree_map(cut, args), **tree_map(cut, kwargs))
+        gradient.changed()
+        return self
+
+    def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
+        """This rank's piece of an argument."""
+        if isinstance(x, ShardedGradient):
+            if x._home is self._home and x._index == self._index and not x._views:
+                return piece
+            x = x._read()
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = self._unrounded(x)
+        return x.broadcast_to(self.shape).reshape(-1)[start : start + piece.numel()] if x.dim() else x
+
+    def _unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """An argument of the parameter's type in the gradient's, where the two differ."""
+        return x.to(self._home.dtype) if x.dtype == self.dtype else x
+
+    # ---- what torch does not dispatch ------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient; what is assigned is copied into it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.detach().copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A read-only copy of the values; a collective."""
+        return _read_only(self.clone().numpy(force=force))
+
+    def tolist(self) -> Any:
+        """The values; a collective."""
+        return self.clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.clone() if spec else repr(self), spec)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return _read_only(self.clone().__array__(dtype))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clone().__dlpack__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"ShardedGradient({self._name}, sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+# torch.nn.utils then takes the kernels that it takes for the gradients of stage 0; torch does so for its DTensor too.
+_foreach_supported_types.append(ShardedGradient)
+
+
+def _read_only(array: Any) -> Any:
+    """What is written into a copy would be lost."""
+    array.flags.writeable = False
+    return array
+
+
+def _one_of(func: Any, args: Any, kwargs: Any, k: int, whole: torch.Tensor) -> torch.Tensor:
+    return func(whole, *args, **kwargs)[k]
+
+
+def _owner_of(grad: ShardedGradient) -> Gradient | None:
+    return grad._owner()
+
+
+def _read(values: Any) -> Any:
+    return tree_map(lambda x: x._read() if isinstance(x, ShardedGradient) else x, values)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operation writes into; those of torch.distributed do not say it."""
+    if func.namespace == "c10d":
+        return tree_leaves(args[0]) if func._schema.name.endswith("_") else []
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for k, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            found.append(args[k] if k < len(args) else kwargs.get(each.name))
+    return tree_leaves(found)
+
+
+def _change(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation that writes: on whole gradients, of which each rank keeps its piece."""
+    bases: dict[tuple[Gradient, int], torch.Tensor] = {}
+    name = func._schema.name.split("::")[1]
+    if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
+        raise InvalidArgumentError(
+            f"{name}: got a gradient that lies in shards, expected a tensor of its own, for the ranks' results differ; "
+            "pass p.grad.clone()"
+        )
+    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
+    replaced: dict[int, Any] = {}
+
+    def opened(x: Any) -> Any:
+        if isinstance(x, ShardedGradient):
+            key = (x._home, x._index)
+            if key not in bases:
+                bases[key] = x._home.whole(x._index).clone()
+            whole = x._through(bases[key])
+            replaced[id(whole)] = x, whole  # held, so that no other object gets its id
+            return whole
+        return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
+
+    result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
+    if func.namespace == "c10d":
+        work = torch.distributed.Work.unbox(tree_leaves(result)[-1])
+        if work is not None:
+            work.wait()
+    for home, index in dict.fromkeys((x._home, x._index) for x in written):
+        home.write(index, bases[home, index])
+    return tree_map(lambda x: replaced[id(x)][0] if id(x) in replaced else x, result)
+
+
+# ---- lists of gradients --------------------------------------------------------------------------------------------
+
+
+def _by_group(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch._foreach_...`: one flat group after another, so that one group is whole at a time."""
+    everything = (args, kwargs)
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
+    homes: dict[Gradient | None, list[int]] = {}
+    for k, row in enumerate(zip(*lists, strict=True)):
+        homes.setdefault(next((x._home for x in row if isinstance(x, ShardedGradient)), None), []).append(k)
+    found: dict[int, Any] = {}
+    for some in homes.values():
+        part_args, part_kwargs = (_rows(func, each, some) for each in everything)
+        results = _on_rows(func, part_args, part_kwargs)
+        found |= zip(some, results or [], strict=False)
+    return [found[k] for k in sorted(found)] or None
+
+
+def _rows(func: Any, values: Any, some: list[int]) -> Any:
+    """Of an operation's arguments those rows of the lists; `scalars` may be a tensor of one number for each row."""
+    if isinstance(values, dict):
+        return {name: _row(x, some, name) for name, x in values.items()}
+    names = [each.name for each in func._schema.arguments]
+    return [_row(x, some, name) for x, name in zip(values, names, strict=False)]
+
+
+def _row(x: Any, some: list[int], name: str) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [x[k] for k in some]
+    return x[some] if name == "scalars" and isinstance(x, torch.Tensor) else x
+
+
+def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
+    if not written:
+        return func(*_read(args), **_read(kwargs))
+    if any(x._views for x in written):
+        return _change(func, args, kwargs)
+    targets = args[0]
+    pieces = [x._home.piece(x._index) if isinstance(x, ShardedGradient) else (x, 0) for x in targets]
+
+    def cut(values: Any) -> Any:
+        if not isinstance(values, (list, tuple)):
+            return values
+        rows = zip(values, targets, pieces, strict=True)
+        return [x if not isinstance(to, ShardedGradient) else to._cut(*piece, x) for x, to, piece in rows]
+
+    func(*_read([*map(cut, args)]), **_read({name: cut(x) for name, x in kwargs.items()}))
+    for home in dict.fromkeys(x._home for x in written):
+        home.changed()
+    return None
+
+
+def _unscale(func: Any, grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """torch.amp.GradScaler's division by the loss scale: every rank hears of an overflow in any rank's piece."""
+    homes = dict.fromkeys(x._home for x in grads if isinstance(x, ShardedGradient))
+    func([x._home.piece(x._index)[0] if isinstance(x, ShardedGradient) else x for x in grads], found_inf, inv_scale)
+    for home in homes:
+        home.changed()
+    for ranks in dict.fromkeys(home.ranks for home in homes):
+        ranks.reduce_over_all(found_inf.view(1), "max", everywhere=True)

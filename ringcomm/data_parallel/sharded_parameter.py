@@ -1,0 +1,361 @@
+"""A parameter of stage 3 while its values are in the ranks' shards, and views of it.
+
+p.shape, p.stride()          answered without values
+p.norm(), p.mul_(2)          the ranks gather the parameter's group; what was written is kept; the group goes
+v = p[0], p.t()              a view has its shape, strides and offset in the group's buffer, and a copy of the values
+v.zero_(), v + 1             the group is gathered, and the operation is done in its buffer
+p[0] while autograd records  reads use the copy; writes go to the parameter and to the copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ringcomm.data_parallel.place import Place
+from ringcomm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ringcomm.data_parallel.flat_model import FlatModel
+    from ringcomm.data_parallel.group import FlatGroup
+
+# What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
+_FACTS = {
+    *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "get_device"),
+    *("is_floating_point", "is_complex", "element_size", "storage_offset", "is_same_size"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
+    *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
+}
+_LIKE = {  # new tensors of the same type and place, and what asks for no more than these
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("is_shared", "is_pinned", "is_inference", "is_signed", "retain_grad", "result_type"),
+}
+_STRIDES = {"stride", "is_contiguous", "dim_order"}  # of the values: what stands for them has none
+_CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
+_VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
+_MEMORY = {
+    *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
+    *("reduce", "recv", "irecv"),  # of torch.distributed: what they write differs between ranks
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+}
+_ARRAYS = {"numpy", "__array__"}  # read-only copies
+_COPIES = _ARRAYS | {"__dlpack__"}
+
+
+class Window(NamedTuple):
+    """Where a view lies in the memory of a group that is whole."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Window:
+        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+
+    def on(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view."""
+        found = torch.empty(0, dtype=self.dtype, device=whole.device)
+        found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
+
+
+class _Data:
+    """The memory that a parameter and its views share, or shared before `p.data = other`.
+
+    Attributes:
+        piece: this rank's part of the values, once they are no longer the parameter's.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.piece: Any = None
+        self._whole: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """A buffer as the group's, with these values; a collective the first time."""
+        if self._whole is None:
+            layout, ranks, index = self._place.group.layout, self._place.flat.ranks, self._place.index
+            start, end = layout.shard_range(ranks.rank)
+            owned, self._whole = self.piece.new_zeros(layout.shard_numel), self.piece.new_empty(layout.numel)
+            layout.piece(owned, start, index)[0].copy_(self.piece)
+            ranks.comm.all_gather(owned, out=self._whole)
+            self.piece = layout.piece(self._whole[start:end], start, index)[0]
+        return self._whole
+
+    def put_back(self) -> None:
+        """`p.data = kept`: the parameter shares the views' memory again, which may have been written into."""
+        group = self._place.group
+        group.release()
+        replace_data(self._place)
+        group.piece(group.weight, self._place.index).copy_(self.piece)
+        self._place.data, self.piece, self._whole = self, None, None
+
+
+def replace_data(place: Place) -> None:
+    """Before a parameter gets other values as its data: the views that there are keep what it has now."""
+    if place.data is not None:
+        place.data.piece = place.group.piece(place.group.weight, place.index).clone()
+    place.data = None
+
+
+class ShardedView(torch.Tensor):
+    """A view of a parameter of stage 3 while it is in shards, also `p.data` and `p.detach()`.
+
+    Its shape can be asked for without communication. Whatever needs values collects them first: a collective, which
+    every rank has to call. What is written into it counts, each rank's part of it; write the same on every rank.
+
+    A view that has a gradient (`p[0]` outside of `torch.no_grad()`) is read as the values that it was made with.
+    """
+
+    _ringcomm: Place
+    _window: Window | None = None  # None: all of the parameter
+    _data: _Data | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after ours
+            return args[0]
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in ("detach", "alias") or (name == "__get__" and attribute == "data"):
+            return _alias(args[0])
+        if name == "__set__" and attribute == "data":
+            return _set_data(*args)
+        if name in _FACTS and attribute not in _VALUES and not (name == "__format__" and args[1]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _LIKE and (name == "result_type" or not any(map(_has_place, tree_leaves((args[1:], kwargs))))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if any(map(_has_gradient, tree_leaves((args, kwargs)))):
+            return _with_own_values(name, func, args, kwargs)
+        if name == "type" and len(args) + len(kwargs) == 1:
+            return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
+        if name in _CONVERSIONS and _changes_nothing(func, args, kwargs):
+            return args[0]
+        if name in _STRIDES:
+            return func(_like(args[0]), *args[1:], **kwargs)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        return _with_values(name, func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self._copy()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)
+
+    def _copy(self) -> torch.Tensor:
+        """The values, as a plain parameter or tensor; a collective."""
+        place, values = self._ringcomm, self.detach().clone()
+        return nn.Parameter(values, self.requires_grad) if self is place.group.params[place.index] else values
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        name = f"{self._ringcomm.name}, " if self._ringcomm.alive else ""
+        return f"{type(self).__name__}({name}shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ShardedParameter(ShardedView, nn.Parameter):
+    """The class of a parameter of stage 3 while it is in shards."""
+
+
+def _alias(x: Any) -> ShardedView:
+    """The same parameter or view without its history of gradients."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
+
+
+def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
+    return _note(x.as_subclass(ShardedView), place, window, replaced)
+
+
+def _note(view: Any, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
+    place.data = place.data or _Data(place)
+    view._ringcomm, view._window, view._data = place, window, replaced or place.data
+    return view
+
+
+def _like(x: Any) -> torch.Tensor:
+    """A tensor without memory that has the strides of a parameter or view."""
+    if x._window is None:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x._window.stride, dtype=x.dtype, device="meta")
+
+
+def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
+    """`p.data = values`: this rank takes its part of them."""
+    place: Place = p._ringcomm
+    if not isinstance(p, ShardedView):  # it is whole
+        with torch._C.DisableTorchFunctionSubclass():
+            p.data = values.clone()
+        return
+    if getattr(values, "_ringcomm", None) is place and _window(values) == _window(p):
+        replaced = _replaced(values)
+        if replaced is not None:
+            replaced.put_back()
+        return
+    if _window(p) is not None:
+        raise InvalidArgumentError(
+            f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
+            "values that are written into it; use view.copy_(values)"
+        )
+    if (values.shape, values.dtype, values.device) != (p.shape, p.dtype, p.device):
+        raise InvalidArgumentError(
+            f"`p.data = ...`: rank {place.flat.ranks.rank} got a tensor of {tuple(values.shape)} {values.dtype} on "
+            f"{values.device} for {place.name}, expected {tuple(p.shape)} {p.dtype} on {p.device}; change the module "
+            "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
+        )
+    place.group.set_data(place.index, values.clone() if isinstance(values, ShardedView) else values)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a conversion, such as `to`, gives the parameter itself."""
+    if getattr(func, "__name__", "") == "contiguous":
+        return _like(args[0]).is_contiguous(*args[1:], **kwargs)
+    twin = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+    rest = [torch.empty(0, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x for x in args[1:]]
+    return func(twin, *rest, **kwargs) is twin
+
+
+def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls ``func`` on the parameters' values."""
+    given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
+    places = [x._ringcomm for x in given]
+    if not all(place.alive for place in places):
+        raise InvalidArgumentError(
+            f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
+            "that is sharded; take the view of the parameter as it is now"
+        )
+    if name in _MEMORY:
+        raise InvalidArgumentError(
+            f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
+            "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
+        )
+    groups: dict[FlatModel, dict[int, FlatGroup]] = {}  # a model after the other, in an order that all ranks have
+    for place in places:
+        groups.setdefault(place.flat, {})[place.group.number] = place.group
+    with ExitStack() as borrowed:
+        stays = {
+            flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
+            for flat, found in groups.items()
+        }
+        values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
+        args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+        result = func(*args_with_values, **kwargs_with_values)
+        if hasattr(result, "wait"):  # of torch.distributed: the values go
+            result.wait()
+        if name in _ARRAYS:
+            result.flags.writeable = False  # what is written into a copy would be lost
+        originals = {id(values[id(x)]): x for x in given}
+        homes = {place.group.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
+
+        def shown(x: Any) -> Any:
+            if id(x) in originals:
+                return originals[id(x)]
+            if not _shares(x, homes):
+                return x
+            place, window = homes[x.untyped_storage()._cdata], Window.of(x)
+            if not (torch.is_grad_enabled() and x.requires_grad):
+                return _view(x.clone(), place, window)
+            x.data = x.detach().clone()  # its node stays the view's: programs look for the parameter's behind it
+            x.__class__ = ShardedView
+            return _note(x, place, window)
+
+        return tree_map(shown, result)
+
+
+def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls ``func`` on the copies that views with a gradient have. What is written into one is written into the
+    parameter too."""
+    leaves = tree_leaves((args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        views = {id(x): x for x in leaves if _has_gradient(x)}
+        own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
+    writes = _writes(name, kwargs)
+    targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
+    if targets:
+        place = targets[0]._ringcomm
+        if torch.is_grad_enabled() or kwargs.get("out") is not None:
+            raise InvalidArgumentError(
+                f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
+                "without; make the view, and write, inside of torch.no_grad()"
+            )
+        first = tree_map(lambda x: _alias(x) if id(x) in own else x, args[0])
+        func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
+        for x in targets:
+            own[id(x)].copy_(_alias(x))
+        return args[0]
+    if any(_has_place(x) and id(x) not in own for x in leaves):
+        args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        memories = {x.untyped_storage()._cdata: views[key] for key, x in own.items()}
+    found, structure = tree_flatten(result)
+    if any(_shares(x, memories) for x in found):  # where they lie in the parameter
+        args, kwargs = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
+        with torch.no_grad():
+            there = tree_leaves(func(*args, **kwargs))
+        for at, (x, y) in enumerate(zip(found, there, strict=True)):
+            if _shares(x, memories):  # y is a plain tensor where the group stays, and of data that was replaced
+                view = memories[x.untyped_storage()._cdata]
+                found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
+    return tree_unflatten(found, structure)
+
+
+def _shares(x: Any, memories: Collection[int]) -> bool:
+    """Whether this is a plain tensor in one of the memories."""
+    if not isinstance(x, torch.Tensor) or _has_place(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return x.layout == torch.strided and x.untyped_storage()._cdata in memories
+
+
+def _writes(name: str, kwargs: Any) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def _values(x: Any) -> torch.Tensor:
+    """The values of a parameter that was collected, as the parameter itself if it can be computed with, or of a
+    view."""
+    window, place, replaced = _window(x), x._ringcomm, _replaced(x)
+    whole = place.group.whole if replaced is None else replaced.whole()
+    if window is not None:
+        return window.on(whole)
+    return x if x is place.group.params[place.index] else place.group.part(whole, place.index).detach()
+
+
+def _has_gradient(x: Any) -> bool:
+    """Whether this is a view that autograd follows, or collects a gradient for."""
+    if not isinstance(x, ShardedView) or x._window is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.requires_grad
+
+
+def _has_place(x: Any) -> bool:
+    """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
+    return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
+
+
+def _window(x: Any) -> Window | None:
+    return x._window if isinstance(x, ShardedView) else None
+
+
+def _replaced(x: Any) -> _Data | None:
+    """The memory of a view of what `p.data` was before; None: it shares the parameter's."""
+    data = x._data if isinstance(x, ShardedView) else None
+    return None if data is None or data is x._ringcomm.data else data

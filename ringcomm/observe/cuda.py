@@ -1,0 +1,174 @@
+"""What `ringcomm doctor` says about CUDA: the build, the driver, the devices, the paths between them, and what to do
+about what is missing. Works without a driver."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ringcomm.arrays.devices import EMULATED
+from ringcomm.arrays.driver import Driver
+
+_LEVELS = {  # NVML's words for where two devices meet, and nvidia-smi's
+    0: "one board", 10: "PIX (one PCIe switch)", 20: "PXB (several PCIe switches)", 30: "PHB (the host bridge)",
+    40: "NODE (one processor)", 50: "SYS (between processors)",
+}  # fmt: skip
+_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: what, whether it is usable (None: a plain fact), and the details or the reason."""
+
+    section: str
+    name: str
+    usable: bool | None
+    text: str
+
+
+def build() -> Fact:
+    """Whether the kernels were built, and for what."""
+    from ringcomm import _C
+
+    text = _C.build_info()["cuda"]
+    return Fact("build", "cuda kernels", "built" in text.split()[:1] or EMULATED, text)
+
+
+def engine() -> Fact:
+    """Whether the engine runs here: a barrier in a world of one, on the first device."""
+    from ringcomm import _C
+
+    why = _C.why_no_cuda()
+    if why:
+        return Fact("engines", "cuda", False, f"{why}{_advice(why)}")
+    try:
+        one = _C.Engine("cuda", 0, 1, 20_000)
+        one.connect([one.handle()])
+        one.submit(_C.OPS["barrier"], 0, 0, 0, 0, 0, 0, 0, 0).wait()
+        facts = one.describe()
+        one.close()
+    except RuntimeError as error:
+        return Fact("engines", "cuda", False, str(error))
+    return Fact("engines", "cuda", True, ", ".join(f"{key} {value}" for key, value in facts.items() if key != "engine"))
+
+
+def _advice(why: str) -> str:
+    """What the build or the driver leaves out of its sentence."""
+    if "no CUDA engine" in why and isinstance(Driver.load(), Driver):
+        return " (there is a driver: this machine could run it)"
+    return ""
+
+
+def driver() -> list[Fact]:
+    """The driver and its devices."""
+    if EMULATED:
+        return [Fact("devices", "driver", None, "not asked: this build emulates its devices")]
+    found = Driver.load()
+    if isinstance(found, str):
+        return [Fact("devices", "driver", False, found)]
+    major, minor = found.version()
+    facts = [Fact("devices", "driver", True, f"runs CUDA up to {major}.{minor}{_release()}")]
+    present = found.device_count()
+    if present == 0:
+        return [*facts, Fact("devices", "cuda:0", False, "no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
+    return [*facts, *(_device(found, index) for index in range(present)), *_paths(found, present)]
+
+
+def _release() -> str:
+    try:
+        with open("/sys/module/nvidia/version") as file:
+            return f", release {file.read().strip()}"
+    except OSError:
+        return ""
+
+
+def _device(found: Driver, index: int) -> Fact:
+    what = found.device(index)
+    text = (
+        f"{what.name}, {what.memory_bytes / (1 << 30):.1f} GiB, {what.multiprocessors} SMs, sm_"
+        f"{what.capability[0]}{what.capability[1]}, L2 {what.l2_bytes / (1 << 20):.0f} MiB, {what.bus_id}"
+    )
+    if what.capability < (8, 0):
+        return Fact("devices", f"cuda:{index}", False, f"{text}; the kernels need compute capability 8.0 or newer")
+    return Fact("devices", f"cuda:{index}", True, text)
+
+
+def _paths(found: Driver, present: int) -> Iterator[Fact]:
+    """Between every two devices: whether one reads the other's memory, and over what."""
+    wires = _Wires.load() if present > 1 else None
+    for device in range(present):
+        for peer in range(device + 1, present):
+            there, back = found.peer_access(device, peer), found.peer_access(peer, device)
+            name = f"cuda:{device} - cuda:{peer}"
+            over = wires.between(found.device(device).bus_id, found.device(peer).bus_id) if wires else ""
+            if there[0] and back[0]:
+                atomics = "with" if there[1] and back[1] else "without"
+                yield Fact("paths", name, True, f"peer access, {atomics} atomics, rank {there[2]}{over}")
+            else:
+                yield Fact(
+                    "paths", name, False, f"no peer access{over}; in a virtual machine or behind an IOMMU it may be off"
+                )
+    if wires is None and present > 1:
+        yield Fact("paths", "topology", None, "pip install nvidia-ml-py to see NVLink and PCIe")
+
+
+class _Wires:
+    """NVML, where nvidia-ml-py is installed."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+
+    @staticmethod
+    def load() -> _Wires | None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception:  # not installed, or its own error
+            return None
+        return _Wires(pynvml)
+
+    def between(self, bus_id: str, peer_bus_id: str) -> str:
+        """ ", over NVLink" or the PCIe level at which two devices meet; empty where NVML does not say."""
+        nvml = self._nvml
+        try:
+            ends = [nvml.nvmlDeviceGetHandleByPciBusId(each.encode()) for each in (bus_id, peer_bus_id)]
+            if nvml.nvmlDeviceGetP2PStatus(*ends, _NVLINK) == nvml.NVML_P2P_STATUS_OK:
+                return ", over NVLink"
+            level = nvml.nvmlDeviceGetTopologyCommonAncestor(*ends)
+        except nvml.NVMLError:
+            return ""
+        return f", over PCIe, {_LEVELS.get(level, level)}"
+
+
+def libraries() -> list[Fact]:
+    """The libraries that bring arrays on devices."""
+    return [_torch(), _cupy()]
+
+
+def _torch() -> Fact:
+    if importlib.util.find_spec("torch") is None:
+        return Fact("arrays", "torch on cuda", False, "torch is not installed")
+    import torch
+
+    if torch.version.cuda is None:
+        return Fact(
+            "arrays", "torch on cuda", False, f"torch {torch.__version__} is built for the cpu; install one for CUDA"
+        )
+    if not torch.cuda.is_available():
+        return Fact("arrays", "torch on cuda", False, f"torch {torch.__version__} sees no device; see the driver above")
+    return Fact("arrays", "torch on cuda", True, f"{torch.__version__}, CUDA {torch.version.cuda}")
+
+
+def _cupy() -> Fact:
+    for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        try:
+            return Fact("arrays", "cupy", True, f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    there = importlib.util.find_spec("cupy") is not None or "cupy" in sys.modules
+    return Fact("arrays", "cupy", there, "installed" if there else "not installed; pip install cupy-cuda13x")

@@ -1,0 +1,89 @@
+"""`ringcomm doctor --pid` and `ringcomm doctor FILE`: the ranks of a job side by side, also while it hangs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.observe import record
+
+if TYPE_CHECKING:
+    from ringcomm.observe.record import View
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """The command. Returns: its exit status; 2 for processes and files that have no record."""
+    try:
+        a = _parser(command).parse_args(list(argv))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    try:
+        views = record.merge(_records(a.pid, a.files))
+    except InvalidArgumentError as error:
+        print(f"ringcomm {command}: {error}", file=sys.stderr)
+        return 2
+    if a.json:
+        print(json.dumps([view.plain(a.calls) for view in views], indent=1))
+    else:
+        _show(views, a.calls)
+    return 0
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"ringcomm {command}",
+        description="Without arguments: what was built, what is usable on this machine, and what is not and why. With "
+        "processes or files: which rank of their communicators is in which call, and what they called last.",
+    )
+    parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine; again "
+                        "for more. Others of its communicators are found by themselves")  # fmt: skip
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or from {record.FOLDER}")
+    parser.add_argument("--calls", type=int, default=5, help="last calls of each rank to show (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
+    if not pids and not files:
+        raise InvalidArgumentError("expected --pid or files of records, got neither; name a rank's process")
+    found = record.load(files)
+    for pid in pids:
+        own = record.records(pid)
+        if not own:
+            raise InvalidArgumentError(
+                f"process {pid} has no communicator with a record, expected a rank of a job; name one that uses "
+                "ringcomm, with RINGCOMM_RECORD above 0"
+            )
+        found += own
+    return [*found, *record.find(*(each.group for each in found))] if pids else found
+
+
+def _show(views: Sequence[View], calls: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ringcomm.errors import rank_list
+    from ringcomm.observe.record import seconds
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    called = [view for view in views if view.lines(1)]
+    for view in called or views:
+        console.print(Text(view.title, style="bold"))
+        for sentence in view.summary():
+            console.print(Text(f"  {sentence}"), soft_wrap=True)
+        table = Table("call", "of", "ranks", "state", "time", "place", box=box.SIMPLE_HEAD)
+        for line in view.lines(calls):
+            call = line.call
+            state = f"{call.state}, async" if call.is_async else call.state
+            cells = (call.title, call.passed, rank_list(line.ranks), state, seconds(line.ns), call.place)
+            table.add_row(*map(Text, cells), style="bold" if call.open else None)
+        if table.row_count:
+            console.print(table)
+    if called and len(called) < len(views):
+        console.print(Text(f"{len(views) - len(called)} more communicators have called nothing yet"))

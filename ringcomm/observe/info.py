@@ -1,0 +1,167 @@
+"""`ringcomm doctor`: what was built, what is usable on this machine, and what is not and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+
+from ringcomm.observe import cuda
+from ringcomm.observe.cuda import Fact
+
+
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _build() -> list[Fact]:
+    from ringcomm import _C, __version__
+
+    info = dict(_C.build_info())
+    return [
+        Fact("build", "ringcomm", None, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),
+        Fact("build", "compiler", None, f"{info.get('compiler', '?')}, {info.get('build_type', '?')}"),
+        *(Fact("build", key, None, str(info[key])) for key in ("instruction_sets", "only") if key in info),
+        cuda.build(),
+        Fact("build", "dtypes", None, ", ".join(_C.DTYPES)),
+        Fact("build", "reductions", None, ", ".join(_C.REDUCE_OPS)),
+    ]
+
+
+def _engines() -> list[Fact]:
+    from ringcomm import _C
+
+    found = []
+    try:
+        engine = _C.Engine("cpu", 0, 1, 1000)
+        engine.connect([engine.handle()])
+        facts = engine.describe()
+        engine.close()
+        found.append(
+            Fact("engines", "cpu", True, ", ".join(f"{key} {facts[key]}" for key in ("isa", "order") if key in facts))
+        )
+    except RuntimeError as error:
+        found.append(Fact("engines", "cpu", False, str(error)))
+    found.append(cuda.engine())
+    from ringcomm.comm.nccl import facts as nccl_facts
+
+    found.append(Fact("engines", "nccl", *nccl_facts()))
+    return found
+
+
+def _backend() -> Fact:
+    name = "torch.distributed 'ringcomm'"
+    torch_version = _torch_version()
+    if torch_version is None:
+        return Fact("torch", name, False, "torch is not installed; pip install torch, then ringcomm again")
+    if importlib.util.find_spec("ringcomm._c10d") is None:
+        return Fact(
+            "torch",
+            name,
+            False,
+            f"not built; reinstall ringcomm beside torch {torch_version}: pip install --no-build-isolation ringcomm",
+        )
+    try:
+        import torch  # noqa: F401  its libraries must be there first
+
+        from ringcomm import _c10d
+    except ImportError as error:
+        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}")
+    built_for = _c10d.built_for
+    fits = built_for.split("+")[0] == torch_version.split("+")[0]
+    text = f"built for torch {built_for}, torch {torch_version} is installed"
+    return Fact("torch", name, fits, text if fits else text + "; reinstall ringcomm with --no-build-isolation")
+
+
+def _memory_limit() -> str:
+    """What bounds shared memory: the machine's, or the control group's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return f"{total / (1 << 30):.1f} GiB"
+
+
+def _shared_memory() -> Fact:
+    """The CPU engine's memory: an anonymous file that peers open through /proc."""
+    try:
+        fd = os.memfd_create("ringcomm-info", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        return Fact(
+            "machine", "shared memory", False, f"memfd_create is refused ({error}); Linux 3.17 or newer is needed"
+        )
+    try:
+        os.truncate(fd, 4096)
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR))
+    except OSError as error:
+        return Fact(
+            "machine", "shared memory", False, f"/proc/<pid>/fd cannot be opened ({error}); ranks as threads still work"
+        )
+    finally:
+        os.close(fd)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Fact(
+        "machine",
+        "shared memory",
+        True,
+        f"memfd, bounded by memory ({_memory_limit()}), {files} open files; /dev/shm is not used",
+    )
+
+
+def _machine() -> list[Fact]:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count()
+    return [Fact("machine", "cores", None, f"{usable} usable of {present}"), _shared_memory()]
+
+
+_PACKAGES = {"pynvml": "nvidia-ml-py"}  # where they are not called as their module
+
+
+def _extras() -> list[Fact]:
+    needed = {
+        "matplotlib": "bench --plot; pip install 'ringcomm[plot]'",
+        "pynvml": "the topology of several GPUs; pip install nvidia-ml-py",
+        "rich": "tables and progress; pip install rich",
+    }
+    found = []
+    for module, what in needed.items():
+        there = importlib.util.find_spec(module) is not None
+        version = importlib.metadata.version(_PACKAGES.get(module, module)) if there else ""
+        found.append(Fact("extras", module, there, version if there else f"not installed, needed by {what}"))
+    return found
+
+
+def facts() -> list[Fact]:
+    """
+    Everything that `ringcomm doctor` prints.
+
+    Returns: facts in order of their sections. Creates no communicator and leaves nothing behind.
+    """
+    devices = cuda.driver()
+    return [*_build(), *_engines(), *devices, _backend(), *cuda.libraries(), *_machine(), *_extras()]
+
+
+def text(found: list[Fact]) -> str:
+    """The facts as plain lines, one section after the other."""
+    lines, section = [], ""
+    for fact in found:
+        if fact.section != section:
+            section = fact.section
+            lines.append(section)
+        mark = {None: " ", True: "+", False: "-"}[fact.usable]
+        lines.append(f"  {mark} {fact.name:<28s} {fact.text}")
+    return "\n".join([*lines, "", "+ usable   - not usable"])
+
+
+def main() -> int:
+    """Returns: exit status 0 where the CPU engine is usable, else 1."""
+    found = facts()
+    print(text(found))
+    return int(not any(fact.usable for fact in found if fact.name == "cpu"))

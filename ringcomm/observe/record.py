@@ -1,0 +1,578 @@
+"""The flight recorder: what the ranks of a communicator have called, read while they run, hang or have been stopped.
+
+Every engine keeps its last calls (``RINGCOMM_RECORD=256``; 0: none) in a memory file of its process, which processes of
+the same user can read. Reading asks nothing of the process that is read.
+
+    ringcomm.record.merge(ringcomm.record.records(pid))   # what `ringcomm doctor --pid` shows
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ringcomm import _C
+from ringcomm.errors import InvalidArgumentError, one_line, rank_list
+from ringcomm.validation import PATH, a, expects, or_none, several, whole
+
+__all__ = ["Call", "Record", "View", "dump", "find", "load", "merge", "records", "step"]
+
+FOLDER = "RINGCOMM_RECORD_DIR"
+"""Environment variable: where a process writes its records when one of its communicators ends by an error."""
+_LINK = f"/memfd:{_C.RECORD_NAME} "
+_MOST_BYTES = 1 << 28  # of one memory file: more than the longest record has
+_PART = 2  # state of a journal
+_MOST_RANKS = 1 << 20
+_FORMAT = 1  # of the files
+_TYPES = {"int": int, "str": str, "bool": bool, "tuple[Call, ...]": tuple}
+_BEYOND = 1 << 63  # whole numbers that a journal holds
+_SEARCH_S = 2.0  # among the processes of this machine, for the note on an error
+_NOTE_CALLS, _NOTE_LINES = 3, 12
+_KEPT_NOTES = 64
+_T = TypeVar("_T")
+_MOST_NAMED = 8  # ranks with their processes in one sentence
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one rank, as its journal has it."""
+
+    number: int  # among the rank's calls, from 1
+    collective: int  # among its collectives, from 0; -1: a send or a receive
+    op: str
+    dtype: str
+    reduce_op: str
+    algorithm: str
+    count: int  # elements that all ranks agree on; below 0: parts of different sizes
+    root: int  # or the peer of a send or a receive; -1: any
+    tag: int
+    state: str  # in flight, done, failed, refused; enqueued: on a device, nobody has looked for its end
+    is_async: bool
+    step: int  # of the training, as `step` named it; below 0: none
+    begin_ns: int  # since 1970
+    end_ns: int  # 0: not yet
+    site: str  # in the user's code
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not come to its proper end."""
+        return self.state in ("in flight", "failed")
+
+    @property
+    def title(self) -> str:
+        """Such as "all_reduce #118"."""
+        if self.op in ("send", "recv"):
+            peer = "any rank" if self.root < 0 else f"rank {self.root}"
+            return f"{self.op} {'to' if self.op == 'send' else 'from'} {peer}"
+        return f"{self.op} #{self.collective}"
+
+    @property
+    def passed(self) -> str:
+        """What it was given, such as "1024 x float32, sum"; ranks of one collective must agree on it."""
+        if self.op == "barrier":
+            return ""
+        words = [f"uneven parts of {self.dtype}" if self.count < 0 else f"{self.count} x {self.dtype}"]
+        if self.op in ("all_reduce", "reduce_scatter", "reduce"):
+            words.append(self.reduce_op)
+        if self.op in ("broadcast", "reduce", "gather", "scatter"):
+            words.append(f"root {self.root}")
+        if self.op in ("send", "recv"):
+            words.append(f"tag {self.tag}")
+        elif self.algorithm != "auto":
+            words.append(self.algorithm)
+        return ", ".join(words)
+
+    @property
+    def place(self) -> str:
+        """Where it was called, such as "train.py:88, step 12"; empty where nobody knows."""
+        return ", ".join(filter(None, (self.site, f"step {self.step}" if self.step >= 0 else "")))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank of one communicator has called."""
+
+    host: str
+    pid: int
+    rank: int
+    world_size: int
+    group: int  # the same on all ranks of a communicator; 0: not connected yet
+    engine: str
+    closed: bool
+    begun: int  # calls so far; `calls` are the last of them
+    process: str  # running or stopped, when it was read
+    taken_ns: int  # when it was read, since 1970
+    calls: tuple[Call, ...]
+
+
+_STEP = or_none(whole(said="a whole number from 0 on"))
+
+
+@expects("step", number=_STEP)
+def step(number: int | None) -> None:
+    """Names the step of the training that this process is in, for errors and records; None: none."""
+    _C.set_step(-1 if number is None else number)
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+@expects("record", pid=whole(1, (1 << 31) - 1))
+def records(pid: int | None = None) -> list[Record]:
+    """The records of a process: one for each rank that it has in each communicator.
+
+    Args:
+        pid: of the process; None: this one.
+    Raises:  InvalidArgumentError: there is no such process, it is another user's, or another version's.
+    """
+    return _records(os.getpid() if pid is None else pid, None)
+
+
+def _records(pid: int, wanted: set[int] | None) -> list[Record]:
+    """``wanted``: of these groups alone; None: of all."""
+    try:
+        if wanted is not None and next(_memory_files(pid), None) is None:
+            return []  # most processes: without reading more of them
+        status = _status(pid)
+        if status["State"][0] in "ZX":
+            raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
+        taken = list(_memory_files(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        raise InvalidArgumentError(f"record: expected a process, got {pid}, which there is none of; see ps") from None
+    except PermissionError:
+        raise InvalidArgumentError(
+            f"record: process {pid} belongs to another user, or is protected: expected one of this user; ask as it"
+        ) from None
+    stopped = status["State"][0] in "Tt"
+    own = int(status.get("NSpid", str(pid)).split()[-1])  # as it knows itself
+    found = [_read(each, "stopped" if stopped else "running", wanted) for each in taken]
+    return [each for each in found if each is not None and each.pid == own]  # others came from its parent by a fork
+
+
+def find(*groups: int) -> list[Record]:
+    """The records of communicators in all processes of this user on this machine, by their ``group``."""
+    return _search(groups, None)
+
+
+def _search(groups: Iterable[int], seconds: float | None) -> list[Record]:
+    wanted = {*groups} - {0}
+    deadline = None if seconds is None else time.monotonic() + seconds
+    found: list[Record] = []
+    for name in os.listdir("/proc"):
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        if name.isdecimal():
+            with suppress(InvalidArgumentError, OSError):
+                if os.stat(f"/proc/{name}").st_uid != os.geteuid():
+                    continue  # root may read it, but it may say anything
+                found += _records(int(name), wanted)
+    return found
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory_files(pid: int) -> Iterator[bytes]:
+    folder = f"/proc/{pid}/fd"
+    seen: set[int] = set()  # a thread that reads its own process's files has them open twice, or a number is another's
+    for name in os.listdir(folder):
+        memory = None
+        with suppress(FileNotFoundError):  # it may be closed at any moment
+            if os.readlink(f"{folder}/{name}").startswith(_LINK):
+                memory = _memory(f"{folder}/{name}", seen)
+        if memory is not None:
+            yield memory
+
+
+def _memory(path: str, seen: set[int]) -> bytes | None:
+    """What a memory file holds; None if it is in ``seen``, or its number has become another file's meanwhile."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket's
+            return None
+        raise
+    try:
+        inode = os.fstat(fd).st_ino
+        if inode in seen or not os.readlink(f"/proc/self/fd/{fd}").startswith(_LINK):
+            return None
+        seen.add(inode)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
+    """None for an engine that is a part of another one, and for groups that are not wanted."""
+    facts, calls = _C.read_record(memory)
+    state = facts.pop("state")
+    if state == _PART or (wanted is not None and facts["group"] not in wanted):
+        return None
+    facts["begun"], facts["closed"] = facts.pop("calls"), bool(state)
+    for call in calls:
+        call["is_async"] = bool(call.pop("async"))
+    try:
+        return _record({**facts, "process": process, "taken_ns": time.time_ns(), "calls": calls})
+    except ValueError as error:
+        raise InvalidArgumentError(f"record: expected the record of a communicator, got other bytes: {error}") from None
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@expects("record", folder=PATH)
+def dump(folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes the records of this process, one file for each, to be put together with those of others by `load`.
+
+    Returns: their paths, which name host, process, communicator and rank; older files of the same are replaced.
+    """
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for each in records():
+        host = re.sub(r"[^\w.-]", "_", each.host)
+        path = place / f"ringcomm-{host}-{each.pid}-{each.group:x}-rank{each.rank}.json"
+        beside = path.with_suffix(f".{threading.get_ident()}")
+        beside.write_text(json.dumps({"ringcomm_record": _FORMAT, **asdict(each)}), encoding="utf-8")
+        beside.replace(path)  # who reads meanwhile gets one or the other
+        paths.append(path)
+    return paths
+
+
+@expects("record", paths=several("a list of paths", PATH))
+def load(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
+    """Reads files of `dump`, from any number of hosts.
+
+    Raises:  InvalidArgumentError: a file cannot be read, or is none of `dump`.
+    """
+    return [_load(Path(path)) for path in paths]
+
+
+def _load(path: Path) -> Record:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or document.pop("ringcomm_record", None) != _FORMAT:
+            raise ValueError("it is not one")
+        return _record(document)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"record: expected a file of ringcomm.record.dump of this version, got {str(path)!r}: "
+            f"{one_line(error)}; pass the files that {FOLDER} collects"
+        ) from None
+
+
+def _record(document: dict[str, Any]) -> Record:
+    """Raises ValueError for what nobody has written as a record."""
+    calls = document.get("calls")
+    if not isinstance(calls, list):
+        raise ValueError("it has no list of calls")
+    made: Record = _checked(Record, {**document, "calls": tuple(_checked(Call, call) for call in calls)})
+    if not 0 <= made.rank < made.world_size <= _MOST_RANKS:
+        raise ValueError(f"it is of rank {made.rank} of {made.world_size}")
+    return made
+
+
+_FIELDS: dict[Any, dict[str, type]] = {
+    kind: {field.name: _TYPES[str(field.type)] for field in fields(kind)} for kind in (Call, Record)
+}
+
+
+def _checked(kind: type[Any], values: Any) -> Any:
+    """A value of ``kind`` from fields that have its types, of which every text can be shown."""
+    types = _FIELDS[kind]
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        raise ValueError(f"it has a {kind.__name__} with other fields")
+    for name, value in values.items():
+        if type(value) is not types[name] or (isinstance(value, int) and not -_BEYOND <= value < _BEYOND):
+            raise ValueError(f"{name} is {value!r:.40}")
+    return kind(**{name: _shown(value) if isinstance(value, str) else value for name, value in values.items()})
+
+
+def _shown(text: str) -> str:
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
+
+
+# ---- all ranks together --------------------------------------------------------------------------------------------
+
+
+def seconds(ns: int) -> str:
+    """A duration for people."""
+    if ns < 1_000_000:
+        return f"{ns / 1e3:.0f} us"
+    return f"{ns / 1e6:.1f} ms" if ns < 1_000_000_000 else f"{ns / 1e9:.1f} s"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is."""
+
+    collective: int | None  # that it is in, or comes to next; None: too far back to know
+    call: Call | None  # that it is in
+    last: Call | None  # else: that it left before
+
+    @property
+    def front(self) -> tuple[int, bool] | None:
+        """How far it has come; in a collective is further than before it."""
+        if self.collective is None:
+            return None
+        return self.collective, self.call is not None and self.call.collective >= 0
+
+    @staticmethod
+    def of(record: Record) -> Position:
+        """The first collective that has not ended holds up all after it."""
+        calls = [call for call in record.calls if call.state != "refused"]
+        collectives = [call for call in calls if call.collective >= 0]
+        unfinished = [call for call in collectives if call.open]
+        if unfinished:
+            return Position(unfinished[0].collective, unfinished[0], None)
+        messages = [call for call in calls if call.open]
+        come = collectives[-1].collective + 1 if collectives else None if calls else 0
+        return Position(come, messages[0] if messages else None, calls[-1] if calls else None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Ranks whose call of one number is alike: a row of the table."""
+
+    ranks: tuple[int, ...]
+    call: Call
+    ns: int  # the longest that one of them took, or has been in it
+
+
+class View:
+    """One communicator."""
+
+    def __init__(self, found: tuple[Record, ...]) -> None:
+        self.records = found
+        self.group, self.world_size, self.engine = found[0].group, found[0].world_size, found[0].engine
+        self.positions = {each.rank: Position.of(each) for each in found}
+
+    @property
+    def title(self) -> str:
+        """Its name and size."""
+        if self.group == 0:
+            return f"a communicator of {self.world_size} ranks ({self.engine}) that is not connected yet"
+        return f"communicator {self.group:x} of {self.world_size} ranks ({self.engine})"
+
+    # ---- sentences -----------------------------------------------------------------------------------------------
+
+    def summary(self) -> list[str]:
+        """What stands out, in sentences; the ranks that are behind come first."""
+        return [*self._where(), *self._missing(), *self._odd_processes(), *self.differences()]
+
+    def _where(self) -> list[str]:
+        fronts = {at.front for at in self.positions.values() if at.front is not None}
+        lowest = min(fronts) if len(fronts) > 1 else None
+
+        def told(ranks: tuple[int, ...]) -> str:
+            first = self._record(ranks[0])
+            at = self.positions[ranks[0]]
+            lags = lowest is not None and at.front == lowest
+            who = self._named(ranks) if lags or len(self.positions) == 1 else rank_list(ranks)
+            return f"{who} {self._doing(at, first, len(ranks) > 1, lowest is not None and not lags)}"
+
+        def key(rank: int) -> Hashable:
+            at = self.positions[rank]
+            call = at.call or at.last
+            return (at.front, call and (call.title, call.place, call.state))
+
+        together = _grouped(self.positions, key)
+        together.sort(key=lambda ranks: self.positions[ranks[0]].front or (-1, False))
+        return ["; ".join(told(ranks) for ranks in together)] if together else []
+
+    def _doing(self, at: Position, record: Record, many: bool, waits: bool) -> str:
+        are = "are" if many else "is"
+        call = at.call
+        if call is not None:
+            since = seconds(max(0, (call.end_ns or record.taken_ns) - call.begin_ns))
+            if call.state == "failed":
+                return f"gave up {call.title}{_in_brackets(call.place)} after {since}"
+            verb = ("wait in" if many else "waits in") if waits else f"{are} in"
+            return f"{verb} {call.title}{_in_brackets(call.place)} since {since}"
+        last = at.last
+        if last is None:
+            return f"{'have' if many else 'has'} called nothing yet"
+        if last.state == "enqueued":
+            return f"{'have' if many else 'has'} enqueued all up to {last.title}{_in_brackets(last.place)}"
+        since = seconds(max(0, record.taken_ns - last.end_ns))
+        return f"{are} outside of any call, since {since} after {last.title}{_in_brackets(last.place)}"
+
+    def _missing(self) -> list[str]:
+        missing = [rank for rank in range(self.world_size) if rank not in self.positions]
+        if not missing or self.group == 0:
+            return []
+        many = len(missing) > 1
+        return [
+            f"{rank_list(missing)} {'have' if many else 'has'} no record here: "
+            f"{'their processes have' if many else 'its process has'} ended, closed the communicator, or "
+            f"{'run' if many else 'runs'} on another host"
+        ]
+
+    def _odd_processes(self) -> list[str]:
+        stopped = tuple(each.rank for each in self.records if each.process == "stopped")
+        closed = tuple(each.rank for each in self.records if each.closed)
+        told = [f"{self._named(stopped)}: stopped by a signal, SIGCONT lets it go on"] if stopped else []
+        return [*told, f"{self._named(closed)}: closed the communicator"] if closed else told
+
+    def differences(self) -> list[str]:
+        """Collectives of one number that the ranks called differently, as an error would tell them."""
+        told = []
+        for number, ranks in sorted(self._collectives().items()):
+            same_op = len({call.op for call in ranks.values()}) == 1
+            if len({(call.op, call.passed) for call in ranks.values()}) == 1:
+                continue
+            parts = []
+            alike_at: dict[Hashable, list[int]] = {}
+            for rank, call in ranks.items():
+                alike_at.setdefault((call.op, call.passed, call.place), []).append(rank)
+            for alike in alike_at.values():
+                call = ranks[alike[0]]
+                what = f"passed {call.passed}" if same_op else f"called {call.op}({call.passed})"
+                parts.append(f"{rank_list(alike)} {what}{_in_brackets(call.place)}")
+            name = f"{ranks[min(ranks)].op} #{number}" if same_op else f"call #{number}"
+            told.append(f"{name} differs: {', '.join(parts)}")
+        return told
+
+    def _collectives(self) -> dict[int, dict[int, Call]]:
+        found: dict[int, dict[int, Call]] = {}
+        for record in self.records:
+            for call in record.calls:
+                if call.collective >= 0 and call.state != "refused":
+                    found.setdefault(call.collective, {})[record.rank] = call
+        return found
+
+    def _record(self, rank: int) -> Record:
+        return next(each for each in self.records if each.rank == rank)
+
+    def _named(self, ranks: tuple[int, ...]) -> str:
+        """Ranks with their processes, as far as they fit a sentence."""
+        several_hosts = len({each.host for each in self.records}) > 1
+        told = []
+        for rank in ranks[:_MOST_NAMED]:
+            record = self._record(rank)
+            where = f" on {record.host}" if several_hosts else ""
+            told.append(f"rank {rank} (process {record.pid}{where})")
+        more = len(ranks) - len(told)
+        return ", ".join(told) + (f" and {more} more" if more else "")
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def lines(self, most: int) -> list[Line]:
+        """The last ``most`` calls of each rank, from old to new; what ranks have called alike in one line."""
+        ages: dict[tuple[int, int], int] = {}
+        calls: dict[tuple[int, int], Call] = {}
+        kept = {call.collective for each in self.records for call in _last(each.calls, most) if call.collective >= 0}
+        for record in self.records:
+            last = {call.number for call in _last(record.calls, most)}
+            for call in record.calls:
+                if call.number not in last and call.collective not in kept:
+                    continue
+                calls[record.rank, call.number] = call
+                ages[record.rank, call.number] = max(0, (call.end_ns or record.taken_ns) - call.begin_ns)
+
+        def key(one: tuple[int, int]) -> Hashable:
+            call = calls[one]
+            return (call.collective, call.title, call.passed, call.place, call.state, call.collective < 0 and one)
+
+        rows = []
+        for alike in _grouped(calls, key):
+            ranks = tuple(rank for rank, _ in alike)
+            rows.append((min(calls[one].begin_ns for one in alike), ranks, alike[0], max(ages[one] for one in alike)))
+        return [Line(ranks, calls[one], ns) for _, ranks, one, ns in sorted(rows)]
+
+    def note(self, calls: int, most_lines: int) -> list[str]:
+        """All of it in a few lines of text, for an error."""
+        said = [f"{self.title}, as its ranks recorded it:", *(f"  {each}" for each in self.summary())][:most_lines]
+        rows = [
+            f"  {rank_list(line.ranks)}: {line.call.title} {line.call.state}, {seconds(line.ns)}"
+            f"{_in_brackets(line.call.place)}"
+            for line in self.lines(calls)
+        ]
+        return [*said, *_last(rows, most_lines - len(said))]
+
+    def plain(self, calls: int) -> dict[str, Any]:
+        """What JSON can carry."""
+        ranks = [
+            {**asdict(each), "calls": [asdict(call) for call in _last(each.calls, calls)]} for each in self.records
+        ]
+        facts = {"group": self.group, "engine": self.engine, "world_size": self.world_size}
+        return {**facts, "summary": self.summary(), "differences": self.differences(), "ranks": ranks}
+
+
+def _last(items: Sequence[_T], most: int) -> Sequence[_T]:
+    return items[max(0, len(items) - most) :]
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def _grouped(keys: Iterable[_T], key: Callable[[_T], Hashable]) -> list[tuple[_T, ...]]:
+    """What has the same key together, in the order of the first of each."""
+    groups: dict[Hashable, list[_T]] = {}
+    for each in keys:
+        groups.setdefault(key(each), []).append(each)
+    return [tuple(group) for group in groups.values()]
+
+
+@expects("record", found=several("records", a("", Record)))
+def merge(found: Sequence[Record]) -> list[View]:
+    """One view for each communicator: who is where, and who waits for whom.
+
+    Args:
+        found: records of any ranks, from `records`, `find` or `load`; of two of one rank the newer counts.
+    Returns: `View` of each communicator.
+    """
+    groups: dict[tuple[int, ...], dict[int, Record]] = {}
+    for each in sorted(found, key=lambda each: each.taken_ns):
+        apart = () if each.group else (each.pid, each.rank)  # nobody knows yet what belongs together
+        groups.setdefault((each.group, *apart), {})[each.rank] = each
+    return [View(tuple(ranks[rank] for rank in sorted(ranks))) for ranks in groups.values()]
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+_notes: dict[int, str] = {}  # by communicator; what was seen first says most
+_noting = threading.Lock()
+
+
+def annotate(error: BaseException, group: int) -> None:
+    """Adds to an error that ends a communicator what its ranks did, and writes this process's records where the
+    environment names a folder for them. The native modules call it as they raise. It raises nothing itself."""
+    with suppress(Exception):
+        if not _noting.acquire(timeout=_SEARCH_S):
+            return
+        try:
+            if group not in _notes:
+                while len(_notes) >= _KEPT_NOTES:
+                    del _notes[next(iter(_notes))]
+                _notes[group] = _note(group)
+            note = _notes[group]
+        finally:
+            _noting.release()
+        if note and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(note)
+
+
+def _note(group: int) -> str:
+    written = []  # first: a launcher may end this process soon after another one
+    folder = os.environ.get(FOLDER)
+    if folder:
+        try:
+            written = [f"written to {path.absolute()}" for path in dump(folder) if f"-{group:x}-" in path.name][:1]
+        except (OSError, InvalidArgumentError) as why:
+            written = [f"the records of this process could not be written to {folder}: {why}"]
+    lines = [line for view in merge(_search([group], _SEARCH_S)) for line in view.note(_NOTE_CALLS, _NOTE_LINES - 1)]
+    return "\n".join(lines + written)

@@ -1,0 +1,207 @@
+"""The timeline of what the collectives do, step by step, as a file for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from ringcomm import _C
+from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.validation import PATH, expects, whole
+
+SPANS_PER_THREAD = 1 << 16
+"""What a thread keeps unless it is told otherwise: its first spans; later ones are counted."""
+
+_ROOM = whole(1, (1 << 31) - 1)
+
+Timeline = dict[str, Any]
+"""Chrome's trace format: ``traceEvents``, and under ``ringcomm`` what this package knows about each process."""
+
+
+class trace:
+    """Records every thread of this process, into a file::
+
+        with ringcomm.trace("timeline.json"):
+            comm.all_reduce(x)
+
+    or, where a block does not fit, ``ringcomm.trace.start()`` and ``ringcomm.trace.stop("timeline.json")``. One at a
+    time: ranks that are threads share it, ranks that are processes write a file each. Off, it costs the load of a flag.
+
+    Args:
+        path: the file to write.
+        spans_per_thread: room; what comes later is left out, and counted.
+    Raises:  InvalidArgumentError: there is a trace already (RINGCOMM_TRACE is one), no room was asked for, or the file
+             has no folder to be written to, which is found before anything is recorded.
+    """
+
+    @expects("trace", path=PATH, spans_per_thread=_ROOM)
+    def __init__(self, path: str | os.PathLike[str], spans_per_thread: int = SPANS_PER_THREAD) -> None:
+        _check_folder(path)
+        self._path = path
+        self._spans_per_thread = spans_per_thread
+
+    def __enter__(self) -> trace:
+        self.start(self._spans_per_thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.stop(self._path)
+
+    @staticmethod
+    @expects("trace", spans_per_thread=_ROOM)
+    def start(spans_per_thread: int = SPANS_PER_THREAD) -> None:
+        """Switches the timeline on."""
+        _C.trace_start(spans_per_thread)
+
+    @staticmethod
+    @expects("trace", path=PATH)
+    def stop(path: str | os.PathLike[str] | None = None) -> Timeline:
+        """Switches it off. A call that is still running is left out, but for its parts that have ended.
+
+        Args:
+            path: the file to write; None: none.
+        Returns: what the file holds.
+        Raises:  InvalidArgumentError: as above; the timeline goes on where the file has no folder.
+        """
+        if path is not None:
+            _check_folder(path)
+        threads, dropped = _C.trace_stop()
+        timeline = _timeline(threads, dropped)
+        if path is not None:
+            _write(timeline, path)
+        return timeline
+
+
+def _timeline(threads: Sequence[tuple[int, str, list[Any]]], dropped: int) -> Timeline:
+    pid = os.getpid()
+    epoch_us = (time.time_ns() - time.monotonic_ns()) / 1000
+    host = platform.node()
+    events: list[dict[str, Any]] = []
+    # A thread's rank is that in the largest communicator that it served.
+    largest = {tid: max((args["world_size"], args["rank"]) for *_, args in spans) for tid, _, spans in threads}
+    world_size = max((size for size, _ in largest.values()), default=0)
+    ranks = sorted({rank for size, rank in largest.values() if size == world_size})
+    if ranks:
+        title = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world_size} (process {pid} on {host})"
+        events.append(_label("process_name", pid, pid, name=title))
+        events.append(_label("process_sort_index", pid, pid, sort_index=ranks[0]))
+    for tid, role, spans in threads:
+        size, rank = largest[tid]
+        name = f"rank {rank}" + f" of {size}" * (size < world_size) + f": {role}" * (role != "caller")
+        events.append(_label("thread_name", pid, tid, name=name))
+        events.append(_label("thread_sort_index", pid, tid, sort_index=rank))
+        for title, category, begin, end, args in spans:
+            span = {"ph": "X", "name": title, "cat": category, "pid": pid, "tid": tid}
+            events.append({**span, "ts": begin / 1000, "dur": (end - begin) / 1000, "args": args})
+    process = {"pid": pid, "host": host, "epoch_us": epoch_us, "dropped": dropped}
+    return {"traceEvents": events, "displayTimeUnit": "ns", "ringcomm": [process]}
+
+
+def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _check_folder(path: str | os.PathLike[str]) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise InvalidArgumentError(
+            f"trace: expected a file in a folder that is there, got {shown(os.fspath(path))}; make the folder first"
+        )
+
+
+def _write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(timeline, file, separators=(",", ":"))
+
+
+# ---- a whole process -----------------------------------------------------------------------------------------------
+
+
+def trace_process(folder: str) -> None:
+    """Records this process from now to its exit, into ``ringcomm-<host>-<pid>.json`` if there was a call."""
+    os.makedirs(folder, exist_ok=True)
+    trace.start()
+    atexit.register(_write_at_exit, os.path.abspath(folder), os.getpid())
+
+
+def _write_at_exit(folder: str, pid: int) -> None:
+    if os.getpid() != pid:  # a fork of the process that is traced
+        return
+    try:
+        timeline = trace.stop()
+    except InvalidArgumentError:  # the program has ended it
+        return
+    if timeline["traceEvents"]:
+        _write(timeline, os.path.join(folder, f"ringcomm-{platform.node()}-{pid}.json"))
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------------
+
+
+def merge(timelines: Iterable[Timeline]) -> Timeline:
+    """One timeline of several processes.
+
+    Those of one host share a clock. Other hosts' times are moved by what their clocks say about the time of day, as
+    well as these agree. A process number that occurs twice becomes a free one.
+    """
+    events: list[dict[str, Any]] = []
+    processes: dict[int, dict[str, Any]] = {}
+    first: dict[str, Any] = {}
+    for timeline in timelines:
+        numbers: dict[int, int] = {}
+        shifts: dict[int, float] = {}
+        for process in timeline["ringcomm"]:
+            first = first or process
+            old = process["pid"]
+            number = old if old not in processes else max(processes) + 1
+            shifted = process["host"] != first["host"]
+            shifts[old] = process["epoch_us"] - first["epoch_us"] if shifted else 0.0
+            numbers[old] = number
+            processes[number] = {**process, "pid": number, "epoch_us": process["epoch_us"] - shifts[old]}
+        for event in timeline["traceEvents"]:
+            moved = {**event, "pid": numbers[event["pid"]]}
+            if "ts" in event:
+                moved["ts"] = event["ts"] + shifts[event["pid"]]
+            events.append(moved)
+    return {"traceEvents": events, "displayTimeUnit": "ns", "ringcomm": list(processes.values())}
+
+
+def _read(path: str) -> Timeline:
+    with open(path, encoding="utf-8") as file:
+        try:
+            timeline = json.load(file)
+        except ValueError:
+            timeline = None
+    if not isinstance(timeline, dict) or "ringcomm" not in timeline:
+        raise InvalidArgumentError(f"trace: expected a file of ringcomm.trace, got {path}; leave it out")
+    return timeline
+
+
+def main(argv: Sequence[str]) -> int:
+    """`ringcomm trace`: merges files. Returns: its exit status; 2 for what makes no sense."""
+    parser = argparse.ArgumentParser("ringcomm trace", description="Merges the timelines of several ranks.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of ringcomm.trace or RINGCOMM_TRACE")
+    parser.add_argument("-o", "--out", required=True, help="the file to write, for https://ui.perfetto.dev")
+    try:
+        a = parser.parse_args(list(argv))
+        timeline = merge([_read(path) for path in a.files])
+        _write(timeline, a.out)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except (InvalidArgumentError, OSError) as error:
+        print(f"ringcomm trace: {error}", file=sys.stderr)
+        return 2
+    spans = sum(event["ph"] == "X" for event in timeline["traceEvents"])
+    dropped = sum(process["dropped"] for process in timeline["ringcomm"])
+    print(f"wrote {a.out}: {spans} spans of {len(timeline['ringcomm'])} processes, {dropped} found no room")
+    return 0

@@ -1,0 +1,205 @@
+"""Stages of equal load: which of a model's repeated blocks begin one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ringcomm.data_parallel.partition import blocks_of
+from ringcomm.errors import InvalidArgumentError, shown
+
+BEFORE, BEHIND = "before", "behind"
+"""In loads: what lies before the first block, and behind the last one."""
+
+
+def balance(
+    model: nn.Module, stages: int, within: str | None = None, seconds: Mapping[str, float] | None = None
+) -> list[str]:
+    """Where to cut: the names of the blocks with which the second, third, ... stage begins, for `ringcomm.split`.
+
+    Of all ways to cut the row of blocks that whose heaviest stage is the lightest, and of these that with the least sum
+    of squares. The first stage has what lies before the blocks besides, the last stage what lies behind them.
+
+    Args:
+        within: the name of the ModuleList or Sequential whose children are the blocks; None: all that the model's
+            outermost ones have.
+        seconds: a load by the name of the block, and of "before" and "behind", as `measure` gives it; None: numbers of
+            parameters, where a tied one counts in each of its places.
+    Cost:    stages * blocks^2 steps.
+    Raises:  InvalidArgumentError: fewer blocks than stages, or a block without a load.
+    """
+    blocks = _blocks(model, within, "balance")
+    names = [name for name, _ in blocks]
+    if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= len(blocks):
+        raise InvalidArgumentError(
+            f"balance: got {shown(stages)} stages for {len(blocks)} blocks, expected from 1 to one stage for each "
+            "block; ask for fewer, or name the modules to cut at"
+        )
+    loads = parameters(model, within) if seconds is None else seconds
+    missing = [name for name in names if name not in loads]
+    if missing:
+        raise InvalidArgumentError(
+            f"balance: got seconds without {missing[0]!r}, expected one for each block; pass what measure() gives"
+        )
+    row = [float(loads[name]) for name in names]
+    row[0] += loads.get(BEFORE, 0.0)
+    row[-1] += loads.get(BEHIND, 0.0)
+    return [names[start] for start in _cuts(row, stages)[1:]]
+
+
+def _cuts(loads: Sequence[float], stages: int) -> list[int]:
+    """Where each stage begins, with the least largest sum, and of these the least sum of squares."""
+    below = [0.0, *accumulate(loads)]
+
+    def best(cost: Callable[[float], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
+        """The least cost of all stages, and where they begin."""
+        # of what lies from i on, cut into as many stages as rounds have passed: cost and beginnings
+        rest: list[tuple[float, list[int]]] = [*((inf, []) for _ in loads), (0.0, [])]
+        for _ in range(stages):
+            now = [
+                min(
+                    ((join(cost(below[j] - below[i]), rest[j][0]), -j) for j in range(i + 1, len(loads) + 1)),
+                    default=(inf, 0),
+                )
+                for i in range(len(loads) + 1)
+            ]
+            rest = [(least, [i, *rest[-j][1]]) for i, (least, j) in enumerate(now)]
+        return rest[0]
+
+    limit, _ = best(lambda load: load, max)
+    return best(lambda load: load * load if load <= limit else inf, lambda a, b: a + b)[1]
+
+
+def parameters(model: nn.Module, within: str | None = None) -> dict[str, float]:
+    """Numbers of parameters by block, and of "before" and "behind" them. What is registered between two blocks counts
+    for the earlier one."""
+    blocks = _blocks(model, within, "parameters")
+    found = {name: float(sum(p.numel() for p in block.parameters())) for name, block in blocks}
+    inside = {id(each) for _, block in blocks for each in block.modules()}
+    begins = {id(block): name for name, block in blocks} | {id(blocks[-1][1]): BEHIND}
+    found |= {BEFORE: 0.0, BEHIND: 0.0}
+    place = BEFORE
+    for module in model.modules():
+        place = begins.get(id(module), place)
+        if id(module) not in inside:
+            found[place] += sum(p.numel() for p in module._parameters.values() if p is not None)
+    return found
+
+
+def measure(
+    model: nn.Module, *args: Any, within: str | None = None, repetitions: int = 3, **kwargs: Any
+) -> dict[str, float]:
+    """Seconds of the forward and backward passes of each block, and of "before" and "behind" them: the least of
+    ``repetitions``, after one that is not counted.
+
+    Calls ``model(*args, **kwargs)`` and runs backward from the sum of the output's tensors. Gradients are left as they
+    were. A device is waited for at the ends of each block.
+
+    Raises:  InvalidArgumentError: a model without repeated blocks, or one of them that is not called once.
+    """
+    blocks = _blocks(model, within, "measure")
+    best: dict[str, float] = {}
+    for number in range(repetitions + 1):
+        found = _Clock(model, blocks).run(args, kwargs)
+        if number:
+            best = {name: min(best.get(name, spent), spent) for name, spent in found.items()}
+    return best
+
+
+class _Clock:
+    """Marks on a time line: a block's forward and backward passes lie between two of them."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        self.model, self.blocks = model, blocks
+        self.marks: dict[tuple[str, str], float] = {}
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+        """One pass."""
+        before = {p: p.grad for p in self.model.parameters()}
+        handles = [handle for name, block in self.blocks for handle in self._hooked(name, block)]
+        try:
+            start = self._now()
+            output = self.model(*args, **kwargs)
+            ends = [x for x in tree_leaves(output) if torch.is_tensor(x) and x.requires_grad]
+            self.marks["forward", "end"] = self._now()
+            torch.autograd.backward([x.float().sum() for x in ends])
+            end = self._now()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for p, grad in before.items():
+                p.grad = grad
+        return self._spent(start, end)
+
+    def _hooked(self, name: str, block: nn.Module) -> list[Any]:
+        def mark(what: str) -> None:
+            self.marks[what, name] = self._now()
+
+        def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+            mark("in")
+            for x in tree_leaves((args, kwargs)):
+                if torch.is_tensor(x) and x.requires_grad and x.grad_fn is not None:
+                    x.register_hook(lambda _: mark("back out"))
+                    break
+
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            mark("out")
+            for x in tree_leaves(output):
+                if torch.is_tensor(x) and x.requires_grad:
+                    x.register_hook(lambda _: mark("back in"))
+                    break
+
+        return [block.register_forward_pre_hook(entered, with_kwargs=True), block.register_forward_hook(left)]
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and any(p.is_cuda for p in self.model.parameters()):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _spent(self, start: float, end: float) -> dict[str, float]:
+        marks = self.marks
+        for name, _ in self.blocks:
+            if ("out", name) not in marks:
+                raise InvalidArgumentError(
+                    f"measure: got a model that did not call {name}, expected a call of each block; pass within="
+                )
+        names = [name for name, _ in self.blocks]
+        found = {name: marks["out", name] - marks["in", name] for name in names}
+        for name in names:
+            begun = marks.get(("back in", name))
+            if begun is None:
+                continue
+            # without an input that wants a gradient, a block's backward pass is the end of the whole
+            found[name] += marks.get(("back out", name), end) - begun
+        first, last = names[0], names[-1]
+        found[BEFORE] = marks["in", first] - start + end - marks.get(("back out", first), end)
+        found[BEHIND] = marks["forward", "end"] - marks["out", last]
+        found[BEHIND] += marks.get(("back in", last), end) - marks["forward", "end"]
+        return found
+
+
+def _blocks(model: nn.Module, within: str | None, call: str) -> list[tuple[str, nn.Module]]:
+    if within is None:
+        found = blocks_of(model)
+    else:
+        known = dict(model.named_modules())
+        if within not in known:
+            raise InvalidArgumentError(
+                f"{call}: got within={shown(within)}, which is no submodule, expected the one whose children are the "
+                "blocks; look at model.named_modules()"
+            )
+        children = known[within].named_children()
+        found = [(f"{within}.{key}" if within else key, child) for key, child in children]
+    if not found:
+        raise InvalidArgumentError(
+            f"{call}: got a model without repeated blocks, expected a ModuleList or Sequential with several; pass "
+            "within=, or name the modules to cut at"
+        )
+    return found

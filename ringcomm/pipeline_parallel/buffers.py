@@ -1,0 +1,129 @@
+"""Buffers of modules that lie in no stage, such as those of the model itself: every stage runs the code that writes
+into them up to its end, so that the last stage alone has what one process has."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.pipeline_parallel.absent import Absent, find, overwrites, reads
+from ringcomm.pipeline_parallel.beside import version_of
+
+
+class Buffers:
+    """Those on this rank. After a batch all ranks have the values of the last stage that has any.
+
+    Args:
+        modules: by name.
+        mine: this rank's stages. Each of them has values of its own in a step.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], mine: Sequence[int], stages: int) -> None:
+        self.mine, self.last = mine, stages - 1
+        self._places = [(m, key, f"{name}.{key}" if name else key) for name, m in modules.items() for key in m._buffers]
+        self._before: list[tuple[Any, int]] = []  # when the batch began, and their versions
+        self._own: dict[int, list[Any]] = {}  # of this rank's stages but for its last one
+        self._read: set[tuple[int, int]] = set()  # stages, and numbers of those that they have read before their ends
+
+    def begin(self) -> None:
+        """A batch."""
+        here = self._here()
+        self._before = [(x, version_of(x)) for x in here]
+        self._own = {stage: [x if x is None else x.clone() for x in here] for stage in sorted(self.mine)[:-1]}
+        self._read.clear()
+
+    def _here(self) -> list[Any]:
+        return [module._buffers.get(key) for module, key, _ in self._places]
+
+    def _set(self, values: Sequence[Any]) -> None:
+        for (module, key, _), x in zip(self._places, values, strict=True):
+            module._buffers[key] = x
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[Callable[[Any, Any, Any], None]]:
+        """While a stage runs; gives what is to be told of each function and its arguments."""
+        others = self._here()
+        if stage in self._own:
+            self._set(self._own[stage])
+        fresh: set[int] = set()
+        numbers = {id(x): i for i, x in enumerate(self._here())} if stage < self.last else {}
+
+        def told(func: Any, args: Any, kwargs: Any) -> None:
+            if numbers:
+                fresh.update(map(id, overwrites(func, args)))
+                found = {id(x) for x in reads(func, args, kwargs)} - fresh
+                self._read |= {(stage, numbers[each]) for each in found if each in numbers}
+
+        try:
+            yield told
+        finally:
+            if stage in self._own:
+                self._own[stage] = self._here()
+                self._set(others)
+
+    def changed(self) -> list[float]:
+        """By number, 1 for those that the batch has changed here, 0 for others."""
+        now = zip(self._here(), self._before, strict=True)
+        return [float(x is not old or isinstance(x, Absent) or version_of(x) != version) for x, (old, version) in now]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def settle(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
+        """Gives all ranks the values of the last stage; a collective, where one has changed.
+
+        Args:
+            changed: on the last stage; on the ranks' device.
+            several: whether the batch had several micro-batches.
+        Raises: InvalidArgumentError, on all ranks: a stage has read what a later one writes.
+        """
+        numbers, device = [i for i, each in enumerate(changed.tolist()) if each], changed.device
+        if not numbers:
+            return
+        values = {stage: self._own.get(stage, self._here()) for stage in self.mine}
+        mine = [{stage: _about(its[i]) for stage, its in values.items()} for i in numbers]
+        everyone = [pickle.loads(each) for each in comm.exchange(pickle.dumps(mine))]
+        stale = ""
+        for at, i in enumerate(numbers):
+            known = {stage: facts for theirs in everyone for stage, facts in theirs[at].items() if facts is not None}
+            if not known:
+                continue
+            stage = max(known)
+            (shape, dtype), owner = known[stage], rank_of[stage]
+            (module, key, name), before = self._places[i], self._before[i][0]
+            here = values[stage][i] if owner == comm.rank else torch.empty(shape, dtype=dtype, device=device)
+            data = here.detach().contiguous()
+            comm.broadcast(data.view(-1).view(torch.uint8), owner)
+            for stage, its in values.items():
+                if several and (stage, i) in self._read and not _is_same(its[i], data):
+                    stale = (
+                        f"Pipeline: rank {comm.rank} ran stage {stage}, whose forward reads the buffer {name}, which a "
+                        "later stage changes in the micro-batch before, expected one that is written before it is "
+                        "read; keep it in a module of one stage, or cut the model elsewhere"
+                    )
+            own = module._buffers.get(key)
+            if own is before is not None and not own.is_inference() and (own.shape, own.dtype) == (shape, dtype):
+                with torch._C.DisableTorchFunctionSubclass():
+                    find(own)
+                    if own is not here:
+                        own.copy_(data)
+            elif own is not here:
+                module._buffers[key] = data
+        told = next((each.decode() for each in comm.exchange(stale.encode()) if each), None)
+        if told is not None:
+            raise InvalidArgumentError(told)
+
+
+def _about(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return None if x is None or isinstance(x, Absent) else (tuple(x.shape), x.dtype)
+
+
+def _is_same(x: Any, data: torch.Tensor) -> bool:
+    if x is None or isinstance(x, Absent) or (x.shape, x.dtype) != (data.shape, data.dtype):
+        return isinstance(x, Absent)
+    return torch.equal(x, data) or bool(torch.isclose(x, data, rtol=0, atol=0, equal_nan=True).all())

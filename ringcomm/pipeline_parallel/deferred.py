@@ -1,0 +1,149 @@
+"""Gradients of weights that are computed later than those of inputs: what a zero bubble schedule fills its gaps with
+(Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from ringcomm.pipeline_parallel.absent import Absent, any_absent
+
+Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+"""A parameter, and what computes its gradient."""
+
+
+class Store:
+    """What is left to compute of a stage's backward pass of one micro-batch."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Later] = []
+
+    def run(self) -> None:
+        """Computes it, and adds the gradients to those of the parameters, through autograd and its hooks."""
+        waiting, self.waiting = self.waiting, []
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for p, gradient in waiting:
+            before = found.get(id(p))
+            found[id(p)] = (p, gradient() if before is None else before[1] + gradient())
+        if found:
+            torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
+
+
+def backward(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: Deferring | None = None) -> None:
+    """``torch.autograd.backward(ends, gradients)``, also inside of ``deferring``: that function by itself would leave a
+    mode before it runs the graph."""
+    if deferring is None:
+        torch.autograd.backward(ends, gradients)
+        return
+    found = tuple(torch.ones_like(x) if g is None else g for x, g in zip(ends, gradients, strict=True))
+    with deferring:
+        _engine_run_backward(tuple(ends), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Deferring(TorchFunctionMode):
+    """Inside, linear layers leave the gradients of their weights to ``store``: calls of torch.nn.functional.linear, and
+    of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
+    autograd. Everything else, also what autocast converts, has its gradients at once; and so have weights of linear
+    layers that another function of torch takes as well, such as an embedding that is the output layer too: autograd
+    adds up their gradients before; and those of layers whose parameters have hooks. For a forward pass, and for its
+    backward pass too, in which checkpoints run theirs.
+
+    Args:
+        often: ids of parameters whose layers are torch's own, in which autograd adds up several gradients.
+        kept: ids of parameters that have their gradients at once; grows by what other functions take. What a checkpoint
+            keeps of a layer does not depend on that.
+    """
+
+    def __init__(self, store: Store, often: frozenset[int], kept: set[int]) -> None:
+        super().__init__()
+        self.store, self.often, self.kept = store, often, kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and self._defers(*args, **kwargs):
+            return _Linear.apply(*_linear(*args, **kwargs), self, False)
+        if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0]):
+            return _Linear.apply(args[1], args[2], args[0], self, True)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
+            self.kept.update(id(x) for x in _trained([args, [*kwargs.values()]]) if x.is_leaf)
+        return result
+
+    def _defers(self, input: Any, weight: Any, bias: Any = None) -> bool:
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+            return False
+        own = [p for p in (weight, bias) if p is not None]
+        if any_absent(own):
+            return False
+        if any(_has_hooks(p) for p in own):  # which autograd would call here, without a gradient
+            return False
+        return all(p.is_leaf and id(p) not in self.often for p in own) and weight.requires_grad
+
+
+def _has_hooks(p: torch.Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient, such as masks."""
+    return any(getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
+    return input, weight, bias
+
+
+def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a nest that want gradients."""
+    for x in nest:
+        if isinstance(x, (list, tuple)):
+            yield from _trained(x)
+        elif torch.is_tensor(x) and not isinstance(x, Absent) and x.requires_grad:
+            yield x
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer; ``turned``: its weight lies (in, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferring: Deferring, turned: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.own = weight, bias  # a checkpoint gives others back
+        ctx.deferring, ctx.turned = deferring, turned
+        if turned:
+            assert bias is not None
+            return torch.addmm(bias, x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, values = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        turned = ctx.turned
+
+        def of_weight() -> torch.Tensor:
+            inputs = x.detach().reshape(-1, x.shape[-1])
+            return inputs.t().mm(rows) if turned else rows.t().mm(inputs)
+
+        def of_bias() -> torch.Tensor:
+            return rows.sum(0)
+
+        now: list[torch.Tensor | None] = []
+        for p, gradient in zip(ctx.own, (of_weight, of_bias), strict=True):
+            wanted = p is not None and p.requires_grad
+            others = wanted and id(p) in ctx.deferring.kept  # have used it since, in this forward pass
+            now.append(gradient() if others else None)
+            if wanted and not others:
+                ctx.deferring.store.waiting.append((p, gradient))
+        dx = _of_input(rows, values.t() if turned else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *now, None, None
+
+
+def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As autograd computes it, which looks at how the input lies in memory: column by column here."""
+    inputs = x.reshape(-1, x.shape[-1])
+    turned = inputs.stride() == (1, inputs.shape[0])
+    return weight.t().mm(rows.t()).t() if turned else rows.mm(weight)

@@ -1,0 +1,59 @@
+"""Random numbers that the model's own forward draws around the modules of stages, such as noise. Every stage runs that
+code: the first stage that reaches it draws, and later stages take the same numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ringcomm.pipeline_parallel.absent import Absent, writes
+
+_OF_PYTHON = {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d"}
+"""Functions that draw, beside those that torch has a tag for."""
+
+
+@cache
+def _is_tagged(name: str) -> bool:
+    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
+    tags = [getattr(packet, each).tags for each in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in each for each in tags)
+
+
+def random_op(func: Any) -> str:
+    """The name of a function that draws from a generator; "" for others, and for attention, whose dropout is of results
+    of modules that later stages do not have."""
+    name = str(getattr(func, "__name__", ""))
+    return name if name != "scaled_dot_product_attention" and (name in _OF_PYTHON or _is_tagged(name)) else ""
+
+
+def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether later stages need what was drawn. They do not need results with a gradient, since these are computed from
+    results of modules, which later stages do not have; nor the result of a dropout that is off, which is its input."""
+    if not isinstance(result, torch.Tensor) or isinstance(result, Absent) or result.requires_grad:
+        return False
+    return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
+
+
+def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
+    """The result of a function that drew ``numbers`` on an earlier stage; None where it draws into a tensor of another
+    shape."""
+    for into in _written(func, args, kwargs):
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if into.shape != numbers.shape:
+                return None
+            return into.fill(numbers.clone()) if isinstance(into, Absent) else into.copy_(numbers)
+    return numbers
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    if getattr(func, "__module__", None) == "torch.nn.init":
+        return [kwargs["tensor"]]
+    return writes(func, args, kwargs)
+
+
+def checkpoint_around() -> Any:
+    """What tells one call of `torch.utils.checkpoint.checkpoint` from another, inside of one; else None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None

@@ -1,0 +1,190 @@
+"""What stages send one another: activations forward, with what is to be known of them, and their gradients back."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ShapeError
+from ringcomm.pipeline_parallel.local import About
+
+HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
+_LENGTH = struct.Struct("<q")
+_TAG = 1 << 20  # the first of the tags used here
+
+Strides = tuple[int, ...]
+"""How a tensor without gaps lies in memory, on which bits of products depend: also those of dimensions of length 1."""
+Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
+"""Of each tensor: shape, type, whether its gradient is wanted, and strides."""
+
+
+class Sent(NamedTuple):
+    """What is kept of a tensor that a stage has handed on and whose gradient will come: not its values."""
+
+    edge: torch.autograd.graph.GradientEdge
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> list[Sent]:
+        """Of those that want a gradient."""
+        edge = torch.autograd.graph.get_gradient_edge
+        return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
+
+
+class Messages:
+    """The messages of one rank. Sends do not block; `finish` waits for them.
+
+    Args:
+        static_shapes: whether every message between two stages has the shapes of the first: then only that one tells
+            them, and a device is not waited for.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
+        self.comm, self.device, self.static_shapes = comm, device, static_shapes
+        self.sent_nbytes = 0  # tensors alone
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are taken
+
+    def send(self, tensors: Sequence[torch.Tensor], about: About, stage: int, rank: int) -> None:
+        """Sends a stage's inputs to its rank."""
+        key = ("to", stage, torch.is_grad_enabled())
+        facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
+        told = self._told.get(key)
+        if told is not None and facts != told[0]:
+            raise ShapeError(
+                f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(told[0])} as "
+                "in the first micro-batch; pass static_shapes=False where shapes change"
+            )
+        if told is not None and about.of_any() != told[1]:
+            raise ShapeError(
+                f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
+                "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
+            )
+        if told is None:
+            self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
+            if self.static_shapes:
+                self._told[key] = facts, about.of_any()
+        for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
+            self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
+
+    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], About]:
+        """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
+        key = ("at", stage, torch.is_grad_enabled())
+        told = self._told.get(key)
+        if told is None:
+            told = pickle.loads(self._receive_head(rank, _forward(stage)))
+            if self.static_shapes:
+                self._told[key] = told[0], told[1].of_any()
+        facts, about = told
+        tag = _forward(stage)
+        return [
+            self._receive(shape, dtype, wanted, rank, tag, strides) for shape, dtype, wanted, strides in facts
+        ], about
+
+    def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
+        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells that first, and then
+        come the strides of those that are there."""
+        tag, there = _backward(stage), [x for x in wanted if x is not None]
+        strides = [_strides(x) for x in there]
+        for told, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
+            self._send(torch.tensor(told, dtype=dtype, device=self.device), rank, tag, counts=False)
+        for x, its in zip(there, strides, strict=True):
+            self._send(x.permute(_order(its)), rank, tag)
+
+    def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
+        """The gradients of what was sent to a stage; None where that stage had no use for it."""
+        tag = _backward(stage)
+        there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
+        dims = sum(len(x.shape) for x, its in zip(sent, there, strict=True) if its)
+        strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
+        return [
+            self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
+            for x, its in zip(sent, there, strict=True)
+        ]
+
+    def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
+        """Sends a tensor beside those of the schedule, in the ``number``th row of such."""
+        self._send(x, rank, _TAG - 1 - number, counts)
+
+    def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        """Receives one."""
+        self.comm.recv(x, rank, _TAG - 1 - number)
+        return x
+
+    def finish(self) -> None:
+        """Waits until all that was sent has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    # ---- one message ----------------------------------------------------------------------------------------------
+
+    def _send(self, x: torch.Tensor, rank: int, tag: int, counts: bool = True) -> None:
+        self._sending = [each for each in self._sending if not each[0].done]
+        x = x.contiguous()
+        self.sent_nbytes += x.nbytes if counts else 0
+        if x.numel():
+            self._sending.append((self.comm.isend(x, rank, tag), x))
+
+    def _receive(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool,
+        rank: int,
+        tag: int,
+        strides: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        strides = _usual_strides(shape) if strides is None else strides
+        x = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        if x.numel():
+            self.comm.recv(x.permute(_order(strides)), rank, tag)
+        return x.requires_grad_(requires_grad)
+
+    def _send_head(self, packed: bytes, rank: int, tag: int) -> None:
+        packed = _LENGTH.pack(len(packed)) + packed
+        first, rest = packed[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0"), packed[HEAD_NBYTES:]
+        for part in (first, rest):
+            if part:
+                self._send(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self.device), rank, tag, False)
+
+    def _receive_head(self, rank: int, tag: int) -> bytes:
+        first = bytes(self._receive((HEAD_NBYTES,), torch.uint8, False, rank, tag).cpu().numpy())
+        (length,) = _LENGTH.unpack_from(first)
+        rest = _LENGTH.size + length - HEAD_NBYTES
+        more = bytes(self._receive((rest,), torch.uint8, False, rank, tag).cpu().numpy()) if rest > 0 else b""
+        return (first + more)[_LENGTH.size : _LENGTH.size + length]
+
+
+def _strides(x: torch.Tensor) -> Strides:
+    """Those of a tensor; of one with gaps those that it would have without."""
+    return x.stride() if x.permute(_order(x.stride())).is_contiguous() else _usual_strides(x.shape)
+
+
+def _usual_strides(shape: Sequence[int]) -> Strides:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _forward(stage: int) -> int:
+    return _TAG + 2 * stage
+
+
+def _backward(stage: int) -> int:
+    return _TAG + 2 * stage + 1
+
+
+def _text(facts: Facts) -> str:
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype, *_ in facts)

@@ -1,0 +1,538 @@
+"""`ringcomm.Pipeline`: runs the stages of a model on several ranks, in the order of a schedule."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import get_testing_overrides
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.meta import device_of
+from ringcomm.data_parallel.partition import facts_of
+from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
+from ringcomm.mesh import refuse_mesh
+from ringcomm.pipeline_parallel.absent import Absent
+from ringcomm.pipeline_parallel.check import check
+from ringcomm.pipeline_parallel.cuts import Chain, Stages, split
+from ringcomm.pipeline_parallel.deferred import Deferring, Store, backward
+from ringcomm.pipeline_parallel.local import About, Local, staged
+from ringcomm.pipeline_parallel.messages import Messages, Sent
+from ringcomm.pipeline_parallel.microbatches import MicroBatch, cut_inputs, joined
+from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline_parallel.ties import Ties
+from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
+
+
+class Evaluation(NamedTuple):
+    """What `Pipeline.evaluate` gives.
+
+    Attributes:
+        output: of all micro-batches, on the rank of the last stage; None elsewhere. What cannot be joined, such as
+            tensors that differ in more than dimension 0, is a list.
+        loss: on every rank; None without a loss, or where the last stage's rank passed no target that it needs.
+    """
+
+    output: Any
+    loss: torch.Tensor | None
+
+
+def _stages(value: Any) -> Any:
+    if isinstance(value, Stages):
+        return value
+    if not len(value):
+        raise ValueError("there is none")
+    return several("", a("", nn.Module)).take(value)
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages, each on a rank, that trains on micro-batches.
+
+        stages = ringcomm.split(model, at=["blocks.2"])
+        pipe = ringcomm.Pipeline(stages, mesh["pp"], microbatches=8, loss=cross_entropy)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        ringcomm.shard(pipe, optimizer, stage=1, mesh=mesh)
+        loss = pipe.step(x, target=y)                    # forward and backward passes of all micro-batches
+        optimizer.step()
+
+    As a module it consists of the modules of this rank's stages, under their names in the model; the model's other
+    parameters are let go of. A parameter that several stages use gets the values of the first of them. Make the
+    optimizer afterwards.
+
+    Args:
+        stages: of `split`; or modules one behind the other, which give tensors or tuples of them to the next.
+        comm: the ranks, such as ``mesh["pp"]``. Stages are dealt out by the schedule.
+        schedule: "gpipe", "1f1b", "interleaved" (several stages on each rank), "zero-bubble", or a `Schedule`.
+        microbatches: how many a batch is cut into.
+        loss: of the model's output and the target of a micro-batch, on the last stage; None: the output's ``loss``, or
+            the output.
+        reduction: how the micro-batches' losses make the step's: "mean", in which each counts as much as its share of
+            the batch's rows (all of them alike where lists of micro-batches are passed); or "sum" where each is a share
+            already.
+        ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", with each
+            micro-batch, which has the bits of one process and costs two messages of the parameter's size each time.
+        static_shapes: promises the same shapes, and plain values among the arguments, in every micro-batch; then they
+            travel once. On a device this saves a wait in each message.
+    Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
+             runs forward and backward of each micro-batch in turn and adds their gradients.
+    Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
+             rank has all modules in one stage, and others otherwise. What forward draws around modules, such as noise,
+             is drawn once, and sent on to later stages.
+    Memory:  parameters of this rank's stages; of a micro-batch between its forward and backward pass what autograd
+             keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
+             and their results' gradients until their weights' turn.
+    Cost:    between two stages what is handed on and its gradient, once for each micro-batch, 512 bytes for shapes, and
+             a byte for each gradient; what is carried, to the last stage.
+    Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
+             is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
+    """
+
+    @expects(
+        "Pipeline",
+        stages=Wanted("what split() gives, or a list of modules", _stages),
+        microbatches=whole(1, MOST, "a whole number of at least 1 and at most 2^20"),
+        schedule=a("the name of a schedule, or one", str, Schedule),
+        loss=FUNCTION,
+        reduction=one_of("mean", "sum"),
+        ties=one_of("sum", "exact"),
+        static_shapes=FLAG,
+    )
+    def __init__(
+        self,
+        stages: Stages | Sequence[nn.Module],
+        comm: Communicator,
+        *,
+        microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        loss: Callable[..., torch.Tensor] | None = None,
+        reduction: str = "mean",
+        ties: str = "sum",
+        static_shapes: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse_mesh(comm, "Pipeline", "pp")
+        if not isinstance(stages, Stages):
+            stages = split(Chain(stages), [str(number) for number in range(1, len(stages))])
+        self.comm = comm
+        self.schedule = _schedule(schedule, comm, microbatches, len(stages))
+        self.microbatches, self.reduction = self.schedule.microbatches, reduction
+        self.__dict__["_loss"] = loss  # which may be a module, and is none of the model's
+        self.mine = self.schedule.stages_of(comm.rank)
+        if staged(stages.model):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a whole one; "
+                "make or load it again"
+            )
+        self._refuse_trained_loss(loss, stages.model)
+        self._agree(stages, (reduction, ties, static_shapes))
+        self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
+        self.messages = Messages(comm, self._local.device, static_shapes)
+        self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
+        self._ties.send_values()
+        self._clock: list[tuple[Action, float, float]] = []
+        model = stages.model
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.__dict__["_ringcomm_parts"] = model.__dict__.setdefault("_ringcomm_parts", {})
+        self.training = model.training
+
+    def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:
+        """Raises on every rank where one has such a loss; a collective."""
+        modules = [x for x in (loss, getattr(loss, "__self__", None)) if isinstance(x, nn.Module)]
+        own = {id(p) for p in model.parameters()}
+        found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
+        name = found[0] if found else None
+        told = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps((type(loss).__name__, name)))]
+        for rank, (kind, theirs) in enumerate(told):
+            if theirs is not None:
+                raise UnsupportedError(
+                    f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
+                    "expected none, since the loss is no part of the pipeline and is neither clipped nor saved; make "
+                    "it a module of the model that its last stage calls, or switch its gradients off"
+                )
+
+    def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
+        """Raises on every rank where one has another model, cut or schedule; a collective."""
+        rows = [" ".join(map(str, row)) for row in self.schedule.rows]
+        facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
+        facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
+        facts += [f"carries {name}" for name in sorted(stages.carry)]
+        facts += [f"{name} in stage {stage}" for name, stage in stages.stage_of.items()]
+        theirs = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(facts))]
+        for rank, other in enumerate(theirs):
+            if other != theirs[0]:
+                here, there = next(pair for pair in zip_longest(other, theirs[0]) if pair[0] != pair[1])
+                raise MismatchError(
+                    f"Pipeline: rank {rank} got {here or 'nothing more'}, expected {there or 'nothing more'} as on "
+                    "rank 0; make the same model, cuts and schedule on every rank"
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"Pipeline: rank {self.comm.rank} got a pipeline to copy or pickle, expected its values; save state_dict()"
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was cut, of which this rank has a part."""
+        return self._local.model
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """As of any module."""
+        super().train(mode)
+        self.model.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not there: a part of a model cannot be called by itself.
+
+        Raises: UnsupportedError.
+        """
+        raise UnsupportedError(
+            f"Pipeline: rank {self.comm.rank} was called as a module, expected step() to train or evaluate(); call "
+            "these on every rank"
+        )
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Forward and backward passes of a batch; gradients are added to those that are there. A collective.
+
+        Args:
+            args, kwargs: of the model, cut along dimension 0 as by ``torch.tensor_split``: a tensor, or nests of them.
+                A list is taken to be cut already, one for each micro-batch; what is `Whole` goes to each as it is.
+                Ranks without the first stage may leave them out; named ones that another stage's modules need, such as
+                labels, are passed there too.
+            target: for the loss, cut alike; on the rank of the last stage.
+            scaler: multiplies the losses before backward.
+        Returns: the loss of the batch, detached, on every rank.
+        Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, of which one does
+                 not divide. InvalidArgumentError: a model whose calls do not come in the order of its stages. An error
+                 on one rank aborts the communicator: the others raise AbortedError.
+        """
+        if not torch.is_grad_enabled():
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} got a step() where gradients are off, expected them on; leave "
+                "torch.no_grad(), or call evaluate()"
+            )
+        loss = self._run(args, kwargs, target, scaler, train=True)[1]
+        assert loss is not None  # its rank raises without one
+        return loss
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
+        """Forward passes of a batch, without gradients; arguments as of `step`. A collective."""
+        computes = target is not None or self._loss is None or _needs_output_alone(self._loss)
+        return Evaluation(*self._run(args, kwargs, target, None, train=False, computes=computes))
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        scaler: torch.amp.GradScaler | None,
+        train: bool,
+        computes: bool = True,
+    ) -> tuple[Any, torch.Tensor | None]:
+        flat = flat_model_of(self)
+        try:
+            if train:
+                self._check_target(args, target)
+            inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+            device = self.messages.device = self._local.device
+            self._ties.send_values()
+            self._refuse_meta()
+            self._local.buffers.begin()
+            if scaler is not None:
+                scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
+            with flat.interleaved() if flat is not None else nullcontext():
+                with self._ties.stood_in():
+                    step = _Step(self, inputs, scaler, flat, train, computes)
+                    for action in self.schedule.rows[self.comm.rank]:
+                        if train or action.kind is Kind.FORWARD:
+                            step.do(action)
+                    if train:
+                        if flat is not None:
+                            flat.begin_part(None)
+                        self._ties.settle()
+                self.messages.finish()
+            self._clock = step.clock
+            found = step.loss
+            value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
+            told = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
+            self.comm.broadcast(told, self.schedule.rank_of[-1])
+            bits = int(told[1])
+            loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
+            self._local.buffers.settle(told[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
+        except BaseException as error:
+            if not isinstance(error, AbortedError):
+                self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
+            raise
+        return (joined(step.outputs) if step.outputs else None), loss
+
+    def _check_target(self, args: tuple[Any, ...], target: Any) -> None:
+        at_end = self.schedule.stages - 1 in self.mine
+        if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
+                "pass target= there" + (", by name: what has none goes to forward" if len(args) > 1 else "")
+            )
+
+    def _refuse_meta(self) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p.is_meta), None)
+        if name is not None:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.comm.rank} got {name} on the meta device in a step, expected values; call "
+                "ringcomm.shard(pipe, optimizer, mesh=mesh, init_fn=...) before, which gives this rank's stages memory "
+                "and initialises them"
+            )
+
+    def timeline(self) -> list[list[tuple[Action, float, float]]]:
+        """By rank, the actions of the last step with the seconds in which each began to compute and ended, from the
+        first on: for `ringcomm.pipeline_parallel.picture.draw`. A collective; clocks are of one host, and on a device
+        tell when work was launched."""
+        rows = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(self._clock))]
+        start = min((row[0][1] for row in rows if row), default=0.0)
+        return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
+
+
+def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, stages: int) -> Schedule:
+    if isinstance(schedule, str):
+        if stages % comm.world_size:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {comm.rank} got {stages} stages for {comm.world_size} ranks, expected a multiple; "
+                "split the model at other modules"
+            )
+        schedule = schedule_of(schedule, comm.world_size, microbatches, stages // comm.world_size)
+    check(schedule)
+    asked = (comm.world_size, microbatches, stages)
+    if (schedule.world_size, schedule.microbatches, schedule.stages) != asked:
+        raise InvalidArgumentError(
+            f"Pipeline: rank {comm.rank} got the schedule {schedule.name} of {schedule.world_size} ranks, "
+            f"{schedule.microbatches} micro-batches and {schedule.stages} stages, expected {asked[0]}, {asked[1]} and "
+            f"{asked[2]}; make it for these"
+        )
+    return schedule
+
+
+class _Step:
+    """A batch on its way through this rank's stages."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        inputs: Sequence[MicroBatch],
+        scaler: torch.amp.GradScaler | None,
+        flat: FlatModel | None,
+        train: bool,
+        computes: bool,
+    ) -> None:
+        self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
+        self.computes = computes
+        self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
+        self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
+        self.loss: torch.Tensor | None = None
+        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.standins)
+        self.kept = {*self.often}
+        self.outputs: list[Any] = []
+        self.clock: list[tuple[Action, float, float]] = []
+        self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
+        self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
+        self._stores: dict[tuple[int, int], Store] = {}
+
+    def do(self, action: Action) -> None:
+        """Carries an action out."""
+        at = (action.stage, action.microbatch)
+        if self.flat is not None and self.train:
+            self.flat.begin_part(action.microbatch)
+        if action.kind is Kind.FORWARD:
+            received, about = self._receive(*at)
+            start = time.perf_counter()
+            self._forward(*at, received, about)
+        elif action.kind is Kind.WEIGHT:
+            start = time.perf_counter()
+            self._stores.pop(at).run()
+        else:
+            gradients = self._receive_gradients(*at)
+            start = time.perf_counter()
+            self._backward(*at, gradients)
+        self.clock.append((action, start, time.perf_counter()))
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], About | None]:
+        if stage == 0:
+            return [], None
+        source = self.schedule.rank_of[stage - 1]
+        if source != self.rank:
+            return self.messages.receive(stage, source)
+        sent, about = self._parcels.pop(("forward", stage, number))
+        return [x.detach().requires_grad_(x.requires_grad) for x in sent], about
+
+    def _deferring(self, stage: int, number: int) -> Deferring | None:
+        if not self.train or not self.schedule.splits_backward:
+            return None
+        return Deferring(self._stores.setdefault((stage, number), Store()), self.often, self.kept)
+
+    def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
+        (args, kwargs, target), share = self.inputs[number]
+        if about is not None and about.share is not None:
+            if share not in (None, about.share):
+                raise self._other_share(stage, share, about.share)
+            share = about.share
+        if self.flat is not None:  # as the whole model would have them on every rank
+            args, kwargs = self.flat.root.cast_inputs(args, kwargs)
+        gradients = _gradients_of(received)
+        with self._deferring(stage, number) or nullcontext():
+            output, after = self.pipe._local.run(stage, args, kwargs, received, about)
+            if after is None:
+                output = self._end(output, target, share)
+        if self.train:
+            self._refuse_cut_off(stage, received, output)
+            self.ties.ran(stage, number)
+            self._open[stage, number] = (gradients, output if after is None else Sent.of(output))
+        if after is None:
+            return
+        after = replace(after, share=share)
+        following = self.schedule.rank_of[stage + 1]
+        if following == self.rank:
+            self._parcels["forward", stage + 1, number] = (output, after)
+        else:
+            self.messages.send(output, after, stage + 1, following)
+
+    def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
+        if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {stage}, whose results depend on no tensor that wants a "
+                "gradient, expected a path to the stages before; checkpoint with use_reentrant=False, and detach no "
+                "tensor that they are trained through"
+            )
+
+    def _other_share(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
+        return ShapeError(
+            f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
+            f"{expected} of them as on the stage before, where {self.schedule.microbatches} micro-batches do not "
+            "divide the rows; pass as many rows on every rank, or lists of micro-batches"
+        )
+
+    def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
+        """The loss of a micro-batch, as what backward starts from."""
+        if self.flat is not None:
+            output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
+        if not self.train:
+            self.outputs.append(output)
+        if not self.computes:
+            return None
+        loss = self.pipe._loss
+        with self.pipe._local.all_parameters():
+            value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
+        if isinstance(value, Absent):
+            raise UnsupportedError(
+                f"Pipeline: rank {self.rank} got a loss that depends on parameters of other stages, such as a penalty "
+                "on them, expected one of the output and the target; use the optimizer's weight_decay, or add the "
+                "gradient of the penalty to each parameter's behind step()"
+            )
+        if not torch.is_tensor(value) or value.numel() != 1:
+            if not self.train:
+                self.computes = False
+                return None
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} got {_kind(value)} as the loss of a micro-batch, expected one number; "
+                "pass loss=, which makes one of the output and the target"
+            )
+        if self.pipe.reduction == "mean":
+            share = Fraction(1, self.schedule.microbatches) if share is None else share
+            value = value / share.denominator if share.numerator == 1 else value * float(share)
+        found = value.detach()
+        self.loss = found if self.loss is None else self.loss + found
+        scaled: torch.Tensor = value if self.scaler is None else self.scaler.scale(value)
+        return scaled
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor | None]:
+        if stage == self.last:
+            return []
+        source = self.schedule.rank_of[stage + 1]
+        if source == self.rank:
+            parcel: Sequence[torch.Tensor | None] = self._parcels.pop(("backward", stage + 1, number))
+            return parcel
+        sent = self._open[stage, number][1]
+        assert not isinstance(sent, torch.Tensor)
+        return self.messages.receive_gradients(sent, stage + 1, source)
+
+    def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        found, sent = self._open.pop((stage, number))
+        roots: list[tuple[Any, torch.Tensor | None]] = [*self.ties.of_later_stages(stage, number)]
+        if isinstance(sent, torch.Tensor):
+            roots.append((sent, None))
+        else:
+            roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
+        if roots:
+            try:
+                backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
+            except CheckpointError as error:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {stage}, where a function that is checkpointed computed "
+                    "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
+                    "modules one by one, and no function that calls modules on both sides of a cut"
+                ) from error
+        before = self.schedule.rank_of[stage - 1] if stage else None
+        if before == self.rank:
+            self._parcels["backward", stage, number] = found
+        elif before is not None:
+            self.messages.send_gradients(found, stage, before)
+        self.ties.passed(stage, number)  # behind the gradients, which are taken first there
+
+
+_Gradients = list[torch.Tensor | None]
+
+
+def _gradients_of(received: Sequence[torch.Tensor]) -> _Gradients:
+    """What backward will find for those that want a gradient, as it lies in memory: ``x.grad`` lies like ``x``."""
+    wanted = [x for x in received if x.requires_grad]
+    found: _Gradients = [None] * len(wanted)
+    for i, x in enumerate(wanted):
+        x.register_hook(partial(found.__setitem__, i))
+    return found
+
+
+def _needs_output_alone(loss: Callable[..., Any]) -> bool:
+    """Whether a loss can be called without a target; one of which nothing is known is taken to be."""
+    if inspect.isbuiltin(loss) or inspect.ismethoddescriptor(loss):  # torch tells the arguments of its own elsewhere
+        loss = get_testing_overrides().get(loss, loss)
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that a model's output carries."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    return getattr(output, "loss", output)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"

@@ -1,0 +1,43 @@
+"""Dropout of a tensor that is cut over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.validation import COMMUNICATOR, expects, number, whole
+
+
+class ShardedDropout(nn.Module):
+    """Drops of this rank's part what nn.Dropout would drop of the whole.
+
+    Every rank draws for the whole tensor, so generators that are seeded alike stay alike, and on the cpu the whole has
+    the bits that it has in one process.
+
+    Args:
+        p: the share of elements that is dropped.
+        comm: the ranks.
+        dim: along which the input is cut, in equal parts.
+    """
+
+    @expects("ShardedDropout", p=number(0, 1, "0 to 1"), comm=COMMUNICATOR, dim=whole(-64, 64, "a dimension"))
+    def __init__(self, p: float, comm: Communicator, dim: int) -> None:
+        super().__init__()
+        self.p, self.dim, self.rank, self.world_size = p, dim, comm.rank, comm.world_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape; returns the same."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return x * 0
+        dim = self.dim % x.dim()
+        whole = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
+        layout = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # elements are drawn as they lie in memory
+        kept = torch.empty_permuted(whole, layout, dtype=x.dtype, device=x.device)
+        kept.bernoulli_(1 - self.p).div_(1 - self.p)
+        return x * kept.narrow(dim, self.rank * x.shape[dim], x.shape[dim])
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, dim={self.dim}, rank {self.rank} of {self.world_size}"

@@ -1,0 +1,113 @@
+"""Mixtures of experts whose weights lie in one parameter for all experts, as transformers keeps them: every rank has a
+part of each expert."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ringcomm.data_parallel.part import renew_parts
+from ringcomm.errors import UnsupportedError
+from ringcomm.tensor_parallel.layers import cut, own_part, refuse_hooks
+from ringcomm.tensor_parallel.regions import Region, f, f_bar
+from ringcomm.tensor_parallel.styles import Experts
+
+BIAS = "_bias"
+"""What transformers adds to the name of an expert's weight for that of its bias."""
+
+
+def cut_experts(found: nn.Module, region: Region, name: str, style: Experts) -> nn.Module:
+    """Takes the module's place: another of its class, with this rank's part of the features within each expert. What
+    goes in is used whole by all ranks, and what the ranks compute is added."""
+    refuse_hooks(found, region, name)
+    if "forward" in vars(found):  # it is bound to the module, whose weights are whole
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
+            "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
+        )
+    form = _form_of(found, region, name, style)
+    p = dict(found.named_parameters())
+    made = copy.copy(found)
+    made.__dict__ = {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(found).items()}
+    outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
+    part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], region, outputs)
+    own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
+    own_part(made, form.outer, p[form.outer], cut([form.features], region, inputs), 1 if form.turned else 2)
+    if form.inner + BIAS in p:
+        own_part(made, form.inner + BIAS, p[form.inner + BIAS], part, 1)
+    if region.world_size > 1:  # no hooks: a pipeline runs those of earlier stages' modules, too
+        made.forward = partial(_forward, region, made, made.forward, form.outer + BIAS)
+    return made
+
+
+def _forward(
+    region: Region, module: nn.Module, forward: Callable[..., torch.Tensor], bias: str, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """The forward pass of the class, between what all ranks have alike. The bias of the outputs, which every rank adds,
+    counts once."""
+    renew_parts([module])
+    args, kwargs = tree_map(
+        lambda x: f(x, region.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
+    )
+    whole = module._parameters.get(bias)
+    if whole is None:
+        return f_bar(forward(*args, **kwargs), region.comm)
+    share = whole.detach() / region.world_size + (whole - whole.detach())  # whose gradient is the whole one's
+    vars(module)[bias] = share  # before the parameter
+    try:
+        return f_bar(forward(*args, **kwargs), region.comm)
+    finally:
+        del vars(module)[bias]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a module keeps the weights of its experts.
+
+    Attributes:
+        inner, outer, parts: as of the style.
+        features: of an expert.
+        apart: whether what is fused lies one behind the other; else it is interleaved.
+        turned: whether weights lie (experts, inputs, outputs).
+    """
+
+    inner: str
+    outer: str
+    parts: int
+    features: int
+    apart: bool
+    turned: bool
+
+
+def _form_of(found: nn.Module, region: Region, name: str, style: Experts) -> _Form:
+    """Raises: UnsupportedError: other parameters, or shapes, than those of the style."""
+    p = dict(found.named_parameters())
+    inner, parts = style.inner, style.parts
+    if style == Experts() and inner not in p and "up_proj" in p:  # experts without a gate
+        inner, parts = "up_proj", 1
+    known = {inner, style.outer} <= p.keys() <= {inner, style.outer, inner + BIAS, style.outer + BIAS}
+    known = known and p[inner].dim() == p[style.outer].dim() == 3 and not getattr(found, "has_post_expert_norm", False)
+    if known:
+        (count, *sides), (_, *others) = p[inner].shape, p[style.outer].shape
+        turned = getattr(found, "is_transposed", sides[0] == others[1] != others[0])
+        outputs, features = (sides[1], others[0]) if turned else (sides[0], others[1])
+        biases = {inner + BIAS: (count, outputs), style.outer + BIAS: (count, others[1] if turned else others[0])}
+        known = p[style.outer].shape[0] == count and outputs == parts * features
+        known = known and all(tuple(p[key].shape) == shape for key, shape in biases.items() if key in p)
+        if known:
+            return _Form(inner, style.outer, parts, features, getattr(found, "is_concatenated", True), turned)
+    shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
+    norm = " and has_post_expert_norm=True" if getattr(found, "has_post_expert_norm", False) else ""
+    raise UnsupportedError(
+        f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
+        f"expected {inner} of (experts, {parts} x features, inputs) and {style.outer} of (experts, outputs, features), "
+        f"their last two dimensions perhaps the other way round, and their biases; leave it out of the plan, or pass "
+        "tensor.styles.Experts with the names of its parameters"
+    )

@@ -1,0 +1,249 @@
+"""Plans that look as if something was forgotten: they would train on wrong values without an error, or end in one of
+torch's."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ringcomm.data_parallel.partition import is_compiled
+from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ringcomm.tensor_parallel.regions import Region
+from ringcomm.tensor_parallel.verify import digest
+
+MULTIPLIES = {
+    "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
+}  # fmt: skip
+"""Functions of torch that multiply with rows of a table, or look them up."""
+COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
+"""Attributes whose modules, as a rule, compute with them."""
+
+
+def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
+    """Warns of modules that count heads which no style divides though their layers are cut.
+
+    Args:
+        layers: what takes the place of the layers of the module, which is as it was.
+        divided: modules whose heads a style divides.
+    """
+    known = {id(each) for each in divided}
+    for name, new in layers.items():
+        if not isinstance(new, (ColumnParallelLinear, RowParallelLinear)) or new.region.world_size == 1:
+            continue
+        above = name.rpartition(".")[0]
+        parent = module.get_submodule(above)
+        counts = [each for each in COUNTS if type(getattr(parent, each, None)) is int]
+        if counts and id(parent) not in known:
+            known.add(id(parent))
+            warnings.warn(
+                f"parallelize: {above or 'the module'} has {counts[0]}={getattr(parent, counts[0])}, its {name} is "
+                "cut, and no style divides the heads; if it computes with that number, give it the style 'heads', else "
+                "'replicate'",
+                stacklevel=4,
+            )
+
+
+def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: Collection[str], rank: int) -> None:
+    """Refuses parameters beside layers that are cut, such as those of a norm of heads, of which no style says whether
+    their gradients are summed: those between a layer cut along its outputs and one cut along its inputs, in the same
+    module, and as long as no vector outside of the two.
+
+    Args:
+        layers: what takes the place of the layers of the module, which is as it was.
+        named: all that the plan names.
+    Raises: InvalidArgumentError
+    """
+    for above in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        inside = {name: each for name, each in layers.items() if name.rpartition(".")[0] == above}
+        columns = [
+            each for each in inside.values() if isinstance(each, ColumnParallelLinear) and not each.gather_output
+        ]
+        rows = [each for each in inside.values() if isinstance(each, RowParallelLinear) and each.input_is_parallel]
+        whole = {each.in_features for each in columns} | {each.out_features for each in rows}
+        for name, p in module.get_submodule(above).named_parameters() if columns and rows else ():
+            full = f"{above}.{name}" if above else name
+            around = [full[:at] for at, letter in enumerate(full) if letter == "."]
+            inner = [each for each in around if len(each) > len(above)]
+            nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # to other layers
+            known = nearer or any(each in named for each in (full, *around))
+            if p.dim() < 2 and p.requires_grad and p.numel() not in whole and not known:
+                advice = (
+                    f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else 'replicate'"
+                    if inner
+                    else f"pass 'colwise' for it if it has a value for each head, else leave out the layers of {above}"
+                )
+                raise InvalidArgumentError(
+                    f"parallelize: rank {rank} got {full} of shape {tuple(p.shape)}, which lies beside layers that are "
+                    f"cut, and no style for it, expected one; {advice}"
+                )
+
+
+def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: bool) -> None:
+    """Where the caller is to cut the sequence: warns in the first forward pass, or refuses, if the first module that
+    works on parts of it gets the same on all ranks. The gradients of its parameters would be sums of the same.
+
+    Args:
+        modules: those that work on parts, by name.
+    """
+    names = {id(each): name for name, each in modules.items()}
+
+    def compare(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found = [x for x in args if type(x) is torch.Tensor and not x.is_meta and x.numel()]
+        if torch.compiler.is_compiling() or not found or not handles:
+            return
+        while handles:
+            handles.pop().remove()
+        varied = bool((found[0] != found[0].flatten()[0]).any())  # others may well be parts
+        mine = json.dumps(digest(found[0]) if varied else region.rank).encode()
+        if len({*region.comm.exchange(mine)}) > 1:
+            return
+        said = (
+            f"parallelize: rank {region.rank} got the same input of {names[id(module)]} on all ranks, expected this "
+            "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
+            "sequence before"
+        )
+        if refuse:
+            raise InvalidArgumentError(said)
+        warnings.warn(said, stacklevel=2)
+
+    handles = [each.register_forward_pre_hook(compare) for each in modules.values() if region.world_size > 1]
+
+
+def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Region) -> None:
+    """Until a forward pass of the module has ended, errors in modules whose layers are cut say so: such a module counts
+    heads, or has parameters, of the whole model."""
+    if region.world_size == 1 or not layers:
+        return
+    inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
+    rows = {name: new for name, new in layers.items() if isinstance(new, VocabParallelEmbedding)}
+    linear = {name: new for name, new in layers.items() if isinstance(new, (ColumnParallelLinear, RowParallelLinear))}
+    own, forward = vars(module).get("forward"), module.forward
+
+    @wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        grads = torch.is_grad_enabled()
+        compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile what looks on, too
+        try:
+            with _Weights(rows, {} if compiled else linear, region) if grads else nullcontext():
+                output = forward(*args, **kwargs)
+        except RingcommError:
+            raise
+        except Exception as error:
+            said = _said_of(error, inner)
+            if said is None:
+                raise
+            raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
+        if vars(module).get("forward") is explained and grads:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        return output
+
+    module.forward = explained
+
+
+class _Weights(TorchFunctionMode):
+    """Refuses code outside of our layers that multiplies with the rows of an embedding, of which a rank has its part;
+    but not where the input has come out of `f`: that code knows of ranks. Warns of code that computes with the weight
+    of a linear layer, which may be right where it is a rank's own heads.
+
+    Args:
+        rows: the embeddings, by name.
+        linear: the layers, by name.
+    """
+
+    def __init__(self, rows: Mapping[str, nn.Module], linear: Mapping[str, nn.Module], region: Region) -> None:
+        self.names, self.region = {id(each.weight): name for name, each in rows.items()}, region
+        self.linear = {id(each.weight): name for name, each in linear.items() if id(each.weight) not in self.names}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._refuse_rows(func, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        if self.linear and torch.is_grad_enabled():
+            self._warn_of_linear(func, (args, kwargs), result)
+        return result
+
+    def _warn_of_linear(self, func: Any, given: Any, result: Any) -> None:
+        """Of what has a gradient from the weight: shapes, and hooks, may be asked for."""
+        known = [id(x) for x in tree_leaves(given) if id(x) in self.linear]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = [x for x in tree_leaves(result) if known and isinstance(x, torch.Tensor) and x.requires_grad]
+        if all(id(x) in known for x in made) or _is_ours(sys._getframe(2)):
+            return
+        name = self.linear[known[0]]
+        self.linear.clear()  # once is enough
+        warnings.warn(
+            f"parallelize: rank {self.region.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
+            "the layer, which is cut: a rank has its part of the weight, and what is computed from it is this rank's; "
+            "add it up over the ranks, or leave the layer out of the plan",
+            stacklevel=3,
+        )
+
+    def _refuse_rows(self, func: Any, args: Any, kwargs: Any) -> None:
+        if self.names and torch.is_grad_enabled() and getattr(func, "__name__", "") in MULTIPLIES:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            with torch._C.DisableTorchFunctionSubclass():  # of another stage's tensors this may be asked, too
+                known = [id(y) for x in given for y in (x, x._base)]
+            found = [self.names[each] for each in known if each in self.names]
+            if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
+                raise InvalidArgumentError(
+                    f"parallelize: rank {self.region.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
+                    ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
+                    "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
+                    "'colwise_gather_output', or leave the embedding out of the plan"
+                )
+
+
+def _is_entered(x: torch.Tensor) -> bool:
+    """Whether it has come out of `f` or `g`, so that gradients of the ranks are added."""
+    node = x.grad_fn
+    while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0"):
+        node = node.next_functions[0][0]
+    return getattr(node, "back", None) in ("all_reduce", "reduce_scatter")  # of an operator of regions
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether a layer of ours calls a function of torch."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("ringcomm.")
+
+
+def _is_inner(new: nn.Module) -> bool:
+    """Whether a rank's own outputs come out of a layer, or go into it."""
+    return (isinstance(new, ColumnParallelLinear) and not new.gather_output) or (
+        isinstance(new, RowParallelLinear) and new.input_is_parallel
+    )
+
+
+def _said_of(error: Exception, inner: Mapping[int, str]) -> str | None:
+    """Of an error inside of a module whose layers are cut; None: of another one."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        each = trace.tb_frame.f_locals.get("self")
+        layers = [inner[id(x)] for x in each.children() if id(x) in inner] if isinstance(each, nn.Module) else []
+        found = (type(each).__name__, layers[0]) if layers else found
+        trace = trace.tb_next
+    if found is None:
+        return None
+    kind, layer = found
+    return (
+        f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of "
+        f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that computes "
+        "with what a rank has: it may count heads, or have parameters, of the whole model; divide these ('heads', "
+        "Heads((...)), 'colwise'), or leave its layers out of the plan"
+    )

@@ -1,0 +1,549 @@
+"""Linear layers and embeddings whose weights are cut over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
+2019). Inputs and outputs are plain tensors. A layer keeps the names of the layer that it takes the place of; its
+parameters are this rank's parts, and know which (`ringcomm.data_parallel.part`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.arguments import DEVICE, DTYPE
+from ringcomm.data_parallel.part import Part, note, renew_parts, take
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.tensor_parallel import overlapped
+from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.regions import Region, f, f_bar, g, g_bar, gather, scatter
+from ringcomm.validation import FLAG, expects, several, whole
+
+DIM = whole(-64, 64, "a dimension")
+PARTS = several("a list of extents", whole(1))
+
+
+def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> Part:
+    """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
+
+    Args:
+        what: for an error: the call, and what has these extents, parted by ": ".
+        pad: whether an extent that does not divide is padded at its end, so that shares are equal.
+        multiple: a share of what is a multiple of it must be one too, such as of the width of an attention head.
+    Raises:  InvalidArgumentError: a share that is no whole multiple.
+    """
+    pieces, offset = [], 0
+    for extent in extents:
+        each = -(-extent // region.world_size)
+        width = 1 if extent % multiple else multiple  # others, such as a gate for each head, are no heads
+        if (extent % region.world_size and not pad) or each % width:
+            heads = f" ({extent // width} heads of {width})" if width > 1 else ""
+            call, _, name = what.partition(": ")
+            raise InvalidArgumentError(
+                f"{call}: rank {region.rank} got {extent} {name}{heads}, expected {region.world_size} equal "
+                f"parts{' of whole heads' if width > 1 else ''}; use a number of ranks that divides it"
+            )
+        first = min(extent, region.rank * each)
+        pieces.append((offset + first, min(each, extent - first)))
+        offset += extent
+    return Part(0, offset, tuple(pieces))
+
+
+def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: Part, dim: int = 0, length: int = 0) -> None:
+    """Gives a module this rank's part, along ``dim``, of a whole parameter.
+
+    Args:
+        length: of the part and its padding; 0: there is none.
+    """
+    part = replace(part, dim=dim)
+    length = length or sum(count for _, count in part.pieces)
+    setattr(module, key, nn.Parameter(take(whole.detach(), part, length), whole.requires_grad))
+    note(module, key, **vars(part))
+
+
+def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+    """Gives a parameter the memory and the place of another, and no gradient: the object stays.
+    torch forgets what it knows of the old shape for a backward pass only where the type changes."""
+    p.grad = None
+    p.data = made.detach().new_empty(0, dtype=torch.float32 if p.dtype == torch.float64 else torch.float64)
+    p.data = made.detach()
+    vars(p).update(vars(made))
+    return p
+
+
+LINEAR = {
+    "in_features": whole(1),
+    "out_features": whole(1),
+    "bias": FLAG,
+    "sequence_dim": DIM,
+    "overlap": FLAG,
+    "device": DEVICE,
+    "dtype": DTYPE,
+}
+
+
+class _Parallel(nn.Module):
+    """A layer with parts of parameters, which stay parts where torch makes other parameters."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Parallel:
+        super()._apply(fn, recurse)
+        renew_parts([self])
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        renew_parts([self])
+
+
+class _ParallelLinear(_Parallel):
+    """What the two kinds have in common.
+
+    Attributes:
+        turned: whether the weight lies (in, out), as that of transformers' Conv1D.
+    """
+
+    turned: bool
+    bias: nn.Parameter | None
+
+    def __init__(self, region: Region, sequence_dim: int | None, overlap: bool) -> None:
+        super().__init__()
+        self.region, self.sequence_dim, self.overlap = region, sequence_dim, overlap and region.world_size > 1
+        if overlap and sequence_dim is None:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: rank {region.rank} got overlap=True without a sequence_dim, expected one: "
+                "only the messages of sequence parallel layers can be cut; pass sequence_dim"
+            )
+
+    def weight_of(self) -> torch.Tensor:
+        """The weight as (out, in)."""
+        return self.weight.t() if self.turned else self.weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank {self.region.rank} of {self.region.world_size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``x W^T + b`` with W cut along its outputs: rank r computes the r-th part of the last dimension.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        comm: the ranks.
+        gather_output: whether every rank gets the whole output.
+        sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: it is whole.
+        parts: extents of outputs that are fused in one layer, such as those of queries, keys and values: each is cut by
+            itself. None: one.
+        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` takes off; not
+            with several ``parts``.
+        overlap: gathers the sequence along the ring while parts of it are multiplied.
+        entered: whether the input has passed `f` or `g` already, with others.
+    Initialised as nn.Linear would be, from the same draws, so that the whole does not depend on the number of ranks.
+    Cost:    backward one all_reduce of the input's gradient; with ``sequence_dim`` an all_gather of the input and in
+             backward a reduce_scatter of its gradient.
+
+    Attributes:
+        watched: looks at what is made of the first output; None: nothing does.
+    """
+
+    watched: CutOutputs | None = None
+
+    @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        comm: Communicator | None = None,
+        *,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        overlap: bool = False,
+        entered: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
+        self.entered = entered
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
+
+    @classmethod
+    def of(
+        cls,
+        linear: nn.Module,
+        region: Region,
+        name: str,
+        *,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        overlap: bool = False,
+        entered: bool = False,
+        multiple: int = 1,
+    ) -> ColumnParallelLinear:
+        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
+        made = cls.__new__(cls)
+        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        made.entered = entered
+        made._take(linear, name, gather_output, parts, pad, multiple)
+        return made
+
+    def _take(
+        self,
+        linear: nn.Module,
+        name: str,
+        gather_output: bool,
+        parts: Sequence[int] | None,
+        pad: bool,
+        multiple: int = 1,
+    ) -> None:
+        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
+        extents = [self.out_features] if parts is None else list(parts)
+        if sum(extents) != self.out_features or min(extents) < 1:
+            raise InvalidArgumentError(
+                f"{_call(self, name)}: rank {self.region.rank} got parts={extents} for the {self.out_features} outputs"
+                f"{_of(name)}, expected parts that add up to them; pass the extents of the fused outputs"
+            )
+        if pad and len(extents) > 1:
+            raise UnsupportedError(
+                f"{_call(self, name)}: rank {self.region.rank} got pad=True for the parts {extents}{_of(name)}, "
+                "expected one of the two: padding lies behind all parts; use extents that divide"
+            )
+        part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
+        self.gather_output, self.gathered = gather_output, extents
+        self.local_features = sum(self.local_extents)
+        if not gather_output:
+            self.region.outputs.setdefault(self.local_features, set()).add(self.out_features)
+        own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
+        self.bias = None
+        if linear.bias is not None:
+            own_part(self, "bias", linear.bias, part, 0, self.local_features)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
+        region, comm = self.region, self.region.comm
+        if self.entered or self.sequence_dim is None:
+            y = F.linear(input if self.entered else region.enter(self, f, input), self.weight_of(), self.bias)
+        elif self.overlap:
+            y = overlapped.gather_linear(input, self.weight_of(), self.bias, comm, self.sequence_dim)
+        else:
+            y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
+        if self.gather_output:
+            return self._whole(gather(y, comm))
+        return y if self.watched is None else self.watched.watch_first(y)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether its outputs are cut as one, and not in parts."""
+        return len(self.gathered) == 1
+
+    @property
+    def local_extents(self) -> list[int]:
+        """This rank's outputs of each part."""
+        return [-(-extent // self.region.world_size) for extent in self.gathered]
+
+    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+        """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
+        if self.is_one:
+            return y[..., : self.out_features]
+        each = self.local_extents
+        by_rank = [part.split(each, -1) for part in y.split(self.local_features, -1)]
+        return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``x W^T + b`` with W cut along its inputs: every rank multiplies its part of the last dimension, and the products
+    are added.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        comm: the ranks.
+        input_is_parallel: whether the input is this rank's part, as a ColumnParallelLinear has left it.
+        sequence_dim: every rank gets its part of the sum along this dimension; None: all of it.
+        overlap: sends along the ring what is multiplied while the rest is.
+    Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter of it, and in backward an all_gather
+             of its gradient.
+    """
+
+    @expects("RowParallelLinear", input_is_parallel=FLAG, **LINEAR)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        comm: Communicator | None = None,
+        *,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
+
+    @classmethod
+    def of(
+        cls,
+        linear: nn.Module,
+        region: Region,
+        name: str,
+        *,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        multiple: int = 1,
+    ) -> RowParallelLinear:
+        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
+        made = cls.__new__(cls)
+        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        made._take(linear, name, input_is_parallel, multiple)
+        return made
+
+    def _take(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
+        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
+        self.input_is_parallel = input_is_parallel
+        part = cut([self.in_features], self.region, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
+        own_part(self, "weight", linear.weight, part, int(not self.turned))
+        self.bias = linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., this rank's inputs) -> (..., out); with ``sequence_dim`` this rank's part along it."""
+        comm = self.region.comm
+        x = input if self.input_is_parallel else scatter(input, comm)
+        if self.sequence_dim is None:
+            y = f_bar(F.linear(x, self.weight_of()), comm)
+        elif self.overlap:
+            y = overlapped.linear_scatter(x, self.weight_of(), comm, self.sequence_dim)
+        else:
+            y = g_bar(F.linear(x, self.weight_of()), comm, self.sequence_dim)
+        if self.bias is None:
+            return y
+        bias = self.bias if self.sequence_dim is None else f(self.bias, comm)  # of parts of the sequence: their sum
+        return y + bias.to(y.dtype)
+
+
+class VocabParallelEmbedding(_Parallel):
+    """An embedding with its rows cut over the ranks; a vocabulary that does not divide is padded with rows of zeros.
+
+    Attributes:
+        embed_scale: a number that multiplies the rows, as in transformers' scaled word embeddings; None: none.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: of the whole embedding.
+        comm: the ranks.
+        sequence_dim: every rank gets its part of the output along this dimension; None: all of it.
+    Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
+    """
+
+    embed_scale: torch.Tensor | float | None
+
+    @expects(
+        "VocabParallelEmbedding",
+        num_embeddings=whole(1),
+        embedding_dim=whole(1),
+        padding_idx=whole(-(1 << 63)),
+        sequence_dim=DIM,
+        device=DEVICE,
+        dtype=DTYPE,
+    )
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        comm: Communicator | None = None,
+        *,
+        sequence_dim: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._take(whole, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+        self.embed_scale = None
+
+    @classmethod
+    def of(
+        cls, embedding: nn.Module, region: Region, name: str, *, sequence_dim: int | None = None
+    ) -> VocabParallelEmbedding:
+        """In the place of an embedding, with its values; ``name`` is its name in errors."""
+        scale = _scale_of(embedding)
+        if scale is None:
+            refuse_changed(embedding, nn.Embedding, region, name, hooks=sequence_dim is None)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise UnsupportedError(
+                    f"parallelize: rank {region.rank} got {name}, an embedding with {option}, expected one without; "
+                    "leave it out of the plan"
+                )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        for hooks in _HOOKS:  # they see the same as before
+            made.__dict__[hooks] = vars(embedding)[hooks]
+        made._take(embedding, region, sequence_dim)
+        if "embed_scale" in embedding._buffers:
+            made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
+        else:
+            made.embed_scale = scale
+        return made
+
+    def _take(self, whole: Any, region: Region, sequence_dim: int | None) -> None:
+        self.region, self.sequence_dim = region, sequence_dim
+        self.num_embeddings, self.embedding_dim = whole.weight.shape
+        part = cut([self.num_embeddings], region, "VocabParallelEmbedding: rows", pad=True)
+        self.rows = -(-self.num_embeddings // region.world_size)
+        self.first, self.count = part.pieces[0]
+        own_part(self, "weight", whole.weight, part, 0, self.rows)
+        self.padding_idx = whole.padding_idx
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(...) of integers -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
+        tokens = input
+        inside = (tokens >= 0) & (tokens < self.num_embeddings)
+        if tokens.is_cpu and not bool(inside.all()):
+            raise InvalidArgumentError(
+                f"VocabParallelEmbedding: rank {self.region.rank} got a token of {int(tokens[~inside][0])}, expected 0 "
+                f"to {self.num_embeddings - 1}; look at the tokenizer"
+            )
+        here = tokens - self.first
+        other = (here < 0) | (here >= self.count)
+        if not tokens.is_cpu:
+            torch._assert_async(inside.all())
+        rows = here.masked_fill(other, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        inside_padding = padding if padding is not None and 0 <= padding < self.count else None
+        y = F.embedding(rows, self.weight, inside_padding).masked_fill(other.unsqueeze(-1), 0)
+        comm, scale = self.region.comm, self.embed_scale
+        y = f_bar(y, comm) if self.sequence_dim is None else g_bar(y, comm, self.sequence_dim)
+        if scale is None:
+            return y
+        return y * (scale.to(y.dtype) if isinstance(scale, torch.Tensor) else scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.region.rank} of {self.region.world_size}"
+
+
+# ---- helpers -----------------------------------------------------------------------------------------------------
+
+
+def form_of(linear: Any, region: Region, name: str = "") -> tuple[bool, int, int]:
+    """Of a linear layer: whether its weight lies (in, out), and how many inputs and outputs it has.
+
+    Raises: UnsupportedError: another kind of module.
+    """
+    if type(linear).__name__ == "Conv1D" and torch.is_tensor(linear.weight) and linear.weight.dim() == 2:  # a linear
+        refuse_changed(linear, type(linear), region, name)  # layer of transformers
+        return True, *linear.weight.shape
+    refuse_changed(linear, nn.Linear, region, name)
+    return False, linear.weight.shape[1], linear.weight.shape[0]
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, name: str, hooks: bool = False) -> None:
+    """Refuses what would be lost where a layer of ours takes a module's place.
+
+    Args:
+        hooks: whether those of the forward pass are taken over.
+    Raises: UnsupportedError: another kind of module, one with a forward pass of its own, with hooks, or parametrized.
+    """
+    said = None
+    if not isinstance(module, kind):
+        said = f"a {type(module).__name__}"
+    elif (type(module).forward is not kind.forward or "forward" in vars(module)) and not _multiplies(module):
+        said = f"a {type(module).__name__} with a forward pass of its own"
+    elif _has_hooks(module, hooks):
+        said = f"a {type(module).__name__} with hooks"
+    elif torch.nn.utils.parametrize.is_parametrized(module):
+        said = f"a parametrized {type(module).__name__}"
+    if said is not None:
+        later = ", or change it afterwards" if isinstance(module, kind) else ""
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
+            f"the plan{later}"
+        )
+
+
+def _multiplies(linear: nn.Module) -> bool:
+    """Whether a linear layer with a forward pass of its own, such as Falcon's, computes what torch's does: it has
+    nothing but a weight and a bias, and is tried on small ones."""
+    known = vars(nn.Linear(1, 1, device="meta")).keys()
+    more = any(key not in known and not key.startswith("_") for key in vars(linear))  # but marks of transformers'
+    if not isinstance(linear, nn.Linear) or more or linear._buffers or linear._modules:
+        return False
+    with torch.device("cpu"):
+        x, weight, bias = torch.arange(1.0, 7).view(3, 2), torch.tensor([[1.0, -2], [3, 5]]), torch.tensor([7.0, -11])
+    tried = {"weight": weight} if linear.bias is None else {"weight": weight, "bias": bias}
+    expected = F.linear(x, *tried.values())
+    training = linear.training
+    try:
+        found = [torch.func.functional_call(linear.train(mode), tried, (x,)) for mode in (True, False)]
+    except Exception:
+        return False
+    finally:
+        linear.train(training)
+    return all(torch.is_tensor(each) and torch.equal(each, expected) for each in found)
+
+
+def _scale_of(embedding: Any) -> torch.Tensor | float | None:
+    """``embed_scale`` of an embedding whose forward pass is torch's times this number, as transformers' scaled word
+    embeddings; None: it has another."""
+    scale = getattr(embedding, "embed_scale", None)
+    inherits = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+    if not inherits or "forward" in vars(embedding) or not isinstance(scale, (torch.Tensor, float, int)):
+        return None
+    with torch.device("cpu"):  # try it, on rows of one feature
+        rows, tokens = torch.arange(1.0, embedding.num_embeddings + 1).unsqueeze(1), torch.tensor([0, 0])
+        tokens[1] = embedding.num_embeddings - 1
+        tried = {"weight": rows, **({"embed_scale": torch.tensor(3.0)} if torch.is_tensor(scale) else {})}
+        factor = 3.0 if torch.is_tensor(scale) else float(scale)
+        try:
+            found = torch.func.functional_call(embedding, tried, (tokens,))
+        except Exception:
+            return None
+        return scale if torch.equal(found, rows[tokens] * factor) else None
+
+
+def _has_hooks(module: nn.Module, but_forward: bool) -> bool:
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(backward) or (not but_forward and any(vars(module)[hooks] for hooks in _HOOKS))
+
+
+def refuse_hooks(module: nn.Module, region: Region, name: str) -> None:
+    """Refuses hooks, which would be lost.
+
+    Raises: UnsupportedError
+    """
+    if _has_hooks(module, False):
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got {name}, a {type(module).__name__} with hooks, expected one without; "
+            "register them afterwards"
+        )
+
+
+def _call(layer: nn.Module, name: str) -> str:
+    return "parallelize" if name else type(layer).__name__
+
+
+def _of(name: str) -> str:
+    return f" of {name}" if name else ""
+
+
+def _region(comm: Communicator | None, call: str) -> Region:
+    if comm is None:
+        raise InvalidArgumentError(
+            f"{call}: got no communicator, expected the ranks over which it is cut; pass comm=, such as mesh['tp']"
+        )
+    return Region.of(comm)

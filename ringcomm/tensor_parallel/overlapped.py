@@ -1,0 +1,188 @@
+"""All-gather with matrix multiplication and matrix multiplication with reduce-scatter, cut along the ring (Wang et al.,
+"Overlap Communication with Dependent Computation via Decomposition", 2023): a part is in flight while another is
+multiplied. In the place of `g` before, and of `g_bar` behind, a linear layer.
+
+Only the rank's own part of an input is kept for backward, which collects the others again: one all_gather more than
+`g`, and 1/W of its memory. Sums go once round the ring, in the order c+1, c+2, ..., c for part c, rounded at each rank
+to the type that travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ringcomm.comm import schedule
+from ringcomm.comm.communicator import Communicator
+from ringcomm.tensor_parallel.regions import Region, multiplied_in
+
+TAG = 0x7470  # of these messages between two ranks
+
+
+def gather_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, comm: Communicator, dim: int = 1
+) -> torch.Tensor:
+    """``linear(g(x), weight, bias)``.
+
+    Shapes: x (..., s, ..., in) with s this rank's part along ``dim``, weight (out, in); returns (..., W s, ..., out).
+    Dtypes: floating point; under autocast in its type.
+    Cost:   forward an all_gather of x; backward the same again, and a reduce_scatter of its gradient.
+    """
+    dtype = multiplied_in(x)
+    bias = None if bias is None else bias.to(dtype)
+    return _GatherLinear.apply(x.to(dtype), weight.to(dtype), bias, Region.of(comm), dim)
+
+
+def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
+    """``g_bar(linear(x, weight))``.
+
+    Shapes: x (..., W s, ..., in), weight (out, in); returns (..., s, ..., out), this rank's part along ``dim``.
+    Cost:   forward a reduce_scatter of the output; backward an all_gather of its gradient.
+    """
+    dtype = multiplied_in(x)
+    return _LinearScatter.apply(x.to(dtype), weight.to(dtype), Region.of(comm), dim).movedim(0, dim).contiguous()
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, dim: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.region, ctx.dim, ctx.has_bias = region, dim, bias is not None
+        own = x.movedim(dim, 0).contiguous()
+        shape = [*x.shape[:-1], weight.shape[0]]
+        shape[dim] *= region.world_size
+        y = x.new_empty(shape)
+        parts = _parts(y, region, dim)
+
+        def multiply(part: int, values: torch.Tensor) -> None:
+            parts[part] = F.linear(values, weight, bias)
+
+        _around(region, own, multiply)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        region: Region = ctx.region
+        parts = _parts(grad, region, ctx.dim).contiguous()
+        dweight = dbias = dx = None
+        if ctx.needs_input_grad[1]:
+            total = _Products(weight)
+            own = x.movedim(ctx.dim, 0).contiguous()
+            _around(region, own, lambda part, values: total.add(parts[part], values))
+            dweight = total.result()
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            dbias = parts.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            dx = _summed(region, lambda part: parts[part] @ weight).movedim(0, ctx.dim)
+        return dx, dweight, dbias, None, None
+
+
+class _LinearScatter(torch.autograd.Function):
+    """(s, ..., out): the sequence in front."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.region, ctx.dim = region, dim
+        parts = _parts(x, region, dim).contiguous()
+        return _summed(region, lambda part: F.linear(parts[part], weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        region: Region = ctx.region
+        parts = _parts(x, region, ctx.dim).contiguous()
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        dx_parts = None if dx is None else _parts(dx, region, ctx.dim)
+        total = _Products(weight) if ctx.needs_input_grad[1] else None
+
+        def both(part: int, values: torch.Tensor) -> None:
+            if dx_parts is not None:
+                dx_parts[part] = values @ weight
+            if total is not None:
+                total.add(values, parts[part])
+
+        _around(region, grad.contiguous(), both)
+        return dx, None if total is None else total.result(), None, None
+
+
+class _Products:
+    """The gradient of a weight: a sum over parts of the sequence, of 16-bit floats in float32."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.dtype = weight.dtype
+        self.total = torch.zeros_like(weight, dtype=torch.float32 if weight.itemsize < 4 else weight.dtype)
+
+    def add(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds ``out^T values``."""
+        a, b = out.flatten(0, -2).t(), values.flatten(0, -2)
+        if a.dtype == self.total.dtype:
+            self.total.addmm_(a, b)
+        else:
+            self.total += a @ b
+
+    def result(self) -> torch.Tensor:
+        return self.total.to(self.dtype)
+
+
+def _parts(x: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
+    """(W, s, ...): the ranks' parts along ``dim``, in front; a view."""
+    each = region.share("linear_scatter", x, dim)
+    return x.movedim(dim, 0).unflatten(0, (region.world_size, each))
+
+
+# ---- round the ring ----------------------------------------------------------------------------------------------
+
+
+def _around(region: Region, own: torch.Tensor, use: Callable[[int, torch.Tensor], None]) -> None:
+    """``use(part, values)`` for every rank's ``own``, while the next one is in flight."""
+    comm, rank, world_size = region.comm, region.rank, region.world_size
+    if world_size > 1:
+        region.count("all_gather", own.numel() * world_size)
+    held = own
+    for number in range(world_size - 1, schedule.num_steps(world_size)):
+        step = schedule.ring_step(rank, world_size, number)
+        coming = torch.empty_like(own)
+        works = _exchange(comm, held, coming)
+        use(step.send_chunk, held)
+        for work in works:
+            work.wait()
+        held = coming
+    use(
+        schedule.ring_step(rank, world_size, schedule.num_steps(world_size) - 1).recv_chunk if world_size > 1 else 0,
+        held,
+    )
+
+
+def _summed(region: Region, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """The sum over the ranks of ``make(rank)``, each made while the sum before it is in flight."""
+    comm, rank, world_size = region.comm, region.rank, region.world_size
+    if world_size == 1:
+        return make(0)
+    total = make(schedule.ring_step(rank, world_size, 0).send_chunk).contiguous()
+    region.count("reduce_scatter", total.numel() * world_size)
+    for number in range(world_size - 1):
+        step = schedule.ring_step(rank, world_size, number)
+        coming = torch.empty_like(total)
+        works = _exchange(comm, total, coming)
+        mine = make(step.recv_chunk)
+        for work in works:
+            work.wait()
+        total = coming.add_(mine)
+    return total
+
+
+def _exchange(comm: Communicator, going: torch.Tensor, coming: torch.Tensor) -> list[Any]:
+    """Every second rank receives first, so that it works, too, where calls run one behind the other."""
+    following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    starts = [partial(comm.isend, going, following, TAG), partial(comm.irecv, coming, previous, TAG)]
+    return [start() for start in (starts if comm.rank % 2 == 0 else starts[::-1])]

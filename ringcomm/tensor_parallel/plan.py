@@ -1,0 +1,674 @@
+"""`ringcomm.parallelize`: cuts the layers of an unmodified module over the ranks, by their names."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.arguments import MODULE, matches
+from ringcomm.data_parallel.part import Part, copy_part, part_of
+from ringcomm.data_parallel.uncut import keep_uncut
+from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
+from ringcomm.tensor_parallel.dropout import ShardedDropout
+from ringcomm.tensor_parallel.experts import cut_experts
+from ringcomm.tensor_parallel.hints import explain_first, look_for_parts, refuse_unsummed, warn_of_forgotten
+from ringcomm.tensor_parallel.layers import (
+    DIM,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    become,
+    cut,
+    form_of,
+    own_part,
+    refuse_changed,
+)
+from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.regions import Region
+from ringcomm.tensor_parallel.sequence import gather_before, sum_gradients, sum_last_outputs, surround
+from ringcomm.tensor_parallel.styles import (
+    FOREIGN,
+    HEADS,
+    STYLES,
+    Colwise,
+    Dropout,
+    Experts,
+    GatherSequence,
+    Heads,
+    Latent,
+    OnSequence,
+    Rowwise,
+    SequenceRegion,
+    Style,
+    Summed,
+    Vocab,
+    Whole,
+)
+from ringcomm.tensor_parallel.verify import Verifier
+from ringcomm.validation import FLAG, expects, that
+
+__all__ = [
+    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "Experts", "GatherSequence", "Heads", "Latent", "OnSequence",
+    "Rowwise", "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
+]  # fmt: skip
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+ACTIVATIONS = "transformers.activations"
+
+
+@expects("parallelize", module=MODULE)
+def parallelize(
+    module: nn.Module,
+    plan: Mapping[str, str | Style] | None,
+    comm: Communicator,
+    *,
+    sequence_dim: int | None = None,
+    overlap: bool = False,
+    verify: bool = False,
+) -> nn.Module:
+    """Cuts the layers of a module over the ranks; a collective. Its inputs, outputs and parameters are plain tensors.
+
+        ringcomm.parallelize(model, {"*.wq": "colwise", "*.wo": "rowwise", "*.attention": "heads"}, mesh["tp"])
+
+    Args:
+        plan: styles, or their names, by the name of a submodule. ``*`` stands for one part of a name, in front for one
+            or more. None: the plan that the module carries (``_tp_plan`` of transformers), without what names nothing.
+        comm: the ranks. Rank 0's values are everybody's.
+        sequence_dim: sequence parallel: linear layers take and give parts of the sequence, along this dimension, in the
+            place of all_reduces. The plan says where the region begins and ends, and what else works on parts of the
+            sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
+            all layers take and give parts; a warning (with ``verify`` an error) says if all ranks then get the same.
+        overlap: sequence parallel messages go round the ring while parts of them are multiplied.
+        verify: for a loss that is off. Every forward pass compares hashes of the ranks' inputs, every backward pass
+            hashes of gradients that all ranks have whole; without ``sequence_dim`` the first block of each kind
+            compares its first output with that of the block before it was cut, in eval mode. MismatchError names what
+            differs, on all ranks.
+    Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
+    rank's own heads or features, is "summed". Tied parameters stay tied. Parameters stay the objects that they were,
+    with their attributes, so that an optimizer without state may come before or after; `ringcomm.shard` comes after. A
+    module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time as it was
+    before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises InvalidArgumentError
+    in its first forward pass.
+    Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
+             forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
+             all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
+             and biases of layers cut along inputs. With ``overlap`` every layer that is cut along its outputs gathers
+             for itself, in forward and once more in backward. What is checkpointed sends its forward messages twice.
+    Returns: the module, whose layers have been replaced.
+    Raises:  InvalidArgumentError: names that no module has, unknown styles, heads or features that do not divide.
+             UnsupportedError: a layer that cannot be cut. MismatchError: the ranks ask for different things, or one
+             refuses. Before the module is changed.
+    """
+    region = Region.of(comm)
+    try:
+        sites = _prepared(module, region, plan, sequence_dim, overlap, verify)
+        asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap, verify)).encode())
+    except RingcommError:
+        _agree(comm, -1)
+        raise
+    _agree(comm, asked)
+    layers = _layers(sites)
+    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            comm.broadcast(_apart(tensor.detach()), 0)
+    for site in sites:
+        site.fill()
+    _watch_outputs(module, sites, region)
+    verifier = _verifier(module, sites, region, sequence_dim) if verify else None
+    _keep_parameters(sites)
+    keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
+    whole = _whole_owners(sites)
+    for site in sites:
+        site.put(module, region, sequence_dim or 0)
+    for found, before in whole:
+        _stand_in(module, found, before, comm)
+    if verifier is not None:
+        verifier.start()
+    if not any(isinstance(site.style, SequenceRegion) or site.style == Vocab(scatter=True) for site in sites):
+        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, region, verify)
+    explain_first(module, layers, region)
+    return module
+
+
+def _layers(sites: Sequence[_Site]) -> dict[str, nn.Module]:
+    """By name, what takes a module's place."""
+    return {site.names[0]: site.new for site in sites if site.new is not None}
+
+
+@dataclass
+class _Site:
+    """A module that a plan names.
+
+    Attributes:
+        names: of the module; several where it is used in several places. Or of a parameter.
+        new: what takes its place; None: it stays.
+        key: of a parameter, which is cut, in the module.
+    """
+
+    names: list[str]
+    found: nn.Module
+    style: Style
+    new: nn.Module | None = None
+    key: str = ""
+
+    @property
+    def made(self) -> dict[str, nn.Parameter | None]:
+        """Parameters of the layer that takes the place."""
+        return {} if self.new is None else self.new._parameters
+
+    def replaced(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Parameters of the module that the layer has others for: name, this one and that one."""
+        pairs = [(key, self.found._parameters.get(key), p) for key, p in self.made.items()]
+        return [(key, old, p) for key, old, p in pairs if old is not None and p is not None and p is not old]
+
+    def fill(self) -> None:
+        """Takes over the values of the module, which are rank 0's by now."""
+        for key, p in self.made.items():
+            part = part_of(p) if p is not None else None
+            if p is not None and part is not None and part.dim is not None and not p.is_meta:
+                with torch.no_grad():
+                    copy_part(p, self.found._parameters[key], part)
+
+    def put(self, module: nn.Module, region: Region, dim: int) -> None:
+        """Changes the module."""
+        if self.new is not None:
+            self.new.train(self.found.training)
+        for name in self.names if self.new is not None else ():
+            parent, _, key = name.rpartition(".")
+            setattr(module.get_submodule(parent), key, self.new)
+        for each in _heads(self, region):
+            setattr(self.found, each, getattr(self.found, each) // region.world_size)
+        if self.key:
+            p = self.found._parameters[self.key]
+            assert p is not None
+            own_part(self.found, self.key, p, _part_of_vector(p, region, self.names[0]))
+            self.found._parameters[self.key] = become(p, self.found._parameters[self.key])
+        if isinstance(self.style, (OnSequence, Summed)):
+            sum_gradients(self.found, region)
+        elif isinstance(self.style, Latent):
+            sum_last_outputs(self.found, region, _last_outputs(module, self, region.rank))
+        elif isinstance(self.style, GatherSequence):
+            gather_before(self.found, region, dim)
+        elif isinstance(self.style, SequenceRegion):
+            surround(self.found, region, dim)
+
+
+def _is_plan(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value)
+
+
+@expects(
+    "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
+)  # in the place where the other ranks hear of a refusal
+def _prepared(
+    module: nn.Module,
+    region: Region,
+    plan: Mapping[str, str | Style] | None = None,
+    sequence_dim: int | None = None,
+    overlap: bool = False,
+    verify: bool = False,
+) -> list[_Site]:
+    """All that can be found wrong is found here; the module is as it was."""
+    if overlap and sequence_dim is None:
+        raise InvalidArgumentError(
+            f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the messages "
+            "of sequence parallel layers can be cut; pass sequence_dim"
+        )
+    if any(part_of(p).staged for p in module.parameters()):
+        raise InvalidArgumentError(
+            f"parallelize: rank {region.rank} got a pipeline's part of a model, expected the whole; call parallelize "
+            "first, and split the model then"
+        )
+    chosen = resolve(module, _carried(module, region.rank) if plan is None else plan, region.rank)
+    _check_sequence(module, chosen, sequence_dim, region.rank)
+    _refuse_forgotten(module, chosen, region.rank)
+    sites: dict[int, _Site] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, style in chosen.items():
+        owner, _, key = name.rpartition(".")
+        key = key if name in parameters else ""
+        found = module.get_submodule(owner if key else name)
+        site = sites.setdefault(id(parameters[name] if key else found), _Site([], found, style, key=key))
+        site.names.append(name)
+        if site.style != style:
+            raise InvalidArgumentError(
+                f"parallelize: rank {region.rank} got {type(style).__name__} for {name}, which is {site.names[0]} too, "
+                f"there with {type(site.style).__name__}, expected one style for one module; change the plan"
+            )
+    for site in sites.values():
+        _refuse_own_arithmetic(module, site, region.rank)
+        site.new = _made(module, site, region, chosen, sequence_dim, overlap)
+        _heads(site, region)
+    _keep_ties(module, list(sites.values()), region.rank)
+    if region.world_size > 1:
+        _refuse_tensor_hooks(sites.values(), region.rank)
+        refuse_unsummed(module, _layers([*sites.values()]), [*chosen], region.rank)
+    return list(sites.values())
+
+
+def _facts(module: nn.Module, sites: list[_Site], *options: Any) -> list[Any]:
+    """What the ranks must have alike."""
+    shapes = [(name, tuple(x.shape), str(x.dtype), x.is_meta) for name, x in _tensors(module)]
+    return [shapes, [(site.names, site.style) for site in sites], *options]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that have memory of their own: the first along a dimension that was expanded."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
+    return x
+
+
+def _agree(comm: Communicator, asked: int) -> None:
+    """Refuses to go on when the ranks ask for different things; below 0: this one raises anyway."""
+    everybody = [int(each) for each in comm.exchange(str(asked).encode())]
+    other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
+    if asked >= 0 and other is not None:
+        theirs = "refused its plan" if everybody[other] < 0 else "got another module, plan or options"
+        raise MismatchError(
+            f"parallelize: rank {comm.rank} got a plan that it can follow where rank {other} {theirs}, expected the "
+            "same on every rank; look at that rank's error, and at the shapes of the parameters"
+        )
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> dict[str, Style]:
+    """The style of each module that the plan names."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)][1:]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    chosen: dict[str, Style] = {}
+    by: dict[str, str] = {}
+    for pattern, wish in plan.items():
+        style = _style(pattern, wish, rank)
+        found = [name for name in names if matches(pattern, name)]
+        if not found and style == Colwise():
+            found = [name for name in parameters if matches(pattern, name)]
+        if not found:
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got {shown(pattern)}, which no module matches, expected names such as "
+                f"{', '.join(map(repr, names[:4]))}; look at module.named_modules()"
+            )
+        for name in found:
+            if name in chosen:
+                raise InvalidArgumentError(
+                    f"parallelize: rank {rank} got {name}, which both {shown(by[name])} and {shown(pattern)} match, "
+                    "expected one style for each module; make the patterns narrower"
+                )
+            chosen[name], by[name] = style, pattern
+    return chosen
+
+
+def _style(pattern: str, wish: Any, rank: int) -> Style:
+    if isinstance(wish, Style):
+        return wish
+    if isinstance(wish, str) and wish in FOREIGN:
+        raise UnsupportedError(
+            f"parallelize: rank {rank} got the style {shown(wish)} of transformers for {shown(pattern)}, which is "
+            f"not here, expected one of {', '.join(STYLES)}; pass a plan without it, what it names stays whole"
+        )
+    if not isinstance(wish, str) or wish not in STYLES:
+        raise InvalidArgumentError(
+            f"parallelize: rank {rank} got the style {shown(wish)} for {shown(pattern)}, expected one of "
+            f"{', '.join(STYLES)}; pass one of these, or an object of ringcomm.tensor_parallel.styles"
+        )
+    return STYLES[wish]
+
+
+def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
+    """The plan of a model of transformers, which may name what only some of its kind have."""
+    plan = getattr(module, "_tp_plan", None)
+    if not plan:
+        raise InvalidArgumentError(
+            f"parallelize: rank {rank} got no plan and a {type(module).__name__} without one, expected styles by the "
+            "names of submodules; pass a plan"
+        )
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    experts = [pattern for pattern, style in plan.items() if style == "moe_tp_experts"]
+    found: dict[str, str | Style] = {}
+    for pattern, style in plan.items():
+        vectors = [p.dim() == 1 for name, p in parameters.items() if matches(pattern, name)]
+        if style == "local_params" or pattern.rpartition(".")[0] in experts:  # said of what is cut with its parameters
+            continue
+        if any(matches(pattern, name) for name in modules) or (style == "colwise" and vectors and all(vectors)):
+            found[pattern] = style
+        elif vectors:
+            raise UnsupportedError(
+                f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
+                "expected modules, and parameters of one dimension; pass a plan"
+            )
+    return found | _left_out(modules, found)
+
+
+def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
+    """What plans of transformers do not name: embeddings that are tied to a layer that is cut, and activations with
+    parameters, which ranks use on their own features."""
+    layers = {name: style for pattern, style in plan.items() for name in modules if matches(pattern, name)}
+    outputs = [modules[name]._parameters.get("weight") for name, style in layers.items() if style in GATHERED]
+    more: dict[str, str | Style] = {}
+    for name, each in modules.items():
+        beside = [layers.get(f"{name.rpartition('.')[0]}.{key}") for key in modules[name.rpartition(".")[0]]._modules]
+        if isinstance(each, nn.Embedding) and name not in layers and any(each.weight is weight for weight in outputs):
+            more[name] = "vocab"
+        trains = type(each).__module__ == ACTIVATIONS and any(True for _ in each.parameters())
+        if trains and "colwise" in beside and name not in layers:
+            more[name] = "summed"
+    return more
+
+
+def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim: int | None, rank: int) -> None:
+    regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
+    for name, style in chosen.items():
+        sequence = isinstance(style, (OnSequence, SequenceRegion, GatherSequence)) or style == Vocab(scatter=True)
+        if not sequence:
+            continue
+        got = f"parallelize: rank {rank} got {type(style).__name__} for {name}"
+        if sequence_dim is None:
+            raise InvalidArgumentError(
+                f"{got} without a sequence_dim, expected one; pass sequence_dim=1 for tensors of (batch, sequence, "
+                "features)"
+            )
+        inside = any(each in regions for each in _ancestors(name))
+        if isinstance(style, (OnSequence, GatherSequence)) and regions and name not in regions and not inside:
+            raise InvalidArgumentError(
+                f"{got} outside of {', '.join(regions)}, expected it in a sequence region: elsewhere ranks have the "
+                "whole sequence; make the pattern narrower"
+            )
+        if isinstance(style, Vocab) and regions:
+            raise InvalidArgumentError(
+                f"{got} with scatter=True and a sequence region, expected one of them: a region cuts the sequence "
+                "itself; leave scatter out"
+            )
+        if isinstance(style, SequenceRegion):
+            _check_region(module.get_submodule(name), got, inside)
+
+
+def _refuse_forgotten(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses what no style names in a sequence region: parameters would train on a rank's part alone, dropout would
+    drop the same of every part."""
+    for name, found in module.named_modules(remove_duplicate=False):
+        around = [*_ancestors(name), name]
+        region = next((each for each in around if isinstance(chosen.get(each), SequenceRegion)), None)
+        drops = isinstance(found, _DropoutNd)
+        has = any(p is not None for p in found._parameters.values())
+        if region is None or not (has or (drops and found.p > 0)):
+            continue
+        whole = (GatherSequence, Whole) if drops else (GatherSequence, Whole, OnSequence, Summed)
+        named = not isinstance(chosen.get(name, SequenceRegion()), (SequenceRegion, Heads))
+        if not named and not any(isinstance(chosen.get(each), whole) for each in around):
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got no style for {name}, which {'drops' if drops else 'has parameters'}, in "
+                f"the sequence region {region}, expected one; add it as 'sequence' if it works on parts of the "
+                "sequence, else as 'replicate'"
+            )
+
+
+def _check_region(found: nn.Module, got: str, inside: bool) -> None:
+    lists = isinstance(found, (nn.Sequential, nn.ModuleList))
+    if inside:
+        raise InvalidArgumentError(
+            f"{got} inside of another region, expected one around all; leave one out of the plan"
+        )
+    if (lists and len(found) == 0) or isinstance(found, nn.ModuleDict):
+        raise InvalidArgumentError(
+            f"{got}, {'an empty' if lists else 'a'} {type(found).__name__}, expected a module that is called, or a "
+            "list of such in their order; name another module"
+        )
+    if lists and len({*found}) < len(found):
+        raise InvalidArgumentError(
+            f"{got}, a {type(found).__name__} that has a module twice, expected each once: the first one cuts the "
+            "sequence, and the last one brings it together; name the module around it"
+        )
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+def _made(
+    module: nn.Module,
+    site: _Site,
+    region: Region,
+    chosen: Mapping[str, Style],
+    sequence_dim: int | None,
+    overlap: bool,
+) -> nn.Module | None:
+    """What takes a module's place; None: it stays."""
+    name, found, style = site.names[0], site.found, site.style
+    if site.key:
+        _part_of_vector(found._parameters[site.key], region, name)
+        return None
+    if isinstance(style, Latent):
+        _last_outputs(module, site, region.rank)
+        return None
+    above = _ancestors(name)
+    inside = sequence_dim is not None and _in_region(above, chosen)
+    entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
+    multiple = _head_width(module.get_submodule(name.rpartition(".")[0]))
+    if isinstance(style, Colwise):
+        parts, outputs = style.parts, form_of(found, region, name)[2]
+        if isinstance(parts, int):
+            parts = [outputs // max(parts, 1)] * min(parts, outputs + 1)
+        alone = inside and not entered
+        return ColumnParallelLinear.of(
+            found, region, name, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
+            sequence_dim=sequence_dim if alone else None, entered=entered, overlap=overlap and alone,
+        )  # fmt: skip
+    if isinstance(style, Rowwise):
+        return RowParallelLinear.of(
+            found, region, name, input_is_parallel=style.input_is_parallel, multiple=multiple,
+            sequence_dim=sequence_dim if inside else None, overlap=overlap and inside,
+        )  # fmt: skip
+    if isinstance(style, Vocab):
+        return VocabParallelEmbedding.of(found, region, name, sequence_dim=sequence_dim if style.scatter else None)
+    if isinstance(style, Experts):
+        if sequence_dim is not None:
+            raise UnsupportedError(
+                f"parallelize: rank {region.rank} got {name} as experts with a sequence_dim, expected one of them: "
+                "experts take whole sequences; leave sequence_dim out"
+            )
+        return cut_experts(found, region, name, style)
+    if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, _DropoutNd)):
+        dim = style.dim if isinstance(style, Dropout) else sequence_dim
+        assert dim is not None
+        refuse_changed(found, nn.Dropout, region, name)
+        return ShardedDropout(float(found.p), region.comm, dim)
+    return None
+
+
+def _part_of_vector(p: Any, region: Region, name: str) -> Part:
+    """This rank's values of a parameter with one for each head."""
+    if p.dim() != 1 or (p.is_meta and "." not in name):
+        where = " on meta and of the module itself" if p.is_meta else ""
+        raise UnsupportedError(
+            f"parallelize: rank {region.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
+            "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
+        )
+    return cut([p.shape[0]], region, f"parallelize: values of {name}")
+
+
+def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Modules with parameters on meta that are cut themselves, and their attributes before the cut."""
+    keys: dict[nn.Module, list[str]] = {}
+    for site in sites:
+        if site.key and site.found._parameters[site.key].is_meta:
+            keys.setdefault(site.found, []).append(site.key)
+    whole = [(found, _attributes(found)) for found in keys]
+    for found, before in whole:
+        for key in keys[found]:  # the object itself becomes this rank's part
+            p = found._parameters[key]
+            before["_parameters"][key] = nn.Parameter(p.detach(), p.requires_grad)
+    return whole
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(module).items()}
+
+
+def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
+    """Another module of its class takes the place of one whose parameter is cut. The one that was there is whole again,
+    to be initialised."""
+    made = copy.copy(found)
+    made.__dict__ = _attributes(found)
+    for name, each in [*module.named_modules(remove_duplicate=False)]:
+        if each is found:
+            parent, _, key = name.rpartition(".")
+            setattr(module.get_submodule(parent), key, made)
+    found.__dict__ = before
+    keep_uncut(found, {id(found): made}, comm)
+
+
+def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
+    """How many outputs of a layer of latent attention go to a rank's own heads."""
+    assert isinstance(site.style, Latent)
+    name = site.names[0]
+    owner = module.get_submodule(name.rpartition(".")[0])
+    for each in (
+        site.style.last,
+        *(getattr(x, "qk_rope_head_dim", 0) for x in (owner, getattr(owner, "config", None))),
+    ):
+        if type(each) is int and each > 0 and isinstance(site.found, nn.Linear):
+            return each
+    raise InvalidArgumentError(
+        f"parallelize: rank {rank} got {name} as latent, a {type(site.found).__name__} of which no qk_rope_head_dim is "
+        "known, expected a linear layer, and how many of its outputs go to a rank's own heads; pass Latent(last=...)"
+    )
+
+
+def _head_width(attention: nn.Module) -> int:
+    """Features of an attention module's head; 1: unknown."""
+    found = [getattr(attention, each, None) for each in ("head_dim", "head_size")]
+    return next((each for each in found if type(each) is int and each > 0), 1)
+
+
+def _watch_outputs(module: nn.Module, sites: list[_Site], region: Region) -> None:
+    """Lets layers that are cut along their outputs look at what the module makes of them."""
+    divided = {
+        name: {getattr(site.found, each) // region.world_size for each in _heads(site, region)}
+        for site in sites
+        for name in site.names
+    }
+    for site in sites:
+        name, new = site.names[0], site.new
+        if isinstance(new, ColumnParallelLinear) and region.world_size > 1:
+            heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
+            width = _head_width(module.get_submodule(name.rpartition(".")[0]))
+            new.watched = CutOutputs(name, region.rank, tuple(new.local_extents), new.out_features, heads, width)
+
+
+def _verifier(module: nn.Module, sites: list[_Site], region: Region, sequence_dim: int | None) -> Verifier:
+    cut = [name for site in sites for name in site.names]
+    summed = [site.found for site in sites if isinstance(site.style, (OnSequence, Summed))]
+    whole = sequence_dim is None
+    return Verifier(
+        module, region, cut, summed, whole or any(isinstance(site.style, SequenceRegion) for site in sites), whole
+    )
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
+    """Whether a module lies in a sequence region; with a plan that names none, its layers are taken to."""
+    regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
+    return not regions or any(name in regions for name in above)
+
+
+def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
+    """Refuses layers whose owner multiplies with their weights without calling them."""
+    if not isinstance(site.style, (Colwise, Rowwise, Heads)) or site.key:
+        return
+    for name in site.names:
+        for owner in (site.found, module.get_submodule(name.rpartition(".")[0])):
+            if isinstance(owner, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+                raise UnsupportedError(
+                    f"parallelize: rank {rank} got {name}, of a {type(owner).__name__} of torch, which multiplies with "
+                    "the weights of its layers itself, expected layers that are called; leave it out of the plan, or "
+                    "write the module with nn.Linear"
+                )
+
+
+def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
+    """Lets layers that shared a parameter share its part."""
+    new: dict[int, tuple[str, nn.Parameter]] = {}
+    for site in sites:
+        for key, old, p in site.replaced():
+            name = f"{site.names[0]}.{key}"
+            first, shared = new.setdefault(id(old), (name, p))
+            if part_of(shared) != part_of(p) or shared.shape != p.shape:
+                raise InvalidArgumentError(
+                    f"parallelize: rank {rank} got {name}, which is tied to {first} and cut in another way, expected "
+                    "the same cut; pass pad=True where one is padded, or untie them"
+                )
+            site.made[key] = shared
+    replaced = {name for site in sites if site.new is not None for name in site.names}
+    for name, owner in module.named_modules(remove_duplicate=False):
+        for key, p in owner._parameters.items():
+            if p is not None and id(p) in new and name not in replaced:
+                raise InvalidArgumentError(
+                    f"parallelize: rank {rank} got {name}.{key} whole, tied to {new[id(p)][0]}, which is cut, expected "
+                    "both in the plan; add it, or untie them"
+                )
+
+
+def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
+    """Refuses hooks of parameters that are cut: they would see this rank's part of a gradient."""
+    for site in sites:
+        for key in [site.key] if site.key else [key for key, *_ in site.replaced()]:
+            p = site.found._parameters[key]
+            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                name = site.names[0] if site.key else f"{site.names[0]}.{key}"
+                raise UnsupportedError(
+                    f"parallelize: rank {rank} got {name}, a parameter with hooks that is to be cut, expected one "
+                    "without: they would see a part of its gradient; register them afterwards, for the rank's part, "
+                    "or leave its layer out of the plan"
+                )
+
+
+def _keep_parameters(sites: Sequence[_Site]) -> None:
+    """Lets parameters that are cut stay the objects that they were, with this rank's part: an optimizer that was made
+    before has them, and so do the attributes that a user gave them. The layers that they leave get others."""
+    whole: dict[int, nn.Parameter] = {}
+    for site in sites:
+        for key, old, p in site.replaced():
+            if id(old) not in whole:
+                whole[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
+                become(old, p)
+            site.found._parameters[key], site.made[key] = whole[id(old)], old
+
+
+def _heads(site: _Site, region: Region) -> tuple[str, ...]:
+    """The numbers of heads to divide, if they can be."""
+    if not isinstance(site.style, Heads):
+        return ()
+    found, name = site.found, site.names[0]
+    names = site.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
+    if not names:
+        raise InvalidArgumentError(
+            f"parallelize: rank {region.rank} got {name} as heads, a {type(found).__name__} without a number of heads "
+            "that is known, expected its attributes; pass Heads(('name', ...))"
+        )
+    for each in names:
+        value = getattr(found, each, None)
+        if type(value) is not int or value % region.world_size:
+            raise InvalidArgumentError(
+                f"parallelize: rank {region.rank} got {name}.{shown(each)[1:-1]} = {shown(value)}, expected a multiple "
+                f"of the {region.world_size} ranks; use a number of ranks that divides it"
+            )
+    return names

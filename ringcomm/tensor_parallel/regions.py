@@ -1,0 +1,208 @@
+"""The operators at the borders of a tensor parallel region, with the names of Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022 (f and its conjugate are the f and g of Shoeybi et al., "Megatron-LM",
+2019).
+
+    operator           forward             backward
+    f                  nothing             all_reduce
+    f_bar              all_reduce          nothing
+    g                  all_gather          reduce_scatter     along the sequence
+    g_bar              reduce_scatter      all_gather         along the sequence
+    gather             all_gather          own part           of a value that all ranks go on with alike
+    scatter            own part            all_gather         of a value that all ranks have alike
+
+Sums are canonical: a balanced tree over the ranks, 16-bit floats added in float32 and rounded once. Every rank gets the
+same bits. All are collectives, in forward and in backward, and raise before anything is sent where a length does not
+divide by the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.arguments import TENSOR
+from ringcomm.errors import ShapeError, UnsupportedError
+from ringcomm.mesh import refuse_mesh
+from ringcomm.validation import expects, whole
+
+
+class Region:
+    """The ranks that share the layers, and what they have sent.
+
+    Attributes:
+        traffic: "<op> calls" and "<op> elements", of the whole message before it is cut.
+        outputs: of the layers made so far, by the columns on each rank. It keeps those of layers that are gone: each
+            rank's garbage collector comes at another time, and all ranks must find the same.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self.traffic: Counter[str] = Counter()
+        self.outputs: dict[int, set[int]] = {}
+        self._entered: tuple[Any, Any, Any, set[int]] | None = None
+
+    @staticmethod
+    def of(comm: Communicator) -> Region:
+        """The one region of a communicator."""
+        refuse_mesh(comm, "tensor parallel", "tp")
+        found = vars(comm).get("_tensor_region")
+        if found is None:
+            found = vars(comm)["_tensor_region"] = Region(comm)
+        return found
+
+    def count(self, op: str, elements: int) -> None:
+        """Notes a message."""
+        self.traffic[f"{op} calls"] += 1
+        self.traffic[f"{op} elements"] += elements
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"parallelize: rank {self.rank} got layers that are cut over the ranks to copy or to pickle, expected a "
+            "state_dict(): their communicator is this process's alone; copy the module before, and load the state_dict"
+        )
+
+    def enter(self, layer: object, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """``operator(x, comm, *args)``, once for all layers that take the same tensor: those of queries, keys and
+        values then have one message, not three. A layer that takes it once more has a new one: what wrote to it since
+        may not have told (NumPy, a communicator). In inference mode, where no tensor tells, for each. Under autocast in
+        the type in which they multiply."""
+        dtype = multiplied_in(x)
+        if x.is_inference():
+            return operator(x.to(dtype), self.comm, *args)
+        key = (operator, args, dtype, x._version, torch.is_grad_enabled() and x.requires_grad)
+        if self._entered is not None:
+            before, entered_with, found, takers = self._entered
+            if before() is x and entered_with == key and id(layer) not in takers:
+                takers.add(id(layer))
+                return found
+        made = operator(x.to(dtype), self.comm, *args)
+        if made is x:  # nothing was sent
+            return x
+        self._entered = weakref.ref(x, self.leave), key, made, {id(layer)}  # as long as x lives
+        return made
+
+    def leave(self, gone: Any = None) -> None:
+        """Lets go of what `enter` has kept; ``gone`` is what was kept for."""
+        if self._entered is not None and (gone is None or self._entered[0] is gone):
+            self._entered = None
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def same(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """``x`` as another tensor, which does not keep ``x``; no message."""
+        return x.detach()
+
+    def all_reduce(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The sum of ``x`` of all ranks, as a new tensor."""
+        if self.world_size == 1:
+            return x
+        self.count("all_reduce", x.numel())
+        x = x.contiguous()
+        return self.comm.all_reduce(x, out=torch.empty_like(x))
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """``x`` of all ranks, one behind the other along ``dim``."""
+        if self.world_size == 1:
+            return x
+        dim %= x.dim()
+        self.count("all_gather", x.numel() * self.world_size)
+        behind = math.prod(x.shape[:dim]) == 1  # the parts lie one behind the other in memory too
+        whole = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
+        parts = x.new_empty(self.world_size, *x.shape) if whole is None else whole.view(self.world_size, *x.shape)
+        self.comm.all_gather(x.contiguous(), out=parts)
+        return parts.movedim(0, dim).flatten(dim, dim + 1) if whole is None else whole
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part along ``dim`` of the sum of ``x`` of all ranks."""
+        if self.world_size == 1:
+            return x
+        dim %= x.dim()
+        parts = x.unflatten(dim, (self.world_size, self.share("reduce_scatter", x, dim))).movedim(dim, 0).contiguous()
+        self.count("reduce_scatter", x.numel())
+        return self.comm.reduce_scatter(parts, out=parts.new_empty(parts.shape[1:]))
+
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part along ``dim`` of ``x``, as a new tensor; no message."""
+        each = self.share("scatter", x, dim)
+        return x.narrow(dim, self.rank * each, each).clone(memory_format=torch.contiguous_format)
+
+    def share(self, call: str, x: torch.Tensor, dim: int) -> int:
+        """The length of a rank's part.
+
+        Raises: ShapeError: it does not divide.
+        """
+        if x.shape[dim] % self.world_size:
+            raise ShapeError(
+                f"{call}: rank {self.rank} got shape {tuple(x.shape)}, expected {self.world_size} equal parts along "
+                f"dimension {dim}; pad it to a multiple"
+            )
+        return x.shape[dim] // self.world_size
+
+
+def multiplied_in(x: torch.Tensor) -> torch.dtype:
+    """The type in which a linear layer takes ``x``: autocast's, where it is on."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+# ---- operators ---------------------------------------------------------------------------------------------------
+
+
+class _Operator(torch.autograd.Function):
+    """One of Region's messages in forward, its conjugate in backward: an operator too, which can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region, dim: int, there: str, back: str) -> torch.Tensor:
+        ctx.region, ctx.dim, ctx.there, ctx.back = region, dim, there, back
+        return getattr(region, there)(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        ctx.region.leave()  # an input that is a leaf lives as long as what was made of it
+        return _Operator.apply(grad, ctx.region, ctx.dim, ctx.back, ctx.there), None, None, None, None
+
+
+@expects("tensor parallel", x=TENSOR, dim=whole(-64, 64, "a dimension"))
+def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
+    refuse_mesh(comm, "tensor parallel", "tp")
+    if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):
+        return x
+    return _Operator.apply(x, Region.of(comm), dim, there, back)
+
+
+def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Into a tensor parallel region: ``x``, alike on all ranks, goes to layers that are cut; its gradient is the sum of
+    the ranks'."""
+    return _operate(x, comm, 0, "same", "all_reduce")
+
+
+def f_bar(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Out of a tensor parallel region: the sum of the ranks' ``x``, on all of them."""
+    return _operate(x, comm, 0, "all_reduce", "same")
+
+
+def g(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
+    """From a sequence parallel region into a tensor parallel one: the whole sequence from the ranks' parts."""
+    return _operate(x, comm, dim, "all_gather", "reduce_scatter")
+
+
+def g_bar(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
+    """From a tensor parallel region into a sequence parallel one: this rank's part of the sum."""
+    return _operate(x, comm, dim, "reduce_scatter", "all_gather")
+
+
+def gather(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
+    """The whole of what the ranks have parts of; all of them go on with it alike."""
+    return _operate(x, comm, dim, "all_gather", "own")
+
+
+def scatter(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
+    """This rank's part of what all ranks have alike, as a new tensor."""
+    return _operate(x, comm, dim, "own", "all_gather")

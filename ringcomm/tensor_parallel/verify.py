@@ -1,0 +1,296 @@
+"""`parallelize(verify=True)`: compares what must be alike on the ranks, and blocks with themselves before the cut."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+
+from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.part import part_of, renew_parts
+from ringcomm.data_parallel.partition import blocks_of
+from ringcomm.errors import MismatchError
+from ringcomm.tensor_parallel.regions import Region, multiplied_in
+from ringcomm.tensor_parallel.sequence import sum_gradients_of
+
+CHUNK = 1 << 18  # elements that are hashed at a time
+Digest = list[Any]
+"""Of a tensor: its kind; how much of the norm may be rounding; its norm; a sum with a weight for each element; and of a
+gradient of an output also the output's digest."""
+
+
+def digest(x: torch.Tensor) -> Digest:
+    """Close for tensors that are close, and other for others, but for a coincidence."""
+    x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
+    flat = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
+    weights = torch.arange(min(CHUNK, flat.numel()), dtype=torch.float64, device=x.device).sin_()
+    found = weights.new_zeros(2)
+    for i, part in enumerate(flat.split(CHUNK)):
+        wide = part.double()
+        found += torch.stack([wide.square().sum(), (wide @ weights[: wide.numel()]) * math.cos(i)])
+    squares, weighted = found.tolist()
+    return [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}", slack(x), math.sqrt(squares), weighted]
+
+
+def slack(x: torch.Tensor) -> float:
+    """The share of a magnitude that rounding may change."""
+    return math.sqrt(torch.finfo(x.dtype).eps) if x.is_floating_point() or x.is_complex() else 0.0
+
+
+def differ(a: Digest, b: Digest) -> bool:
+    """Whether two digests are of different tensors."""
+    if a[0] != b[0]:
+        return True
+    pairs = [pair for pair in zip(a[2:4], b[2:4], strict=True) if not all(map(math.isnan, pair))]
+    return not all(x == y or abs(x - y) <= a[1] * max(a[2], b[2]) for x, y in pairs)
+
+
+class Verifier:
+    """Compares the ranks in every forward and backward pass of a module.
+
+    Args:
+        module: as it is before it is cut.
+        cut: the names of the modules that styles change.
+        summed: modules with summed gradients.
+        alike: whether all ranks get the same input.
+        blocks: whether blocks are compared with their copies.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        region: Region,
+        cut: Sequence[str],
+        summed: Sequence[nn.Module],
+        alike: bool,
+        blocks: bool,
+    ) -> None:
+        self.module, self.region, self.summed, self.alike = module, region, summed, alike
+        self.found: dict[str, list[Digest | None]] = {}  # in a backward pass
+        self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
+        self.hooked: dict[int, torch.Tensor] = {}
+        self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
+
+    def start(self) -> None:
+        """From now on, of the module that is cut."""
+        self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.module.register_forward_hook(self._after)
+        for name, before, styles in self.copies:
+            _Block(self, name, before, styles)
+        self.copies = []
+
+    # ---- inputs and gradients ------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for each in self.summed:
+            sum_gradients_of(each, self.region)  # before they are looked at
+        renew_parts(module.modules())
+        for name, p in module.named_parameters():
+            if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
+                self.hooked[id(p)] = p
+                p.register_hook(lambda gradient, name=name: self._note(name, gradient))
+        if self.alike:
+            found = [(path, x) for path, x in tree_leaves_with_path((args, kwargs)) if _is_plain(x)]
+            mine = {f"input {keystr(path[1:])}": [digest(x) if torch.is_tensor(x) else x] for path, x in found}
+            self.compare(mine, "give all ranks of a tp group the same batch: seed what shuffles it alike")
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for path, y in tree_leaves_with_path(output):
+            if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
+                name, made = f"output {keystr(path)}".rstrip(), digest(y)
+                if self.alike and not y.dim():  # of a loss no rank has a part
+                    y.register_hook(lambda gradient, name=name, made=made: self._note_found(name, made))
+                y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
+
+    def _note(self, name: str, gradient: torch.Tensor | None, *more: Digest) -> None:
+        """Of a parameter, or of an output, whose own digest comes with it; a function of autograd may give none."""
+        self._note_found(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
+
+    def _note_found(self, what: str, found: Digest | None) -> None:
+        if self.end() is None:  # also after a pass that raised, whose end autograd has let go of
+            self.found = {}
+            end = partial(type(self)._after_backward, self)
+            self.end = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.found.setdefault(what, []).append(found)
+
+    def _after_backward(self) -> None:
+        found, self.found = self.found, {}
+        self.compare(
+            found,
+            "name its module 'summed' in the plan if ranks use it on their own heads or features; else look for "
+            "random numbers that they draw differently, and for losses or targets that differ",
+        )
+
+    def compare(self, mine: Mapping[str, list[Any]], advice: str) -> None:
+        """Raises on all ranks where one has another than rank 0; a collective."""
+        everybody = [json.loads(each) for each in self.region.comm.exchange(json.dumps(mine).encode())]
+        first = everybody[0]
+        for rank, theirs in enumerate(everybody):
+            for what in [*first, *(each for each in theirs if each not in first)]:
+                a, b = first.get(what), theirs.get(what)
+                if a is None or b is None or len(a) != len(b) or any(map(_other, a, b)):
+                    raise MismatchError(
+                        f"parallelize: rank {self.region.rank} saw by verify=True that rank {rank} has another {what} "
+                        f"than rank 0, {_said(b)} and {_said(a)}, expected the same on all; {advice}"
+                    )
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an argument has a value that can be compared."""
+    return (type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta) or type(x) in (int, float, bool, str)
+
+
+def _other(a: Any, b: Any) -> bool:
+    """Whether ranks have different values; gradients of outputs that are themselves cut may differ."""
+    if not isinstance(a, list) or not isinstance(b, list):
+        return bool(a != b)
+    cut = len(a) > 4 and differ(a[4], b[4])
+    return not cut and differ(a, b)
+
+
+def _said(values: list[Any] | None) -> str:
+    if values is None:
+        return "none"
+    each = values[-1]
+    return f"{each[0]} with norm {each[2]:.6g}" if isinstance(each, list) else repr(each)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _first_of_each_kind(module: nn.Module, cut: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Blocks in which something is cut, with copies of them that have no memory; the module, where its blocks are the
+    layers that are cut: what goes in there, or comes out, is a rank's part."""
+    kinds = set()
+    around = [(name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in cut)]
+    for name, block in around or [("", module)]:
+        inside = [each for each in cut if not name or each == name or each.startswith(f"{name}.")]
+        shapes = [(key, tuple(p.shape)) for key, p in block.named_parameters()]
+        kind = repr((type(block), shapes, [each.removeprefix(name) for each in inside]))
+        if inside and kind not in kinds:
+            kinds.add(kind)
+            yield name, _without_memory(block), inside
+
+
+def _without_memory(block: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in block.parameters()}
+    memo |= {id(b): b.detach().to("meta") for b in block.buffers()}
+    return copy.deepcopy(block, memo)
+
+
+class _Block:
+    """A block that is compared with its copy in its first call."""
+
+    def __init__(self, verifier: Verifier, name: str, before: nn.Module, styles: list[str]) -> None:
+        self.verifier, self.name, self.before, self.styles = verifier, name, before, styles
+        block = verifier.module.get_submodule(name)
+        self.handle = block.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.handle.remove()
+        elsewhere = any(getattr(each, "_ringcomm_elsewhere", False) for each in block.modules())
+        if elsewhere or not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
+            return  # of a pipeline, which has not come to this block, or has a part of it
+        modes = [(each, each.training) for each in (*block.modules(), *self.before.modules())]
+        with torch.no_grad():
+            block.eval()
+            self.before.eval()
+            mine = _tensors(block(*_apart(args), **_apart(kwargs)))
+            with _gathered(block):
+                values = {name: self._uncut(p) for name, p in block.named_parameters(remove_duplicate=False)}
+            values |= dict(block.named_buffers(remove_duplicate=False))
+            call = torch.func.functional_call  # which gets a value for each name of a tied parameter
+            expected = _tensors(call(self.before, values, _apart(args), _apart(kwargs), tie_weights=False))
+        for each, training in modes:
+            each.training = training
+        shares = [_difference(a, b) for a, b in zip(mine, expected, strict=False)]
+        wrong = next((each for each in shares if each is not None), None if len(mine) == len(expected) else "a tensor")
+        self._judge(wrong)
+
+    def _judge(self, wrong: str | None) -> None:
+        """Raises on all ranks where one found a difference; a collective."""
+        region = self.verifier.region
+        for rank, found in enumerate(map(json.loads, region.comm.exchange(json.dumps(wrong).encode()))):
+            if found is not None:
+                raise MismatchError(
+                    f"parallelize: rank {region.rank} saw by verify=True that {self.name or 'the module'} gives rank "
+                    f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
+                    f"{', '.join(self.styles)}: fused outputs need parts, numbers of heads 'heads'"
+                )
+
+    def _uncut(self, p: torch.Tensor) -> torch.Tensor:
+        part, comm = part_of(p), self.verifier.region.comm
+        if part.dim is None:
+            return p.detach().clone()
+        found, at = p.new_zeros(part.whole_shape(p.shape)), 0
+        for start, length in part.pieces:
+            found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
+            at += length
+        comm.all_reduce(found)
+        return found
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(output) if torch.is_tensor(x)]
+
+
+def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """How far a block's output is from that of its copy; None: by rounding alone."""
+    if mine.shape != expected.shape:
+        return f"the shape {tuple(mine.shape)} and not {tuple(expected.shape)}"
+    if not expected.is_floating_point() or not expected.numel():
+        return None
+    least = torch.finfo(multiplied_in(expected)).eps
+    largest = float(expected.abs().max())
+    found = float((mine - expected).abs().max())
+    return f"a difference of {found:.2g} from {largest:.2g}" if not found <= math.sqrt(least) * largest else None
+
+
+def _apart(value: Any) -> Any:
+    """A copy of arguments, of which nothing goes into the graph or into caches that are passed."""
+    tensors: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+
+    def look(each: Any) -> None:
+        if id(each) in seen or isinstance(each, (nn.Module, type)):
+            return
+        seen[id(each)] = each
+        if torch.is_tensor(each):
+            tensors[id(each)] = each.detach().clone()
+        elif isinstance(each, Mapping):
+            _each(look, each.values())
+        elif isinstance(each, (list, tuple, set)):
+            _each(look, each)
+        elif hasattr(each, "__dict__"):
+            _each(look, vars(each).values())
+
+    look(value)
+    return copy.deepcopy(value, tensors)
+
+
+def _each(look: Any, values: Iterable[Any]) -> None:
+    for value in values:
+        look(value)
+
+
+@contextmanager
+def _gathered(block: nn.Module) -> Iterator[None]:
+    """The parameters of a sharded block can be read; inside of a forward pass, which `whole` is not for."""
+    flat, mine = flat_model_of(block), {id(p) for p in block.parameters()}
+    units = [unit for unit in flat.units if not unit.is_whole] if flat is not None else []
+    units = [unit for unit in units if any(id(p) in mine for group in unit.groups for p in group.params)]
+    for unit in units:
+        unit.gather()
+    yield
+    for unit in units:
+        unit.release()

@@ -1,0 +1,1 @@
+"""`ringcomm bench`: bandwidth and latency of the collectives."""

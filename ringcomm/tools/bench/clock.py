@@ -1,0 +1,104 @@
+"""Times of calls back to back: the host's clock where a call has ended when it returns, else events on the stream."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ringcomm.arrays.devices import EMULATED
+
+if TYPE_CHECKING:
+    from ringcomm.comm.communicator import Communicator
+    from ringcomm.tools.bench.cases import Call
+
+
+class Clock(Protocol):
+    """Runs calls and says how long they took."""
+
+    def total(self, calls: Iterable[Call]) -> float:
+        """Seconds from the first call's begin to the last one's end."""
+
+    def each(self, calls: Iterable[Call]) -> torch.Tensor:
+        """Seconds of every call."""
+
+
+class HostClock:
+    """For calls that return when they have ended."""
+
+    def total(self, calls: Iterable[Call]) -> float:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return time.perf_counter() - start
+
+    def each(self, calls: Iterable[Call]) -> torch.Tensor:
+        clock = time.perf_counter
+        stamps = [clock()]
+        append = stamps.append
+        for call in calls:
+            call()
+            append(clock())
+        return torch.tensor(stamps, dtype=torch.float64).diff()
+
+
+class DeviceClock:
+    """For calls that are enqueued on torch's current stream of a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def _mark(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    def total(self, calls: Iterable[Call]) -> float:
+        start = self._mark()
+        for call in calls:
+            call()
+        end = self._mark()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def each(self, calls: Iterable[Call]) -> torch.Tensor:
+        marks = [self._mark()]
+        for call in calls:
+            call()
+            marks.append(self._mark())
+        marks[-1].synchronize()
+        times = [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(marks)]
+        return torch.tensor(times, dtype=torch.float64)
+
+
+def clock_of(comm: Communicator) -> Clock:
+    """The clock for calls of a communicator. Emulated devices are waited for by every call."""
+    return HostClock() if place_of(comm) == "cpu" else DeviceClock(comm.device)
+
+
+def place_of(comm: Communicator) -> str:
+    """Where torch makes the tensors that a communicator serves."""
+    return "cpu" if EMULATED else comm.device
+
+
+def synchronize(comm: Communicator) -> None:
+    """Waits until this rank's device has done what it was told."""
+    if place_of(comm) != "cpu":
+        torch.cuda.synchronize(comm.device)
+
+
+def device_name(comm: Communicator) -> str:
+    """What runs the calls, for people."""
+    if comm.device == "cpu":
+        return "cpu"
+    return f"{comm.device} (emulated)" if EMULATED else f"{comm.device} {torch.cuda.get_device_name(comm.device)}"
+
+
+def device_key(comm: Communicator) -> str:
+    """The same for ranks that share a device, and for no others on a host."""
+    if place_of(comm) == "cpu":
+        return comm.device
+    return str(torch.cuda.get_device_properties(comm.device).uuid)

@@ -1,0 +1,375 @@
+"""The benchmark's numbers as nccl-tests prints them: text table, JSON, and a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringcomm.tools.bench.options import Options
+
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a rank ran."""
+
+    rank: int
+    pid: int
+    host: str
+    cores: int
+    name: str = "cpu"
+    ranks: int = 1  # that share this device
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of single calls, each as long as its slowest rank took."""
+
+    min_us: float
+    max_us: float
+    avg_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    stdev_us: float
+    cv_pct: float
+
+    @staticmethod
+    def of(times_us: Sequence[float]) -> Stats:
+        ordered = sorted(times_us) or [0.0]
+        n, mean = len(ordered), statistics.fmean(ordered)
+        p50, p95, p99 = (ordered[max(0, -(-n * percent // 100) - 1)] for percent in (50, 95, 99))
+        stdev = statistics.pstdev(ordered)
+        return Stats(ordered[0], ordered[-1], mean, p50, p95, p99, stdev, 100 * stdev / mean if mean else 0.0)
+
+
+@dataclass
+class Timing:
+    """One target on one half: nccl-tests' mean over the calls, the median call of every round, and more if stamped."""
+
+    mean_us: float
+    iterations: int
+    round_us: list[float]
+    stats: Stats | None = None
+
+    def over(self, other: Timing) -> list[float]:
+        """Per round: this one's median call / the other's."""
+        return [mine / theirs for mine, theirs in zip(self.round_us, other.round_us, strict=True)]
+
+
+@dataclass
+class Half:
+    """The out-of-place or the in-place half of a line."""
+
+    timing: Timing
+    wrong: int | None
+    algbw: float
+    busbw: float
+
+
+@dataclass
+class Peer:
+    """The same case through another backend, and its time over ours, round by round."""
+
+    name: str
+    half: str
+    timing: Timing
+    busbw: float
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    collective: str
+    nbytes: int
+    count: int
+    type_name: str
+    reduction: str
+    root: int
+    halves: dict[str, Half] = field(default_factory=dict)
+    peer: Peer | None = None
+    copy_gbps: float | None = None
+    canonical: tuple[int, int] | None = None
+
+    @property
+    def busbw(self) -> float:
+        """The better half's."""
+        return max((half.busbw for half in self.halves.values()), default=0.0)
+
+    @property
+    def of_limit(self) -> float | None:
+        return self.busbw / self.copy_gbps if self.copy_gbps else None
+
+
+@dataclass
+class Table:
+    """All lines of one collective."""
+
+    collective: str
+    world_size: int
+    devices: list[Device] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> int:
+        """#wrong and elements out of canonical order, together."""
+        exact = sum(half.wrong or 0 for row in self.rows for half in row.halves.values())
+        return exact + sum(row.canonical[1] for row in self.rows if row.canonical)
+
+    @property
+    def out_of_bounds(self) -> int:
+        """nccl-tests' count: half lines with a wrong element."""
+        return sum(bool(half.wrong) for row in self.rows for half in row.halves.values())
+
+    @property
+    def average_busbw(self) -> float:
+        """Mean of all bus bandwidths, both halves."""
+        values = [half.busbw for row in self.rows for half in row.halves.values()]
+        return statistics.fmean(values) if values else 0.0
+
+    def too_slow(self, min_bw: float | None) -> bool:
+        return min_bw is not None and self.collective != "barrier" and self.average_busbw < min_bw
+
+
+def number(value: float, width: int) -> str:
+    """nccl-tests' getFloatStr: as many digits as fit."""
+    digits = len(str(int(value))) if value >= 1 else 0
+    if digits < width - 2:
+        return f"{value:{width}.2f}"
+    if digits < width - 1:
+        return f"{value:{width}.1f}"
+    return f"{value:{width}.0f}" if digits < width + 1 else f"{value:{width}.1e}"
+
+
+def header(name: str, options: Options, devices: Sequence[Device]) -> str:
+    """Everything above the first line of numbers."""
+    import ringcomm
+
+    iters = options.iters if options.iters else f"20 or {options.round_ms:g} ms"
+    words = [
+        f"# ringcomm bench version {ringcomm.__version__}",
+        f"# Collective test starting: {name}",
+        f"# nRanks {len(devices)} ({options.ranks_as}) minBytes {options.sizes[0]} maxBytes {options.sizes[-1]} "
+        f"step: {options.step} warmup iters: {options.warmup} iters: {iters} agg iters: {options.agg} "
+        f"validation: {options.check} unalign: {options.unalign}",
+        f"# level: {options.level} buffers: {'registered' if options.registered else 'private'} "
+        f"algorithm: {options.algorithm} peer: {options.peer or 'none'} rounds: {options.rounds} "
+        f"average: {options.average}",
+        "#",
+        "# Using devices",
+        *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
+        *shared(devices),
+        "#",
+        *_titles(options),
+    ]
+    return "\n".join(words)
+
+
+def shared(devices: Sequence[Device]) -> list[str]:
+    """A line that says so where ranks share a device: what they reach is no link's bandwidth."""
+    most = max((device.ranks for device in devices), default=1)
+    return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
+
+
+def _titles(options: Options) -> list[str]:
+    half, units = "  {:>7s}  {:>6s}  {:>6s}  {:>6s}", ("(us)", "(GB/s)", "(GB/s)", "")
+    spread = "  {:>7s}  {:>7s}  {:>7s}  {:>7s}" if options.per_iter else ""
+    more, more_units = ("i_min", "i_max", "i_p99", "i_cv%"), ("(us)", "(us)", "(us)", "(%)")
+    front = "# {:>10s}  {:>12s}  {:>8s}  {:>6s}  {:>6s}"
+    width = len(half.format(*units)) + len(spread.format(*more_units))
+    above = front.format("", "", "", "", "") + "out-of-place".center(width) + "in-place".center(width)
+    names = front.format("size", "count", "type", "redop", "root")
+    below = front.format("(B)", "(elements)", "", "", "")
+    for _ in range(2):
+        names += half.format("time", "algbw", "busbw", "#wrong") + spread.format(*more)
+        below += half.format(*units) + spread.format(*more_units)
+    if options.peer:
+        above += options.peer.center(width)
+        names += f"  {'time':>7s}  {'busbw':>6s}  {'ratio (min-max)':>22s}"
+        below += f"  {'(us)':>7s}  {'(GB/s)':>6s}  {'peer/ours':>22s}"
+    if options.limit:
+        names += f"  {'copy':>6s}  {'of it':>6s}"
+        below += f"  {'(GB/s)':>6s}  {'(%)':>6s}"
+    return [above.rstrip(), names + ("  timestamp" if options.timestamps else ""), below.rstrip()]
+
+
+def _half_text(half: Half | None, options: Options) -> str:
+    if half is None:
+        return f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>6s}  {'N/A':>6s}" + (
+            "  {:>7s}".format("N/A") * 4 if options.per_iter else ""
+        )
+    wrong = "   N/A" if half.wrong is None else f"{half.wrong:6g}"
+    text = f"  {number(half.timing.mean_us, 7)}  {number(half.algbw, 6)}  {number(half.busbw, 6)}  {wrong}"
+    stats = half.timing.stats
+    if options.per_iter and stats:
+        text += "".join("  " + number(v, 7) for v in (stats.min_us, stats.max_us, stats.p99_us, stats.cv_pct))
+    return text
+
+
+def line(row: Row, options: Options) -> str:
+    """One line of numbers."""
+    text = f"{row.nbytes:12d}  {row.count:12d}  {row.type_name:>8s}  {row.reduction:>6s}  {row.root:6d}"
+    text += _half_text(row.halves.get("out_of_place"), options) + _half_text(row.halves.get("in_place"), options)
+    if options.peer and row.peer is None:
+        text += f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>22s}"
+    elif row.peer:
+        ratios = row.peer.ratios or [0.0]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        text += f"  {number(row.peer.timing.mean_us, 7)}  {number(row.peer.busbw, 6)}  {spread:>22s}"
+    if options.limit:
+        share = row.of_limit
+        text += f"  {number(row.copy_gbps or 0.0, 6)}  " + (f"{100 * share:6.0f}" if share is not None else "   N/A")
+    return text + (time.strftime("  " + TIME_FORMAT) if options.timestamps else "")
+
+
+def footer(table: Table, options: Options) -> str:
+    """What is below the numbers: nccl-tests' two verdicts, and the canonical order's."""
+    bad, slow = table.out_of_bounds, table.too_slow(options.min_bw)
+    verdict = "" if options.min_bw is None else "FAILED" if slow else "OK"
+    words = [
+        f"# {'Out of bounds values':<20s} : {bad} {'FAILED' if bad else 'OK'}",
+        f"# {'Avg bus bandwidth':<20s} : {table.average_busbw:g} {verdict}".rstrip(),
+    ]
+    checked = [row.canonical for row in table.rows if row.canonical]
+    if checked:
+        elements, wrong = (sum(column) for column in zip(*checked, strict=True))
+        words.append(
+            f"# {'Canonical order':<20s} : {wrong} of {elements} random floats differ {'FAILED' if wrong else 'OK'}"
+        )
+    ratios = [statistics.median(row.peer.ratios) for row in table.rows if row.peer and row.peer.ratios]
+    if ratios:
+        several = f"{min(ratios):.2f} to {max(ratios):.2f} over the sizes"
+        words.append(
+            f"# {'Ratio to ' + (options.peer or ''):<20s} : {several if len(ratios) > 1 else f'{ratios[0]:.2f}'}, "
+            "its time over ours"
+        )
+    return "\n".join([*words, "#", f"# Collective test concluded: {table.collective}"])
+
+
+def _half_json(half: Half | None) -> dict[str, Any] | None:
+    if half is None:
+        return None
+    return {"time": half.timing.mean_us, "alg_bw": half.algbw, "bus_bw": half.busbw, "nwrong": half.wrong}
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    found = {
+        "size": row.nbytes, "count": row.count, "type": row.type_name, "redop": row.reduction, "root": str(row.root),
+        "out_of_place": _half_json(row.halves.get("out_of_place")), "in_place": _half_json(row.halves.get("in_place")),
+        "actual_iterations": max((h.timing.iterations for h in row.halves.values()), default=0),
+        "experiment_name": row.collective,
+    }  # fmt: skip
+    for name, half in row.halves.items():
+        if half.timing.stats:
+            found[f"{name}_per_iter"] = {**asdict(half.timing.stats), "round_us": half.timing.round_us}
+    if row.peer:
+        found["peer"] = {**asdict(row.peer), "ratio": statistics.median(row.peer.ratios) if row.peer.ratios else None}
+    if row.copy_gbps is not None:
+        found["limit"] = {"copy_bw": row.copy_gbps, "fraction": row.of_limit}
+    if row.canonical:
+        found["canonical"] = {"checked": row.canonical[0], "wrong": row.canonical[1]}
+    return found
+
+
+def as_json(tables: Sequence[Table], options: Options, devices: Sequence[Device], started: str) -> dict[str, Any]:
+    """nccl-tests' document (its keys, its strings for truth values), with a few keys of our own."""
+    import torch
+
+    import ringcomm
+
+    wrong = sum(table.out_of_bounds for table in tables)
+    average = statistics.fmean([table.average_busbw for table in tables]) if tables else 0.0
+    slow = any(table.too_slow(options.min_bw) for table in tables)
+    config = {key: value for key, value in asdict(options).items() if key not in ("args", "json", "plot")}
+    return {
+        "version": 2, "start_time": started, "args": ["ringcomm", "bench", *options.args],
+        "ringcomm_version": ringcomm.__version__, "torch_version": torch.__version__,
+        "config": config, "devices": [asdict(device) for device in devices],
+        "label": "".join(shared(devices)).removeprefix("# "),
+        "results": [_row_json(row) for table in tables for row in table.rows],
+        "out_of_bounds": {"count": wrong, "okay": str(wrong == 0).lower()},
+        "average_bus_bandwidth": {
+            "bandwidth": average, "okay": "unchecked" if options.min_bw is None else str(not slow).lower(),
+        },
+        "end_time": time.strftime(TIME_FORMAT),
+    }  # fmt: skip
+
+
+def write_json(path: str, document: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+        file.write("\n")
+
+
+def _series(rows: Sequence[Row], value: str) -> dict[str, tuple[list[int], list[float]]]:
+    """Curves by label: x in bytes, y in us (`time`) or GB/s (`busbw`)."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+
+    def add(label: str, row: Row, y: float | None) -> None:
+        if row.nbytes and y:
+            xs, ys = curves.setdefault(label, ([], []))
+            xs.append(row.nbytes)
+            ys.append(y)
+
+    many = len({(row.type_name, row.reduction, row.root) for row in rows}) > 1
+    for row in rows:
+        kind = f" {row.type_name} {row.reduction} {row.root}" if many else ""
+        for name, half in row.halves.items():
+            add(f"ringcomm {name.replace('_', '-')}{kind}", row, half.timing.mean_us if value == "time" else half.busbw)
+        if row.peer:
+            add(row.peer.name + kind, row, row.peer.timing.mean_us if value == "time" else row.peer.busbw)
+        if row.copy_gbps:
+            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3 if value == "time" else row.copy_gbps)
+    return curves
+
+
+def _bytes_label(nbytes: float, _: int) -> str:
+    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:g}{unit}"
+    return f"{nbytes:g}"
+
+
+def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
+    styles = {"plain copy": {"color": "grey", "linestyle": "--"}, "ringcomm out-of-place": {"color": "C0"},
+              "ringcomm in-place": {"color": "C2"}, "gloo": {"color": "C1"}}  # fmt: skip
+    for label, (xs, ys) in _series(rows, value).items():
+        axis.plot(xs, ys, marker="o", markersize=3, linewidth=1.4, label=label, **styles.get(label, {}))
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(_bytes_label)
+    axis.set_xlabel("message, bytes")
+    axis.set_ylabel("time per call, us" if value == "time" else "bus bandwidth, GB/s")
+    axis.grid(True, which="major", alpha=0.3)
+
+
+def plot(path: str, tables: Sequence[Table]) -> None:
+    """Time and bus bandwidth over size, one line of panels per collective; the barrier has no size and is left out."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "bench: --plot needs matplotlib, which is not installed; pip install 'ringcomm[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [table for table in tables if any(row.nbytes for row in table.rows)]
+    count = max(1, len(shown))
+    figure, axes = pyplot.subplots(count, 2, figsize=(11, 3.6 * count), squeeze=False, layout="constrained")
+    for table, (left, right) in zip(shown, axes, strict=True):
+        _draw(left, table.rows, "time")
+        _draw(right, table.rows, "busbw")
+        left.set_yscale("log")
+        left.set_title(f"{table.collective}, {table.world_size} ranks", loc="left")
+        right.set_ylim(bottom=0)
+        right.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

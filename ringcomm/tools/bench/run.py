@@ -1,0 +1,296 @@
+"""
+One rank of the benchmark: for every line of the table, time the calls, check them, hand the numbers to rank 0.
+
+A measurement is nccl-tests': barrier, `iters` calls back to back whose buffers shift, time divided by the calls,
+averaged over the ranks. With a peer or the limit, the targets take turns (A B A B, reversed in every second round) in
+the same processes and on the same buffers, and ratios compare within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringcomm.tools.bench import check, clock, report
+from ringcomm.tools.bench.cases import COLLECTIVE, MAX_VIEWS, Arena, Call, Case, CommTarget, CopyTarget, DistTarget
+from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
+
+if TYPE_CHECKING:
+    from ringcomm.comm.communicator import Communicator
+    from ringcomm.tools.bench.clock import Clock
+
+HALVES = ("out_of_place", "in_place")
+MAX_ITERS = 10_000
+PEER_PATIENCE = 10  # a peer's turn may last so many times longer than --round-ms; then it makes fewer calls than -n
+
+
+@dataclass
+class Runner:
+    """One target on one half of one line: its calls at shifting places, and what they took."""
+
+    target: Any
+    half: str
+    calls: list[Call]
+    clock: Clock
+    iters: int = 0
+    rounds: list[torch.Tensor] = field(default_factory=list)  # seconds per call on this rank
+
+    def loop(self, stamped: bool) -> torch.Tensor:
+        """Runs `iters` calls; seconds of each, or of all as one entry."""
+        calls = islice(cycle(self.calls), self.iters)
+        if stamped:
+            return self.clock.each(calls)
+        return torch.tensor([self.clock.total(calls) / self.iters], dtype=torch.float64)
+
+
+class Bench:
+    """The state that one rank keeps over the whole run."""
+
+    def __init__(self, comm: Communicator, options: Options) -> None:
+        self.comm, self.options = comm, options
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.clock = clock.clock_of(comm)
+        self.groups = _process_groups(comm, options)
+        if options.level == "dist":
+            self.main: Any = DistTarget("ringcomm", self.groups["ringcomm"])
+            self.checked: Any = self.main
+        else:
+            self.main = CommTarget(comm, options.algorithm, options.agg)
+            self.checked = CommTarget(comm, options.algorithm)  # one call each: in place, a group would reduce twice
+        self.others: list[Any] = [CopyTarget()] if options.limit else []
+        if options.peer:
+            self.others.insert(0, DistTarget(options.peer, self.groups[options.peer]))
+        self.devices: list[report.Device] = []
+        self.arena = Arena(max(options.sizes), options.unalign, self._allocate)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        x = (
+            self.comm.empty(nbytes, dtype=torch.uint8)
+            if self.options.registered
+            else torch.empty(nbytes, dtype=torch.uint8, device=clock.place_of(self.comm))
+        )
+        return x.zero_()  # touched, so that no two pages are the kernel's one zero page
+
+    def everyone(self, values: torch.Tensor) -> torch.Tensor:
+        """One row of float64 per rank."""
+        rows = self.comm.exchange(values.double().contiguous().numpy().tobytes())
+        return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(self.world_size, -1)
+
+    def most(self, value: float) -> float:
+        return float(self.everyone(torch.tensor([value], dtype=torch.float64)).max())
+
+    def views(self, target: Any, case: Case, in_place: bool, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self.arena.views(target.case(case) if hasattr(target, "case") else case, in_place, limit)
+
+    def runners(self, case: Case) -> Iterator[Runner]:
+        """Every (target, half) that exists; a peer's failure to run a case leaves it out."""
+        in_place_alone = case.collective.name in ("all_reduce", "broadcast", "reduce")
+        for target in [self.main, *self.others]:
+            for half in HALVES:
+                in_place = half == "in_place"
+                if in_place and not case.collective.in_place:
+                    continue
+                if target.name == self.options.peer and in_place != in_place_alone:
+                    continue
+                views = self.views(target, case, in_place, 1 if self.options.same_buffer else MAX_VIEWS)
+                calls = [target.call(case, x, y, in_place) for x, y in views]
+                if calls[0] is not None:
+                    runner = Runner(target, half, calls, self.clock)
+                    if self._warm_up(runner, peer=target is not self.main):
+                        yield runner
+
+    def _warm_up(self, runner: Runner, peer: bool) -> bool:
+        """The untimed calls; sets the number of timed ones. False where a peer refuses the case."""
+        options = self.options
+        try:
+            for call in islice(cycle(runner.calls), options.warmup + 1):
+                call()
+            clock.synchronize(self.comm)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if not peer:
+                raise
+            if self.rank == 0:
+                print(f"# {runner.target.name}: {str(error).splitlines()[0]}", flush=True)
+            return False
+        runner.iters = 3
+        self.comm.barrier()
+        seconds = max(self.most(float(runner.loop(False))), 1e-7)
+        fitting = options.round_ms * 1e-3 / seconds
+        iters = options.iters or max(20, min(MAX_ITERS, math.ceil(fitting)))
+        runner.iters = max(1, min(iters, int(fitting * PEER_PATIENCE))) if peer else iters
+        return True
+
+    def measure(self, runners: list[Runner]) -> None:
+        for turn in range(self.options.rounds):
+            for runner in runners if turn % 2 == 0 else reversed(runners):
+                self.comm.barrier()
+                runner.rounds.append(runner.loop(self.options.stamped))
+
+    def wrong(self, case: Case, in_place: bool) -> int | None:
+        """#wrong of all ranks, or None where it is not checked."""
+        if not self.options.check or case.collective.name == "barrier":
+            return None
+        x, y = self.arena.views(case, in_place, 1)[0]
+        call = self.checked.call(case, x, y, in_place)
+        total = 0
+        for seed in range(99, 99 + self.options.check):
+            check.prepare(case, x, y, check.integers(case, self.rank, seed))
+            self.comm.barrier()
+            call()
+            total += check.wrong_elements(case, x if in_place and self._result_is_input(case) else y, seed)
+        return int(self.everyone(torch.tensor([float(total)])).sum())
+
+    def _result_is_input(self, case: Case) -> bool:
+        return not case.collective.in_parts
+
+    def canonical(self, case: Case) -> tuple[int, int] | None:
+        """(elements, wrong ones) of all ranks, of random floats against the canonical tree; None: not applicable."""
+        ordered = case.collective.reduces and case.op == "sum" and case.dtype.is_floating_point
+        if not self.options.check or not ordered or not case.count or self.options.algorithm == "ring":
+            return None
+        in_place = self.options.level == "dist" and case.collective.name != "reduce_scatter"
+        x, y = self.arena.views(case, in_place, 1)[0]
+        check.prepare(case, x, y, check.floats(case, self.rank, 1))
+        self.comm.barrier()
+        self.checked.call(case, x, y, in_place)()
+        first = self.rank * case.count if case.collective.name == "reduce_scatter" else 0
+        wrong = check.count_wrong(y, check.canonical_sum(case, 1), first) if case.has_output else 0
+        sums = self.everyone(torch.tensor([float(len(y) if case.has_output else 0), float(wrong)])).sum(0)
+        return int(sums[0]), int(sums[1])
+
+    def row(self, case: Case) -> report.Row:
+        runners = list(self.runners(case))
+        self.measure(runners)
+        row = report.Row(case.collective.name, case.nbytes, case.count, case.type_name, case.reduction, case.root)
+        for runner in runners:
+            timing = self._timing(runner)
+            if runner.target is self.main:
+                wrong = self.wrong(case, runner.half == "in_place")
+                row.halves[runner.half] = report.Half(timing, wrong, *self._bandwidths(case, timing))
+            elif runner.target.name == "copy":
+                row.copy_gbps = case.nbytes / timing.mean_us / 1e3
+            else:
+                row.peer = report.Peer(runner.target.name, runner.half, timing, self._bandwidths(case, timing)[1])
+        if row.peer and row.peer.half in row.halves:
+            row.peer.ratios = row.peer.timing.over(row.halves[row.peer.half].timing)
+        row.canonical = self.canonical(case)
+        return row
+
+    def _bandwidths(self, case: Case, timing: report.Timing) -> tuple[float, float]:
+        algbw = case.nbytes / timing.mean_us / 1e3
+        return algbw, algbw * case.collective.factor(self.world_size)
+
+    def _timing(self, runner: Runner) -> report.Timing:
+        agg = self.options.agg if runner.target is self.main else 1
+        local = torch.stack(runner.rounds) / agg * 1e6
+        ranks = self.everyone(local.flatten()).view(self.world_size, *local.shape)
+        means = ranks.mean((1, 2))
+        mean = (means[0], means.mean(), means.min(), means.max())[self.options.average]
+        slowest = ranks.max(0).values  # a call is over when its slowest rank is
+        stats = report.Stats.of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
+        return report.Timing(float(mean), runner.iters * len(runner.rounds), slowest.median(1).values.tolist(), stats)
+
+    def cases(self, name: str) -> Iterator[Case]:
+        """nccl-tests' order: type, operator, root, size."""
+        options, collective = self.options, COLLECTIVE[name]
+        reductions = options.reductions if collective.reduces else ("none",)
+        roots: tuple[int, ...] = (-1,)
+        if collective.rooted:
+            roots = tuple(range(self.world_size)) if options.roots == (-1,) else options.roots
+        barrier = name == "barrier"
+        for type_name in options.dtypes[:1] if barrier else options.dtypes:
+            dtype = getattr(torch, DTYPES[type_name])
+            for reduction in reductions:
+                op = REDUCTIONS.get(reduction, "none")
+                if op in (("band", "bor", "bxor") if dtype.is_floating_point else ("premul_sum",)):
+                    continue  # not defined for this type
+                for root in roots:
+                    for nbytes in options.sizes[:1] if barrier else options.sizes:
+                        count = collective.count(nbytes, dtype.itemsize, self.world_size)
+                        label = "none" if barrier else type_name
+                        yield Case(collective, dtype, label, reduction, op, root, count, self.rank, self.world_size)
+
+    def run(self) -> list[report.Table]:
+        tables: list[report.Table] = []
+        done = 0
+        while done < self.options.cycles or self.options.cycles == 0:
+            tables += [self._table(name) for name in self.options.collectives]
+            done += 1
+        return tables
+
+    def _table(self, name: str) -> report.Table:
+        table = report.Table(name, self.world_size, self.devices)
+        say: Callable[[str], None] = (lambda text: print(text, flush=True)) if self.rank == 0 else (lambda text: None)
+        say(report.header(name, self.options, self.devices))
+        for case in self.cases(name):
+            table.rows.append(self.row(case))
+            say(report.line(table.rows[-1], self.options))
+        say(report.footer(table, self.options))
+        return table
+
+
+def _process_groups(comm: Communicator, options: Options) -> dict[str, Any]:
+    """The torch.distributed groups that the run needs, by backend."""
+    names = [n for n in (("ringcomm" if options.level == "dist" else None), options.peer) if n]
+    if not names:
+        return {}
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=options.timeout_s)
+    store = None
+    if comm.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, comm.world_size, True, limit, wait_for_workers=False)
+    port = comm.exchange(str(store.port if store else "").encode())[0]
+    store = store or dist.TCPStore("127.0.0.1", int(port), comm.world_size, False, limit)
+    dist.init_process_group(names[0], store=store, rank=comm.rank, world_size=comm.world_size, timeout=limit)
+    return {name: dist.group.WORLD if i == 0 else dist.new_group(backend=name) for i, name in enumerate(names)}
+
+
+def _devices(bench: Bench) -> list[report.Device]:
+    """Where every rank runs, and what else runs there."""
+    comm, cores = bench.comm, len(os.sched_getaffinity(0))
+    mine = (os.getpid(), socket.gethostname(), cores, clock.device_name(comm), clock.device_key(comm))
+    rows = [json.loads(each) for each in comm.exchange(json.dumps(mine).encode())]
+    places = [(host, key) for _, host, _, _, key in rows]
+    return [
+        report.Device(rank, pid, host, cores, name, places.count((host, key)) if name != "cpu" else 1)
+        for rank, (pid, host, cores, name, key) in enumerate(rows)
+    ]
+
+
+def run_rank(comm: Communicator, options: Options) -> list[report.Table]:
+    """
+    The benchmark on one rank; a collective call.
+
+    Returns: one table per collective and cycle, the same on every rank.  Raises: what the collectives raise;
+    InvalidArgumentError for a root that is not a rank.
+    """
+    from ringcomm.errors import InvalidArgumentError
+
+    if options.roots != (-1,) and options.roots[0] >= comm.world_size:
+        raise InvalidArgumentError(
+            f"bench: rank {comm.rank} got root {options.roots[0]}, expected one of 0 to {comm.world_size - 1}; "
+            "pass a rank with -r"
+        )
+    if "sendrecv" in options.collectives and comm.world_size == 1:
+        raise InvalidArgumentError("bench: rank 0 got sendrecv in a world of 1, expected at least 2 ranks; pass -g 2")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a rank is a core's worth of work; the check must not crowd out the other ranks
+    bench = Bench(comm, replace(options, ranks=comm.world_size))
+    try:
+        bench.devices = _devices(bench)
+        return bench.run()
+    finally:
+        torch.set_num_threads(threads)
+        if bench.groups:
+            torch.distributed.destroy_process_group()

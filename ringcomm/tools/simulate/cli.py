@@ -1,0 +1,300 @@
+"""`ringcomm simulate`: collectives and training steps on clusters that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ringcomm.data_parallel.budget import _count as parse_count
+from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.tools.bench.options import parse_size, sizes_between
+from ringcomm.tools.simulate import (
+    COLLECTIVES,
+    ELEMENT_BYTES,
+    WIRES,
+    Cluster,
+    Prediction,
+    algorithms,
+    in_order,
+    predict,
+    winner,
+)
+from ringcomm.tools.simulate.calibrate import calibrate
+from ringcomm.tools.simulate.presets import PRESETS, preset
+
+_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
+_GIVEN = ("latency_us", "bandwidth_gbps", "overhead_us", "reduce_gbps")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns: its exit status; 2 for what makes no sense."""
+    try:
+        a = _parser().parse_args(list(argv))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    try:
+        _run(a)
+    except (RingcommError, OSError, ValueError) as error:
+        print(f"ringcomm simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(a: argparse.Namespace) -> None:
+    cluster = _cluster(a)
+    print(f"# {cluster.hosts} hosts x {cluster.ranks_per_host} ranks")
+    for what, source in cluster.sources.items():
+        if cluster.hosts > 1 or what == "inside":
+            print(f"# {what}: {source}")
+    document: dict[str, Any] = {"cluster": asdict(cluster), "collectives": [], "steps": []}
+    if a.model_parameters is not None:
+        document["steps"] = _steps(a, cluster)
+    else:
+        for collective in COLLECTIVES if "all" in a.collective else a.collective:
+            document["collectives"] += [asdict(each) for each in _collective(a, cluster, collective)]
+    if a.json:
+        with open(a.json, "w", encoding="utf-8") as file:
+            json.dump(_plain(document), file, indent=1)
+            file.write("\n")
+        print(f"# wrote {a.json}")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can carry: null for what is not a finite number."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- the cluster ---------------------------------------------------------------------------------------------------
+
+
+_FAR_OFF = 0.5  # of a measured time
+
+
+def _report_in(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"simulate: cannot read {path} as a report: {error}; write one with `ringcomm bench -J {path}`"
+        ) from error
+
+
+def _cluster(a: argparse.Namespace) -> Cluster:
+    cluster = preset(a.preset, a.hosts, a.ranks_per_host)
+    for path, hosts in a.calibrate:
+        found = calibrate(_report_in(path), cluster, hosts=hosts)
+        worst = max(found.deviations, key=lambda each: abs(each.relative))
+        print(
+            f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
+            f"measurements; the worst, {worst.sample.collective} of {worst.sample.nbytes} bytes, is off by "
+            f"{100 * worst.relative:+.0f} %"
+        )
+        if abs(worst.relative) > _FAR_OFF:
+            print("# the model does not fit this report: measure on a quiet machine, with more iterations (-n)")
+        sources = {**cluster.sources, "between" if found.between else "inside": f"as measured in {path}"}
+        cluster = replace(found.cluster, hosts=a.hosts, ranks_per_host=a.ranks_per_host, sources=sources)
+    given: dict[str, Any] = {name: getattr(a, name) for name in _GIVEN if getattr(a, name) is not None}
+    if given:
+        said = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        if "bandwidth_gbps" in given:
+            given["bands"] = ()
+        sources = {**cluster.sources, "between": f"{cluster.sources['between']}; but as given {said}"}
+        cluster = replace(cluster, between=replace(cluster.between, **given), own_between={}, sources=sources)
+    return replace(
+        cluster,
+        shared_nic=cluster.shared_nic if a.shared_nic is None else a.shared_nic,
+        wire=a.wire,
+        slow_hosts=dict(a.slow_host),
+        stragglers=dict(a.straggler),
+        slow_ranks=dict(a.slow_rank),
+    )
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------
+
+
+def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> list[Prediction]:
+    names = algorithms(collective, cluster) if a.algorithm == "all" else (a.algorithm,)
+    lowest = a.minbytes or 1 << 10
+    sizes = sizes_between(lowest, max(lowest, a.maxbytes or 1 << 30), 0, max(2, a.stepfactor))
+    equal = cluster.without_differences()
+    more = "" if cluster.equal else f"{'x equal':>9}"
+    print(
+        f"\n# {collective}, {a.dtype}; * is the fastest that is not flat, within 1 %"
+        if len(names) > 1
+        else f"\n# {collective}, {a.dtype}"
+    )
+    print(
+        f"{'size (B)':>12} {'algorithm':<12} {'time (us)':>12} {'algbw':>8} {'busbw':>8} {'latency':>11} "
+        f"{'bandwidth':>11} {'reduce':>11} {'host sends (B)':>15}{more}"
+    )
+    found: list[Prediction] = []
+    winners: list[tuple[int, str]] = []
+    for nbytes in sizes:
+        some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
+        usual = winners[-1][1] if winners else in_order(collective, cluster)
+        best = winner({each.algorithm: each for each in some}, usual)
+        if not winners or winners[-1][1] != best:
+            winners.append((nbytes, best))
+        for each in some:
+            cost = ""
+            if more:
+                alike = predict(collective, nbytes, equal, each.algorithm, a.dtype, root_host=a.root_host)
+                cost = f"{each.time_us / alike.time_us:>9.2f}" if alike.time_us else f"{'-':>9}"
+            print(_line(each, len(some) > 1 and each.algorithm == best) + cost)
+        found += some
+    if len(names) > 1:
+        print("# fastest: " + ", ".join(f"{name} from {_size(nbytes)}" for nbytes, name in winners))
+    return found
+
+
+def _line(p: Prediction, best: bool) -> str:
+    parts = (p.latency_us, p.bandwidth_us, p.reduce_us)
+    return (
+        f"{p.nbytes:>12} {p.algorithm + ('*' if best else ''):<12} {p.time_us:>12.1f} {p.algbw_gbps:>8.2f} "
+        f"{p.busbw_gbps:>8.2f} " + " ".join(f"{part:>11.1f}" for part in parts) + f" {p.between_bytes:>15}"
+    )
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= scale and nbytes % scale == 0:
+            return f"{nbytes // scale}{unit}"
+    return f"{nbytes}"
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def _steps(a: argparse.Namespace, cluster: Cluster) -> list[dict[str, Any]]:
+    from ringcomm.tools.simulate.training import forward_us, step
+
+    passes_us = forward_us(a.model_parameters, a.tokens, a.tflops)
+    algorithm = "auto" if a.algorithm == "all" else a.algorithm
+    print(
+        f"\n# a step of {a.model_parameters:,} parameters in {a.layers} layers, {a.microbatches} micro-batches of "
+        f"{a.tokens} tokens a rank, {a.tflops:g} TFLOP/s, parameters {a.dtype}, gradients {a.reduce_dtype}, "
+        f"algorithm {algorithm}"
+    )
+    print(f"{'stage':>6} {'step (ms)':>12} {'compute':>12} {'exposed':>12} {'all comm.':>12} {'efficiency':>11}")
+    found = []
+    for stage in range(4) if a.stage is None else (a.stage,):
+        each = step(
+            a.model_parameters,
+            cluster,
+            stage=stage,
+            layers=a.layers,
+            forward_us=passes_us,
+            microbatches=a.microbatches,
+            param_dtype=a.dtype,
+            reduce_dtype=a.reduce_dtype,
+            overlap=not a.no_overlap,
+            algorithm=algorithm,
+        )
+        times = (each.time_us, each.compute_us, each.exposed_us, each.communication_us)
+        print(f"{stage:>6} " + " ".join(f"{us / 1e3:>12.2f}" for us in times) + f" {each.efficiency:>10.1%}")
+        found.append({"stage": stage, **asdict(each), "exposed_us": each.exposed_us, "efficiency": each.efficiency})
+    return found
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0; pass one")
+    return int(text)
+
+
+def _numbered(text: str, what: str) -> tuple[int, float]:
+    """`3:0.5`, or a time, `17:2000us` or `17:2ms`."""
+    index, _, value = text.partition(":")
+    scale = 1.0
+    if what == "time":
+        unit = next((unit for unit in ("us", "ms", "s") if value.endswith(unit)), "")
+        value, scale = value.removesuffix(unit), _UNITS[unit or "us"]
+    try:
+        number, figure = int(index), float(value) * scale
+    except ValueError:
+        number, figure = -1, -1.0
+    if number < 0 or not math.isfinite(figure) or figure < 0 or (figure == 0 and what != "time"):
+        example = "17:2000us" if what == "time" else "3:0.5"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number and its {what}; pass such as {example}")
+    return number, figure
+
+
+def _report(text: str) -> tuple[str, int | None]:
+    """`report.json`, or `report.json:2`."""
+    path, colon, hosts = text.rpartition(":")
+    return (path, int(hosts)) if colon and hosts.isdigit() and int(hosts) > 0 else (text, None)
+
+
+def _figure(text: str) -> tuple[int, float]:
+    return _numbered(text, "factor")
+
+
+def _delay(text: str) -> tuple[int, float]:
+    return _numbered(text, "time")
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        "ringcomm simulate",
+        description="How long collectives, or training steps, take on a cluster: the library's own schedules with a "
+        "model of its links. Times in us, bandwidths in GB/s, as nccl-tests counts.",
+        epilog="What is modelled, and what not: docs/simulate.md.",
+    )
+    g = p.add_argument_group("the cluster")
+    g.add_argument("--hosts", type=_positive, default=2, metavar="N", help="(2)")
+    g.add_argument(
+        "--ranks-per-host", "--gpus-per-host", type=_positive, default=8, metavar="N", help="(8)", dest="ranks_per_host"
+    )
+    g.add_argument("--preset", choices=PRESETS, default="h100", help="(h100)")
+    g.add_argument(
+        "--calibrate", type=_report, action="append", default=[], metavar="FILE[:HOSTS]",
+        help="from ringcomm bench -J: one host's links, or those between hosts; may be given for each. HOSTS: of the "
+        "report, where they have one name",
+    )  # fmt: skip
+    for name in _GIVEN:
+        g.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help="of the links between hosts")
+    g.add_argument("--shared-nic", action=argparse.BooleanOptionalAction, help="whether a host's ranks share its link")
+    g.add_argument("--wire", choices=WIRES, help="element type of floats between hosts in reductions")
+    g = p.add_argument_group("what differs")
+    g.add_argument("--slow-host", type=_figure, action="append", default=[], metavar="HOST:SHARE",
+                   help="share of the bandwidth that its link has, such as 3:0.5")  # fmt: skip
+    g.add_argument("--straggler", type=_delay, action="append", default=[], metavar="RANK:TIME",
+                   help="how much later it comes, such as 17:2000us")  # fmt: skip
+    g.add_argument("--slow-rank", type=_figure, action="append", default=[], metavar="RANK:FACTOR",
+                   help="how much longer its own work takes, such as 17:3")  # fmt: skip
+    g = p.add_argument_group("collectives")
+    g.add_argument("--collective", nargs="+", choices=[*COLLECTIVES, "all"], default=["all_reduce"], metavar="NAME",
+                   help=f"{', '.join(COLLECTIVES)}, all (all_reduce)")  # fmt: skip
+    g.add_argument("--algorithm", default="auto", metavar="NAME",
+                   help="ring, butterfly, direct; to compare with, flat_ring, flat_direct, which no communicator has; "
+                   "on one host ring, direct, oneshot; auto: what a communicator takes; best; all")  # fmt: skip
+    g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest message (1K)")
+    g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest message (1G)")
+    g.add_argument("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="multiply a size (4)")
+    g.add_argument("-d", "--dtype", choices=ELEMENT_BYTES, default="bfloat16", metavar="NAME", help="(bfloat16)")
+    g.add_argument("--root-host", type=int, default=0, metavar="N", help="of a broadcast (0)")
+    g.add_argument("-J", "--json", metavar="FILE", help="write all figures")
+    g = p.add_argument_group("a training step instead")
+    g.add_argument("--model-parameters", type=parse_count, metavar="N", help="such as 7B or 7e9")
+    g.add_argument("--stage", type=int, choices=range(4), help="of ZeRO (all four)")
+    g.add_argument("--layers", type=_positive, default=32, metavar="N", help="equal ones (32)")
+    g.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="of a micro-batch of a rank (4096)")
+    g.add_argument("--tflops", type=float, default=400.0, metavar="X", help="that a rank reaches (400)")
+    g.add_argument("--microbatches", type=_positive, default=1, metavar="N", help="before gradients travel (1)")
+    g.add_argument("--reduce-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(float32)")
+    g.add_argument("--no-overlap", action="store_true", help="every collective is waited for")
+    return p

@@ -1,0 +1,245 @@
+"""How long a training step takes on a simulated cluster, and how much of it waits for the network. What is on the wire
+at each stage comes from `ringcomm.data_parallel.memory.traffic`, a rehearsal of the training layer's own step; how long
+each message takes, from `ringcomm.simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.flat_model import IN_FLIGHT
+from ringcomm.data_parallel.memory import traffic
+from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.pipeline_parallel.check import COSTS, times
+from ringcomm.pipeline_parallel.schedules import Kind, schedule_of
+from ringcomm.tools.simulate import Cluster, predict, time_us
+
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank.
+
+    Attributes:
+        time_us: of the step, without the optimizer's arithmetic.
+        compute_us: forward and backward passes of all micro-batches.
+        communication_us: all collectives, one after the other.
+        exposed_us: what the step takes longer than compute_us.
+        wire: collectives of the step, as `traffic` counts them.
+    """
+
+    time_us: float
+    compute_us: float
+    communication_us: float
+    wire: dict[str, int]
+
+    @property
+    def exposed_us(self) -> float:
+        return self.time_us - self.compute_us
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the step in which the rank computes."""
+        return self.compute_us / self.time_us if self.time_us else 1.0
+
+
+def forward_us(parameters: int, tokens: int, tflops: float) -> float:
+    """A forward pass of a dense transformer over ``tokens``, at a reached speed of ``tflops``: 2 operations for each
+    parameter and token (Kaplan et al. 2020, arXiv 2001.08361), without attention's own."""
+    return 2.0 * parameters * tokens / (tflops * 1e6)
+
+
+class _Layer(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel, device="meta"))
+
+
+def wire(
+    parameters: int,
+    layers: int,
+    stage: int,
+    world_size: int,
+    *,
+    microbatches: int = 1,
+    param_dtype: str = "bfloat16",
+    reduce_dtype: str = "float32",
+) -> dict[str, int]:
+    """Collectives of one step of a model of equal layers, by `ringcomm.data_parallel.memory.traffic`.
+
+    Raises:  InvalidArgumentError: fewer parameters than layers, or what `traffic` refuses.
+    """
+    if layers < 1 or parameters < layers or microbatches < 1:
+        raise InvalidArgumentError(
+            f"simulate: got {parameters} parameters in {layers} layers and {microbatches} micro-batches, expected at "
+            "least one layer, a parameter in each, and a micro-batch; pass these"
+        )
+    each, rest = divmod(parameters, layers)
+    model = nn.Sequential(*(_Layer(each + (i < rest)) for i in range(layers)))
+    precision = MixedPrecision(getattr(torch, param_dtype), getattr(torch, reduce_dtype))
+    return traffic(model, stage, world_size, mixed_precision=precision, accumulation=microbatches)
+
+
+def step(
+    parameters: int,
+    cluster: Cluster,
+    *,
+    stage: int,
+    layers: int,
+    forward_us: float,
+    backward_us: float | None = None,
+    microbatches: int = 1,
+    param_dtype: str = "bfloat16",
+    reduce_dtype: str = "float32",
+    overlap: bool = True,
+    algorithm: str = "auto",
+) -> Step:
+    """
+    One data parallel step over all ranks of the cluster.
+
+    Args:
+        parameters: of the model, in ``layers`` equal ones.
+        stage: of ZeRO, 0 to 3.
+        forward_us, backward_us: of one micro-batch; None: twice forward_us.
+        microbatches: whose gradients are added up before they travel.
+        param_dtype: of the parameters where they are gathered.
+        reduce_dtype: of the gradients that the collectives are given; for what is on the wire see `Cluster.wire`.
+        overlap: whether collectives run beside the computation, which they do not slow down here: one after the other,
+            a unit's reduction from the end of its backward pass on, at stage 3 the next unit's gathering while one is
+            computed; else every one is waited for.
+        algorithm: of the collectives.
+
+    Raises:  InvalidArgumentError: as `wire` and `ringcomm.simulate.predict`.
+    """
+    sent = wire(
+        parameters, layers, stage, cluster.world_size,
+        microbatches=microbatches, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
+    )  # fmt: skip
+    dtypes = {"all_gather": param_dtype, "all_reduce": reduce_dtype, "reduce_scatter": reduce_dtype}
+    calls = {kind: sent.get(f"{kind} calls", 0) for kind in _KINDS}
+    each_us = {
+        kind: predict(kind, sent[f"{kind} bytes"] // calls[kind], cluster, algorithm, dtypes[kind]).time_us
+        for kind in _KINDS
+        if calls[kind]
+    }
+    flags = sent.get("flags bytes", 0)
+    flags_us = time_us("all_reduce", flags, cluster, "auto", "uint8") if flags else 0.0
+    backward = 2 * forward_us if backward_us is None else backward_us
+    clock = _Timeline(overlap)
+    gathers = calls["all_gather"] // (2 * microbatches) if stage == 3 else 0
+    reduces = calls["all_reduce"] + calls["reduce_scatter"]
+    reduce_us = each_us.get("all_reduce", each_us.get("reduce_scatter", 0.0))
+    for k in range(microbatches):
+        last = k == microbatches - 1
+        clock.forward(forward_us, gathers, each_us.get("all_gather", 0.0))
+        clock.backward(
+            backward, gathers, each_us.get("all_gather", 0.0), reduces if last else 0, reduce_us, limited=stage >= 2
+        )
+    clock.drain()
+    after = flags_us + (calls["all_gather"] * each_us["all_gather"] if stage in (1, 2) and calls["all_gather"] else 0.0)
+    return Step(
+        time_us=clock.now + after,
+        compute_us=microbatches * (forward_us + backward),
+        communication_us=flags_us + sum(calls[kind] * each_us[kind] for kind in each_us),
+        wire=sent,
+    )
+
+
+class _Timeline:
+    """A rank that computes, and its collectives, which run one after the other beside it."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlap = overlap
+        self.now = 0.0
+        self.free = 0.0  # when the collectives asked for so far are done
+
+    def start(self, took_us: float) -> float:
+        """Asks for a collective now; when it is done."""
+        self.free = max(self.free, self.now) + took_us
+        if not self.overlap:
+            self.now = self.free
+        return self.free
+
+    def drain(self) -> None:
+        self.now = max(self.now, self.free)
+
+    def forward(self, compute_us: float, gathers: int, gather_us: float) -> None:
+        ready = self.start(gather_us) if gathers else self.now
+        for unit in range(max(1, gathers)):
+            self.now = max(self.now, ready)
+            if unit + 1 < gathers:
+                ready = self.start(gather_us)
+            self.now += compute_us / max(1, gathers)
+
+    def backward(
+        self, compute_us: float, gathers: int, gather_us: float, reduces: int, reduce_us: float, limited: bool
+    ) -> None:
+        units = max(1, gathers, reduces)
+        ready = self.start(gather_us) if gathers else self.now
+        in_flight: list[float] = []
+        for unit in range(units):
+            self.now = max(self.now, ready) if gathers else self.now
+            if unit + 1 < gathers:
+                ready = self.start(gather_us)
+            self.now += compute_us / units
+            if unit < reduces:
+                if limited and len(in_flight) >= IN_FLIGHT:
+                    self.now = max(self.now, in_flight.pop(0))
+                in_flight.append(self.start(reduce_us))
+
+
+# ---- tensor and pipeline parallel ----------------------------------------------------------------------------------
+
+
+def tensor_us(layers: int, activation_bytes: int, cluster: Cluster, ranks: int, dtype: str = "bfloat16") -> float:
+    """What a micro-batch waits for in ``layers`` transformer layers that are cut over ``ranks`` of one host: four
+    all_reduces of the activations each (batch x sequence x width elements), none of them beside computation
+    (docs/parallel.md)."""
+    if ranks < 1 or ranks > cluster.ranks_per_host:
+        raise InvalidArgumentError(
+            f"simulate: got {ranks} tensor parallel ranks, expected 1 to the {cluster.ranks_per_host} of a host; pass "
+            "as many"
+        )
+    if ranks == 1:
+        return 0.0
+    alone = replace(cluster.without_differences(), hosts=1, ranks_per_host=ranks)
+    return 4 * layers * predict("all_reduce", activation_bytes, alone, "best", dtype).time_us
+
+
+def message_us(nbytes: int, cluster: Cluster) -> float:
+    """A message from one host's rank to another's, alone on its links."""
+    two = replace(cluster.without_differences(), hosts=2, ranks_per_host=1)
+    return time_us("broadcast", nbytes, two, "ring", "uint8")
+
+
+def pipeline_us(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    forward_us: float,
+    activation_bytes: int,
+    cluster: Cluster,
+    *,
+    backward_us: float | None = None,
+    chunks: int = 1,
+) -> tuple[float, float]:
+    """(time of a step, its idle share) of a pipeline over hosts, walked through as `ringcomm.pipeline_parallel` would.
+
+    Args:
+        schedule: its name, as of `ringcomm.Pipeline`.
+        forward_us, backward_us: of one micro-batch on all stages of a rank; None: twice forward_us.
+        activation_bytes: of one micro-batch between two stages.
+    """
+    plan = schedule_of(schedule, ranks, microbatches, chunks)
+    share = forward_us / chunks
+    back = (2 * forward_us if backward_us is None else backward_us) / chunks
+    cost = {**COSTS, Kind.FORWARD: share, Kind.BACKWARD: back, Kind.INPUT: back / 2, Kind.WEIGHT: back / 2}
+    latency = message_us(activation_bytes, cluster) if ranks > 1 else 0.0
+    rows = times(plan, cost, latency)
+    whole = max((end for row in rows for _, _, end in row), default=0.0)
+    busy = sum(end - start for row in rows for _, start, end in row)
+    return whole, 1 - busy / (whole * len(rows)) if whole else 0.0

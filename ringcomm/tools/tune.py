@@ -1,0 +1,313 @@
+"""
+`ringcomm tune`: measures every algorithm, number of channels and number of threads over the sizes, and writes the
+fastest of each as a file that RINGCOMM_TUNING names (csrc/cuda/tuning.h has its format).
+
+A candidate is measured through such a file of its own, so that what is timed is what the file will choose. The bits do
+not depend on the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.tools.bench.options import parse_size, sizes_between
+
+if TYPE_CHECKING:
+    import torch
+
+    from ringcomm.comm.communicator import Communicator
+
+VARIABLE = "RINGCOMM_TUNING"
+ALGORITHMS = {  # what may serve auto: what keeps the bits
+    "all_reduce": ("oneshot", "direct"),
+    "reduce_scatter": ("direct",),
+    "all_gather": ("direct", "ring"),
+    "broadcast": ("direct", "ring"),
+}
+_LONGEST_ONESHOT = 4 << 20  # every rank reads every byte of all ranks: no use beyond
+_GAIN = 0.97  # of the engine's own choice, from where on another one is worth a line
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to serve a call; 0: the engine's choice."""
+
+    algorithm: str
+    channels: int = 0
+    threads: int = 0
+
+    def columns(self) -> str:
+        return f"{self.algorithm:<9s} {self.channels:<9d} {self.threads}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every rank is told."""
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    channels: tuple[int, ...]
+    threads: tuple[int, ...]
+    device: str
+    ranks_as: str
+    timeout_s: float
+    round_ms: float
+    rounds: int
+
+
+Times = dict[int, float]
+"""Seconds of a call, by bytes of its message."""
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------
+
+
+def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
+    """
+    Times of one op on one rank; a collective.
+
+    Returns: the slowest rank's median time for each size, and what runs the calls.
+    """
+    import torch
+
+    from ringcomm.tools.bench import clock
+
+    place, largest = clock.place_of(comm), max(options.sizes)
+    source, target = (torch.zeros(largest // 4, device=place) for _ in range(2))
+    timer, times = clock.clock_of(comm), {}
+    for nbytes in options.sizes:
+        call = _call(comm, op, source, target, nbytes // 4)
+        seconds = _slowest(comm, timer.total([call] * 3) / 3)
+        iters = max(3, min(2000, int(options.round_ms * 1e-3 / max(seconds, 1e-7))))
+        rounds = []
+        for _ in range(options.rounds):
+            comm.barrier()
+            rounds.append(_slowest(comm, timer.total([call] * iters) / iters))
+        times[nbytes] = sorted(rounds)[len(rounds) // 2]
+    return times, clock.device_name(comm)
+
+
+def _call(comm: Communicator, op: str, source: torch.Tensor, target: torch.Tensor, count: int) -> Any:
+    """The call on a message of ``count`` elements, of which rank r has its part where the op wants one."""
+    part = count // comm.world_size
+    whole = part * comm.world_size
+    if op == "all_reduce":
+        return lambda: comm.all_reduce(source[:count], out=target[:count])
+    if op == "reduce_scatter":
+        return lambda: comm.reduce_scatter(source[:whole], out=target[:part])
+    if op == "all_gather":
+        return lambda: comm.all_gather(source[:part], out=target[:whole])
+    return lambda: comm.broadcast(source[:count])
+
+
+def _slowest(comm: Communicator, seconds: float) -> float:
+    return max(float(each) for each in comm.exchange(repr(seconds).encode()))
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------
+
+
+def candidates(op: str, options: Options) -> list[Candidate]:
+    """Every way to serve an op, the engine's own choices first."""
+    found = [Candidate(algorithm) for algorithm in ALGORITHMS[op]]
+    for algorithm, channels, threads in product(ALGORITHMS[op], options.channels, options.threads):
+        if channels or threads:
+            found.append(Candidate(algorithm, channels, threads))
+    return found
+
+
+def fits(candidate: Candidate, nbytes: int) -> bool:
+    """Whether a way is worth measuring at a size."""
+    return candidate.algorithm != "oneshot" or nbytes <= _LONGEST_ONESHOT
+
+
+def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candidate, Times], str]:
+    """Every candidate's times, and what ran the calls. One that the engine refuses is left out, and said so."""
+    import ringcomm
+
+    results: dict[Candidate, Times] = {}
+    device = options.device
+    for candidate in candidates(op, options):
+        sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
+        if not sizes:
+            continue
+        told = Options(**{**options.__dict__, "sizes": sizes})
+        with _file_for(op, world_size, candidate):
+            try:
+                results[candidate], device = ringcomm.run_ranks(
+                    measure,
+                    world_size,
+                    op,
+                    told,
+                    ranks=options.ranks_as,
+                    timeout=options.timeout_s,
+                    device=options.device,
+                )[0]
+            except (InvalidArgumentError, UnsupportedError) as error:
+                print(f"# {op} {candidate.columns()}: {error}", flush=True)
+    return results, device
+
+
+@contextlib.contextmanager
+def _file_for(op: str, world_size: int, candidate: Candidate) -> Iterator[None]:
+    """Inside, new communicators serve ``op`` by a candidate."""
+    before = os.environ.get(VARIABLE)
+    with tempfile.NamedTemporaryFile("w", suffix=".tuning") as file:
+        file.write(line(op, world_size, "max", candidate))
+        file.flush()
+        os.environ[VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[VARIABLE]
+            else:
+                os.environ[VARIABLE] = before
+
+
+def line(op: str, world_size: int, up_to_bytes: int | str, candidate: Candidate) -> str:
+    """One entry of the file."""
+    return f"{op:<15s} {world_size:<11d} {up_to_bytes!s:<12s} {candidate.columns()}\n"
+
+
+def choose(results: dict[Candidate, Times], sizes: Sequence[int]) -> list[tuple[int, Candidate]]:
+    """The fastest candidate of each size; the engine's own numbers where others gain next to nothing."""
+    chosen = []
+    for nbytes in sizes:
+        there = {candidate: times[nbytes] for candidate, times in results.items() if nbytes in times}
+        if not there:
+            continue
+        plain = {candidate: time for candidate, time in there.items() if not (candidate.channels or candidate.threads)}
+        best = min(there, key=there.__getitem__)
+        usual = min(plain, key=plain.__getitem__, default=best)
+        chosen.append((nbytes, usual if there[best] > _GAIN * there[usual] else best))
+    return chosen
+
+
+def entries(op: str, world_size: int, chosen: Sequence[tuple[int, Candidate]]) -> list[str]:
+    """Lines of the file: each choice up to half way to the next size (as sizes grow), the last for all above."""
+    lines = []
+    for i, (nbytes, candidate) in enumerate(chosen):
+        if i + 1 == len(chosen):
+            lines.append(line(op, world_size, "max", candidate))
+        elif chosen[i + 1][1] != candidate:
+            lines.append(line(op, world_size, math.isqrt(nbytes * chosen[i + 1][0]), candidate))
+    return lines
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers; write such as 0,4,16")
+    return tuple(int(part) for part in text.split(","))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog=prog, description="The fastest algorithm, channels and threads for each size.")
+    p.add_argument("op", nargs="*", metavar="OP", help=f"any of: {', '.join(ALGORITHMS)} (all of them)")
+    p.add_argument("-g", "--ranks", type=_numbers, default=(2,), metavar="N,...", help="world sizes (2)")
+    p.add_argument("--device", default="cuda", metavar="NAME", help="cuda: in turns; cuda:0: all ranks there (cuda)")
+    p.add_argument("--ranks-as", choices=["threads", "processes"], default="threads", help="(threads)")
+    p.add_argument("-b", "--minbytes", type=parse_size, default=1 << 10, metavar="SIZE", help="smallest size (1K)")
+    p.add_argument("-e", "--maxbytes", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size (64M)")
+    p.add_argument("-f", "--stepfactor", type=int, default=4, metavar="N", help="multiply a size (4)")
+    p.add_argument("--channels", type=_numbers, default=(0, 2, 4, 8, 16, 32), metavar="N,...", help="0: the engine's")
+    p.add_argument("--threads", type=_numbers, default=(0, 256, 512), metavar="N,...", help="of a block")
+    p.add_argument("--round-ms", type=float, default=5.0, metavar="MS", help="length of a measurement (5)")
+    p.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements, of which the median counts (3)")
+    p.add_argument("-T", "--timeout", type=float, default=60.0, metavar="S", help="time limit of a call, seconds (60)")
+    p.add_argument("-o", "--output", default="ringcomm.tuning", metavar="FILE", help="(ringcomm.tuning)")
+    return p
+
+
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = _parser(prog)
+    a = parser.parse_args(list(argv))
+    unknown = [op for op in a.op if op not in ALGORITHMS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not tuned; choose from {', '.join(ALGORITHMS)}")
+    if a.stepfactor < 2 or a.rounds < 1 or not 1024 <= a.minbytes <= a.maxbytes:
+        parser.error("expected -f of 2 or more, --rounds of 1 or more, and 1K <= -b <= -e")
+    folder = os.path.dirname(a.output) or "."
+    if os.path.isdir(a.output) or not os.access(a.output if os.path.exists(a.output) else folder, os.W_OK):
+        parser.error(f"-o {a.output}: this cannot be written; name another file")
+    return a
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "ringcomm tune") -> int:
+    """
+    The command.
+
+    Returns: the exit status: 0; 2 where there is no cuda engine to tune; 1 where a rank failed.
+    """
+    from ringcomm import _C
+    from ringcomm.arrays import devices
+
+    a = _parse(sys.argv[1:] if argv is None else argv, prog)
+    try:
+        if devices.parse(a.device, "tune")[0] != "cuda":
+            raise InvalidArgumentError(
+                f"got --device {a.device}, expected cuda or cuda:INDEX: the cpu has no such file"
+            )
+        if _C.why_no_cuda():
+            raise UnsupportedError(f"there is nothing to tune: {_C.why_no_cuda()}")
+        options = Options(
+            tuple(a.op or ALGORITHMS), sizes_between(a.minbytes, a.maxbytes, 0, a.stepfactor), a.channels, a.threads,
+            a.device, a.ranks_as, a.timeout, a.round_ms, a.rounds,
+        )  # fmt: skip
+        text = tune(a.ranks, options)
+    except (InvalidArgumentError, UnsupportedError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except RingcommError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    with open(a.output, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(f"# Wrote {a.output}. To use it: export {VARIABLE}={os.path.abspath(a.output)}, on every rank")
+    return 0
+
+
+def tune(world_sizes: Sequence[int], options: Options) -> str:
+    """
+    Measures, and prints as it goes.
+
+    Returns: the file.  Raises: what the ranks raise.
+    """
+    import ringcomm
+
+    body, device = [], options.device
+    for world_size, op in product(world_sizes, options.ops):
+        results, device = measure_all(op, world_size, options)
+        chosen = choose(results, options.sizes)
+        for nbytes, candidate in chosen:
+            us = results[candidate][nbytes] * 1e6
+            print(
+                f"# {op:<15s} {world_size} ranks {nbytes:12d} bytes  {candidate.columns():<24s} {us:10.1f} us",
+                flush=True,
+            )
+        body += entries(op, world_size, chosen)
+    head = [
+        f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, {device}, ranks as "
+        f"{options.ranks_as}\n",
+        "# op            world_size  up_to_bytes  algorithm channels  threads     (0: the engine's choice)\n",
+    ]
+    print("".join([*head, *body]), end="", flush=True)
+    return "".join([*head, *body])
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m ringcomm.tools.tune"))
