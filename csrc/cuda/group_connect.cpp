@@ -48,6 +48,7 @@ std::string Group::handle() const {
   h.layout = layout_;
   h.identity = own_identity_;
   h.mailbox = mailbox_->address();
+  h.settings = settings_;
   h.device = device_;
   h.uuid = facts_.uuid;
   h.bus_id = facts_.bus_id;
@@ -70,6 +71,11 @@ void Group::check_handle(int peer, const GroupHandle& mine, const GroupHandle& t
   if (text_of(theirs.layout) != text_of(layout_))
     fail(ErrorCode::kMismatch, "connect: rank ", rank_, " has the layout ", text_of(layout_), ", rank ", peer, " has ",
          text_of(theirs.layout), "; give every rank the same options and the same RINGCOMM_CUDA_LAYOUT");
+  if (theirs.settings != mine.settings)
+    fail(ErrorCode::kMismatch, "connect: rank ", rank_, " on ", mine.device_text(), " has ", mine.settings, ", rank ",
+         peer, " on ", theirs.device_text(), " has ", theirs.settings,
+         "; use equal GPUs, and give every rank the same RINGCOMM_TUNING file, RINGCOMM_CUDA_THREADS and "
+         "RINGCOMM_CUDA_APART");
   if (theirs.segment.nbytes < layout_.segment_bytes())
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", layout_.segment_bytes(), " bytes of rank ", peer,
          ", got ", theirs.segment.nbytes, "; install one version of ringcomm everywhere");
@@ -347,6 +353,21 @@ void Group::add_arenas(const std::vector<std::string>& handles) {
   }
   own->close_fd();
   add_arena(memories);
+}
+
+Path::Kind Group::worst_path() const {
+  Path::Kind worst = Path::kSame;
+  for (const Peer& a : peers_)
+    for (const Peer& b : peers_) worst = std::min(worst, a.handle.path_to(b.handle).kind);
+  return worst;
+}
+
+int Group::processes_on_device() const {
+  std::vector<Identity> found;
+  for (const Peer& peer : peers_)
+    if (peer.handle.uuid == facts_.uuid) found.push_back(peer.handle.instance);
+  std::sort(found.begin(), found.end());
+  return static_cast<int>(std::unique(found.begin(), found.end()) - found.begin());
 }
 
 std::string Group::reach(int peer) const {

@@ -41,8 +41,11 @@ struct Setting {
 };
 // RINGCOMM_CUDA_THREADS, checked; 0 without it.
 int threads_from_environment();
-// RINGCOMM_CUDA_APART=1, for tests: a launch that holds all ranks goes about it as if it held one.
-bool apart_from_environment();
+// For tests on one device. kApart: a launch that holds all ranks works as if it held one. kPrivate: in addition user
+// memory counts as not visible to the other ranks, so that it takes the staged path of ranks on several devices.
+enum class Apart { kNo, kApart, kPrivate };
+// RINGCOMM_CUDA_APART=0, 1 or 2, checked.
+Apart apart_from_environment();
 
 struct Plan {
   Algorithm algorithm = Algorithm::kDirect;

@@ -194,8 +194,11 @@ int Preparation::channels(Kernel<Args> kernel) const {
 
 template <typename Args>
 void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
+  // Blocks of several ranks in one launch wait for each other, so all of them must be on the device together. A rank
+  // alone waits for other launches only: its blocks may begin one by one beside what else runs.
+  const bool together = plan_.waits && rows_.size() > 1;
   launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(rows_.size())), plan_.threads, args, stream(),
-         plan_.waits, context().rank());
+         together, context().rank());
 }
 
 RankArgs Preparation::rank_args(const Row& row) const {

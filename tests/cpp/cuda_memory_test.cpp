@@ -9,6 +9,20 @@
 namespace ringcomm::test {
 namespace {
 
+// A context takes 500 MB of a real GPU: work on one device must not make one on the thread's usual device.
+void test_guards_make_no_context() {
+  {
+    const cuda::DeviceGuard guard(1, 0);
+  }
+  require(cuda::has_context(1) && !cuda::has_context(0), "a context on device 0");
+  int now = 0;
+  require(cudaSetDevice(0) == cudaSuccess, "choosing device 0");
+  {
+    const cuda::DeviceGuard guard(1, 0);
+  }
+  require(cudaGetDevice(&now) == cudaSuccess && now == 0, "the device of before, where it has a context");
+}
+
 void test_mail() {
   cuda::Mailbox a, b;
   const auto subject = cuda::random_identity(), other = cuda::random_identity();
@@ -245,6 +259,7 @@ int main() {
   using namespace ringcomm::test;
   setenv("RINGCOMM_EMULATED_DEVICES", "2", 1);
   require(ringcomm::why_no_cuda().empty(), ringcomm::why_no_cuda());
+  test_guards_make_no_context();
   test_options();
   test_mail();
   test_one_device();
