@@ -80,7 +80,7 @@ def _autocasts_lstm() -> bool:
 
 def _waits_for_a_dropped_pass(program: Program) -> bool:
     """Whether a pass inside of no_sync reduces, as in torch, because a forward pass outside had no backward pass."""
-    raises = any(call.block == 0 and "rank_skip" not in call.flags for call in program.calls)
+    raises = any(call.block == 0 and not {"rank_skip", "step_skip"} & {*call.flags} for call in program.calls)
     dropped = "dropped_forward" in program or ("exception" in program and not raises)
     return "accumulate.no_sync" in program and dropped
 
