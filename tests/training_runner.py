@@ -60,6 +60,9 @@ def places_of(program: Program) -> list[str]:
     features = set(program.features)
     if "autocast" in features and any(block.kind == "lstm" for block in program.blocks) and not _autocasts_lstm():
         return []
+    first = [call for call in program.calls if call.block == 0]
+    if "exception" in features and first and all("rank_skip" in call.flags for call in first):
+        return []  # a pass that raises on some ranks alone: the next forward pass sends buffers from some alone
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
     found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
