@@ -86,7 +86,8 @@ Setting Context::setting() const {
   Setting setting;
   setting.layout = group_->layout();
   setting.known = apart_ == Apart::kNo && static_cast<int>(group_->team().size()) == world_size_;
-  setting.whole_lines = group_->one_device();
+  setting.whole_lines = group_->worst_path() >= Path::kNvlink;
+  setting.ranks_of_a_device = group_->most_ranks_of_a_device();
   setting.threads = threads_;
   return setting;
 }

@@ -62,8 +62,10 @@ class Group {
   bool one_device() const { return one_device_; }  // and in this process
   // Ranks of this process on this device, ascending, with this one.
   const std::vector<int>& team() const { return team_; }
-  // The worst of the ways from any rank's device to any other's.
-  Path::Kind worst_path() const;
+  // The worst of the ways from any rank's device to any other's; kUnknown before connect.
+  Path::Kind worst_path() const { return worst_path_; }
+  // Of all devices, the same on all ranks: each plans for the fullest one.
+  int most_ranks_of_a_device() const { return most_ranks_of_a_device_; }
   // Processes that have ranks on this device.
   int processes_on_device() const;
   const std::int8_t* ring_order() const { return ring_order_; }  // kMaxRanks entries; [position] = rank
@@ -141,7 +143,7 @@ class Group {
   void write_probe(int peer);
   void check_written(int peer);
   [[noreturn]] void broken_path(int peer, const char* expected) const;
-  void order_ring();
+  void look_at_paths();
   void read_mail();
   void check_hope(int peer, bool gone, std::int64_t deadline) const;
   void post(int peer, const Mail& mail, std::int64_t deadline);
@@ -165,6 +167,8 @@ class Group {
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
   std::vector<int> team_;
   std::int8_t ring_order_[kMaxRanks] = {};
+  Path::Kind worst_path_ = Path::kUnknown;
+  int most_ranks_of_a_device_ = 1;
   std::string identity_;
   const char* call_ = "connect";  // for errors
   bool told_ = false;             // of a failure, by mail

@@ -280,10 +280,19 @@ void Group::broken_path(int peer, const char* expected) const {
 
 // ---- all together --------------------------------------------------------------------------------------------------
 
-void Group::order_ring() {
+void Group::look_at_paths() {
   std::vector<std::vector<Path>> paths(world_size());
-  for (int a = 0; a < world_size(); ++a)
-    for (int b = 0; b < world_size(); ++b) paths[a].push_back(peers_[a].handle.path_to(peers_[b].handle));
+  worst_path_ = Path::kSame;
+  for (int a = 0; a < world_size(); ++a) {
+    int here = 0;
+    for (int b = 0; b < world_size(); ++b) {
+      const Path path = peers_[a].handle.path_to(peers_[b].handle);
+      paths[a].push_back(path);
+      worst_path_ = std::min(worst_path_, path.kind);
+      here += path.kind == Path::kSame;
+    }
+    most_ranks_of_a_device_ = std::max(most_ranks_of_a_device_, here);
+  }
   const std::vector<int> order = cuda::ring_order(paths);
   std::copy(order.begin(), order.end(), ring_order_);
 }
@@ -319,7 +328,7 @@ void Group::connect(const std::vector<std::string>& handles) {
   for (int p = 0; p < world_size(); ++p)
     if (peers_[p].here() && peers_[p].own->device == device_) team_.push_back(p);
   one_device_ = static_cast<int>(team_.size()) == world_size();
-  order_ring();
+  look_at_paths();
   connected_ = true;
 }
 
@@ -353,13 +362,6 @@ void Group::add_arenas(const std::vector<std::string>& handles) {
   }
   own->close_fd();
   add_arena(memories);
-}
-
-Path::Kind Group::worst_path() const {
-  Path::Kind worst = Path::kSame;
-  for (const Peer& a : peers_)
-    for (const Peer& b : peers_) worst = std::min(worst, a.handle.path_to(b.handle).kind);
-  return worst;
 }
 
 int Group::processes_on_device() const {

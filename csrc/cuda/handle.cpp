@@ -72,7 +72,7 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.depth = 4;
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 128 * 1024;
   layout.stage_bytes = 256 * 1024;
-  layout.packet_bytes = 8 * 1920;
+  layout.packet_bytes = 9 * 1920;  // 256 KiB, the most that auto sends as packets, in one launch of 16 channels
   layout.p2p_channels = 4;
   layout.p2p_depth = 4;
   layout.p2p_slot_bytes = 128 * 1024;

@@ -84,8 +84,8 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apa
   return plan;
 }
 
-int channels_that_fit(const Plan& plan, int blocks, int world_size) {
-  const int each = blocks / world_size;
+int channels_that_fit(const Plan& plan, int blocks, int ranks) {
+  const int each = blocks / ranks;
   if (!plan.waits) return static_cast<int>(larger(1, smaller(plan.channels, each)));
   return static_cast<int>(smaller(plan.channels, each));
 }

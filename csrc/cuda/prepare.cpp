@@ -184,10 +184,10 @@ bool Preparation::enqueue() const {
 template <typename Args>
 int Preparation::channels(Kernel<Args> kernel) const {
   const int room = room_for(reinterpret_cast<const void*>(kernel), plan_.threads, context().device(), context().rank());
-  const int channels = channels_that_fit(plan_, room, world_size());
+  const int channels = channels_that_fit(plan_, room, setting_.ranks_of_a_device);
   if (channels == 0)
     fail(ErrorCode::kUnsupported, name(call().op), ": rank ", context().rank(), " expected room on the GPU for ",
-         world_size(), " ranks with a block of ", plan_.threads, " threads each, got room for ", room,
+         setting_.ranks_of_a_device, " ranks with a block of ", plan_.threads, " threads each, got room for ", room,
          " of them; use fewer ranks per GPU, or smaller blocks (RINGCOMM_CUDA_THREADS)");
   return channels;
 }
