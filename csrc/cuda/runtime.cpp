@@ -158,21 +158,22 @@ bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
 #if defined(RINGCOMM_EMULATE)
 bool has_context(int device) { return emulator::has_context(device); }
 #else
-bool has_context(int device) {
-  static const auto look_up = [](const char* symbol) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+void* driver_function(const char* symbol) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(symbol, &found, 12000, cudaEnableDefault, &result);
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(symbol, &found, 12000, cudaEnableDefault, &result);
 #else
-    const cudaError_t status = cudaGetDriverEntryPoint(symbol, &found, cudaEnableDefault, &result);
+  const cudaError_t status = cudaGetDriverEntryPoint(symbol, &found, cudaEnableDefault, &result);
 #endif
-    if (status != cudaSuccess) cudaGetLastError();
-    return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
-  };
-  static const auto device_get = reinterpret_cast<decltype(&cuDeviceGet)>(look_up("cuDeviceGet"));
+  if (status != cudaSuccess) cudaGetLastError();
+  return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
+}
+
+bool has_context(int device) {
+  static const auto device_get = reinterpret_cast<decltype(&cuDeviceGet)>(driver_function("cuDeviceGet"));
   static const auto get_state =
-      reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(look_up("cuDevicePrimaryCtxGetState"));
+      reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(driver_function("cuDevicePrimaryCtxGetState"));
   CUdevice handle = 0;
   unsigned flags = 0;
   int active = 0;

@@ -20,6 +20,11 @@ bool tolerate(cudaError_t status, const char* what) noexcept;
 // Whether static objects are being destroyed already: CUDA must not be called any more.
 bool process_is_ending();
 
+#if !defined(RINGCOMM_EMULATE)
+// A function of the driver, by the version that it had in CUDA 12.0; null: the driver does not have it.
+void* driver_function(const char* symbol);
+#endif
+
 // Whether this process has a context on a device: making one takes about 500 MB there.
 bool has_context(int device);
 

@@ -78,15 +78,8 @@ struct Driver {
 
   template <typename F>
   void look_up(F& function, const char* symbol) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(symbol, &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint(symbol, &found, cudaEnableDefault, &result);
-#endif
-    if (status != cudaSuccess) cudaGetLastError();
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess || !found) complete = false;
+    void* const found = driver_function(symbol);
+    if (!found) complete = false;
     function = reinterpret_cast<F>(found);
   }
 
