@@ -79,7 +79,3 @@ def _doctor(command: str, words: list[str]) -> int:
     from ringcomm.observe.doctor import main as doctor
 
     return doctor(command, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

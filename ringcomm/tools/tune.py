@@ -310,7 +310,3 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
     ]
     print("".join([*head, *body]), end="", flush=True)
     return "".join([*head, *body])
-
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m ringcomm.tools.tune"))

@@ -85,7 +85,3 @@ def _write(tables: list[Table], options: Options, started: str) -> None:
     if options.plot:
         report.plot(options.plot, tables)
         print(f"# Wrote {options.plot}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m ringcomm bench"))
