@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_parallel import attend, train_on
-from on_gpu import EMULATED, LIMIT_S, PLACE, ranks
+from on_gpu import EMULATED, PLACE, in_processes, ranks
 
-pytestmark = pytest.mark.timeout(4 * LIMIT_S)
+pytestmark = in_processes
 
 
 def losses(found: list[bytes]) -> torch.Tensor:
