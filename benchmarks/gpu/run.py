@@ -147,6 +147,7 @@ class Runner:
 
     def __init__(self, document: Document, seconds: float) -> None:
         self.document, self.deadline = document, time.monotonic() + seconds
+        document.path.parent.mkdir(parents=True, exist_ok=True)
         self.running: list[subprocess.Popen[str]] = []
         self.environment = {
             **os.environ,
@@ -177,27 +178,20 @@ class Runner:
         if stage.needs and not program(stage.needs):
             return f"left out: {stage.needs} was not found"
         lost = 0
-        while True:
-            left = min(self.deadline, started + stage.limit_s) - time.monotonic()
-            if left < LEAST_S:
-                return (
-                    f"FAILED: lost the GPU, and the time was up after {lost} processes"
-                    if lost
-                    else ("left out: the time was up")
-                )
+        while (left := self.deadline - time.monotonic()) >= LEAST_S and lost < MOST_STARTS:
+            left = min(left, max(1.0, started + stage.limit_s - time.monotonic()))
             status = self.process(stage, left)
             if status is None:
                 self.document.bury(stage.part, f"{stage.name} was not done within {left:.0f} s")
                 return f"FAILED: not done within {left:.0f} s"
-            left_open = self.document.bury(stage.part, f"the process ended with status {status} within it")
-            if stage.part and (status == LOST or left_open):
+            died_in = self.document.bury(stage.part, f"the process ended with status {status} within it")
+            if stage.part and (status == LOST or died_in):
                 lost += 1
-                if lost < MOST_STARTS:
-                    continue
-                return f"FAILED: lost the GPU in each of {lost} processes"
-            if status == 0 and not lost:
-                return "ok"
-            return f"FAILED with status {status}" + (f", in process {lost + 1}" if lost else "")
+            elif lost:
+                return f"FAILED: after {lost} lost processes another ended with status {status}"
+            else:
+                return "ok" if status == 0 else f"FAILED with status {status}"
+        return f"FAILED: each of {lost} processes was lost" if lost else "left out: the time was up"
 
     def process(self, stage: Stage, limit_s: float) -> int | None:
         """Runs the command and everything that it starts; its status, None where it was still running at the limit."""
