@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,11 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-S", "-c", text]
 
 
+def patient(stages: Sequence[run.Stage]) -> list[run.Stage]:
+    """The stages with time for the cores of a laptop that others use too."""
+    return [replace(stage, limit_s=4 * stage.limit_s) for stage in stages]
+
+
 def outcomes(out: Path, *stages: run.Stage, seconds: float = 500) -> dict[str, str]:
     """What comes of stages, by name."""
     runner = run.Runner(Document(out), seconds)
@@ -99,8 +105,9 @@ def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("RINGCOMM_NVCC", program(tools / "nvcc", PROBE))
     program(tools / "ncu", PROFILER % sys.executable)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    build = run.build
+    build, stages = run.build, run.stages
     monkeypatch.setattr(run, "build", lambda *given: replace(build(*given), words=python("print('built')")))
+    monkeypatch.setattr(run, "stages", lambda *given: patient(stages(*given)))
     out = tmp_path / "out" / "gpu.json"
     status = run.run_all(False, [], [], run.Runner(Document(out), 550))
     document = Document(out).read()
@@ -131,6 +138,24 @@ def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest
     assert files == {"gpu.json", "gpu.md", *logs}
     assert "built" in (out.parent / "gpu-build.log").read_text()
     assert "ran 2 ranks all_reduce float32 4 KiB ring" in (out.parent / "gpu-tools.log").read_text()
+
+
+def test_the_stages_of_gpu_more_run_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of which `make gpu` runs no other part, with few and small cases."""
+    emulate(tmp_path / "site", monkeypatch)
+    out = tmp_path / "gpu-more.json"
+    named = {stage.name: stage for stage in patient(run.more_stages("90", str(out)))}
+    files = ("bits", "ranks", "nccl", "training", "parallel")
+    assert list(named) == ["build", *(f"tests: {name}" for name in files), "types", "tune"]
+    few = ["-g", "2", "-b", "1K", "-e", "4K", "--channels", "0,1", "--rounds", "1", "--round-ms", "1"]
+    tune = replace(named["tune"], words=[*named["tune"].words, *few])
+    came = outcomes(out, named["tests: ranks"], named["types"], tune)
+    assert [said.partition(",")[0] for said in came.values()] == ["ok"] * 3, came
+    document = Document(out).read()
+    (test,) = document["tests"]
+    assert test.endswith("test_a_failed_communicator_leaves_the_device_usable[processes]")
+    assert {row["dtype"] for row in document["collectives"].values()} >= {"float16", "float8_e4m3fn", "int8"}
+    assert "all_reduce" in out.with_suffix(".tuning").read_text()
 
 
 # ---- what a failure costs --------------------------------------------------------------------------------------------
@@ -189,7 +214,7 @@ def test_a_sticky_error_costs_one_cell_of_each_stage(tmp_path: Path, monkeypatch
     emulate(tmp_path / "site", monkeypatch, BREAKS)
     out = tmp_path / "gpu.json"
     names = ("smoke", "headline", "tests: stress")
-    came = outcomes(out, *(stage for stage in run.stages("", str(out)) if stage.name in names))
+    came = outcomes(out, *(stage for stage in patient(run.stages("", str(out))) if stage.name in names))
     for name in names:
         assert came[name].startswith("FAILED: after 1 lost processes another ended with"), came
     document = Document(out).read()
