@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from test_communicator import every_method
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
+from ringcomm.comm import hosts
 
 LIMIT_S = 60
 
@@ -97,6 +99,20 @@ def same_bits_as_cpu(world_size: int) -> None:
                 ours, theirs = (ranks(sums, world_size, algorithm, dtype, count, device=d) for d in ("cuda:0", "cpu"))
                 assert ours == theirs, f"{algorithm} {dtype} {count=}"
     ranks(matrix.ring_sums, world_size)  # in ring order: every rank has the same
+
+
+def staged(comm: Communicator, count: int) -> list[bytes]:
+    """Every op on memory that the peers do not see, over several windows of the staging regions."""
+    x = values("float32", comm.rank, count)
+    found = [comm.all_reduce(x.clone()), comm.reduce_scatter(x), comm.all_gather(x), comm.all_to_all(x)]
+    found.append(comm.broadcast(x.clone(), root=1))
+    return [bytes(each.view(torch.uint8).numpy()) for each in found]
+
+
+def staged_bits(world_size: int) -> None:
+    """Ranks of one device that hide their memory from each other (RINGCOMM_CUDA_APART=2), beside the CPU engine."""
+    for count in (60, 60 * 4001):  # a part of a window of 4 KiB, and many windows
+        assert ranks(staged, world_size, count) == ranks(staged, world_size, count, device="cpu"), count
 
 
 def the_path_does_not_change_the_bits(world_size: int, kind: str) -> None:
@@ -481,6 +497,55 @@ def commands(folder: str) -> None:
         file.write("all_reduce 2 nonsense\n")
     with pytest.raises(errors.InvalidArgumentError, match="line"):
         ranks(lambda comm: None, 2)
+
+
+# ---- ranks that do not fit together ------------------------------------------------------------------------------
+
+
+def unequal(variable: str, value: str) -> None:
+    """Ranks whose settings differ hear of it at connect, each of them."""
+    first = _C.Engine("cuda", 0, 2, timeout_ms=20_000, device=0)
+    os.environ[variable] = value
+    second = _C.Engine("cuda", 1, 2, timeout_ms=20_000, device=0)
+    for rank, engine in enumerate((first, second)):
+        with pytest.raises(errors.MismatchError, match=f"connect: rank {rank} on GPU 0 .* rank {1 - rank} on GPU 0"):
+            engine.connect([first.handle(), second.handle()])
+
+
+def nothing(comm: Communicator) -> None:
+    pass
+
+
+def foreign_tuning(path: str) -> None:
+    """A file that was measured elsewhere is refused by name."""
+    for line in ("device NVIDIA Z1", "links nvlink"):
+        with open(path, "w") as file:
+            file.write(f"{line}\nall_reduce 2 max direct 0 0\n")
+        os.environ["RINGCOMM_TUNING"] = path
+        with pytest.raises(errors.InvalidArgumentError, match=f"{line.split(' ', 1)[1]}.*measure anew"):
+            ranks(nothing, 2)
+    with open(path, "w") as file:
+        file.write("device emulated\nlinks same device\nall_reduce 2 max direct 32 0\n")
+    assert {each["channels"] for each in ranks(Communicator.describe, 2)} == {"32"}
+
+
+def warned_at_connect(comm: Communicator) -> list[str]:
+    assert comm.describe()["processes_on_device"] == "2"
+    hosts._warned = False
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):  # once in a process
+            made = comm.split(0)
+            assert made is not None
+            made.close()
+    return [str(each.message) for each in found]
+
+
+def time_slices(warned: bool) -> None:
+    """Without MPS the processes of one device are told what that costs."""
+    for rank, said in enumerate(ranks(warned_at_connect, 2, kind="processes", device="cuda:0")):
+        text = f"rank {rank} shares cuda:0 with ranks of 1 other processes"
+        assert [text in each for each in said] == [True] * warned, said
 
 
 def no_driver() -> None:

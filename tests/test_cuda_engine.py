@@ -64,6 +64,10 @@ def test_the_bits_are_the_cpu_engines(world_size: int) -> None:
     run("same_bits_as_cpu", world_size)
 
 
+def test_memory_that_the_peers_do_not_see_is_staged() -> None:
+    run("staged_bits", 3, RINGCOMM_CUDA_APART="2", RINGCOMM_CUDA_LAYOUT="stage_bytes=3072,channels=2")
+
+
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_the_path_does_not_change_the_bits(kind: str) -> None:
     run("the_path_does_not_change_the_bits", 3, kind)
@@ -107,6 +111,21 @@ def test_commands(tmp_path: Path) -> None:
     said = run("commands", str(tmp_path))
     assert "2 ranks sharing one GPU (L2/HBM)" in said
     assert "RINGCOMM_TUNING=" in said
+
+
+def test_ranks_with_other_settings_do_not_connect(tmp_path: Path) -> None:
+    (tmp_path / "tuning").write_text("all_reduce 2 max direct 0 0\n")
+    for variable, value in (("RINGCOMM_TUNING", str(tmp_path / "tuning")), ("RINGCOMM_CUDA_THREADS", "32")):
+        run("unequal", variable, value)
+
+
+def test_a_tuning_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    run("foreign_tuning", str(tmp_path / "tuning"))
+
+
+def test_processes_on_one_device_are_told_what_it_costs() -> None:
+    run("time_slices", True, RINGCOMM_EMULATED_NO_MPS="1")
+    run("time_slices", False)
 
 
 def test_no_driver() -> None:

@@ -5,7 +5,7 @@ csrc/, by folder:
 | floor | holds | may use |
 |---|---|---|
 | 0 | csrc/core | the C++ standard library |
-| 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime, with the driver's types |
+| 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime (cuda/runtime.h) |
 | 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
@@ -32,7 +32,7 @@ FORBIDDEN_INCLUDES = {
     "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
     "cpu": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|bind/",
     "hosts": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
-    "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/",
+    "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/(?!runtime\.h)",
     "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
     "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
 }

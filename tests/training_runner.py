@@ -60,6 +60,9 @@ def places_of(program: Program) -> list[str]:
     features = set(program.features)
     if "autocast" in features and any(block.kind == "lstm" for block in program.blocks) and not _autocasts_lstm():
         return []
+    first = [call for call in program.calls if call.block == 0]
+    if "exception" in features and first and all("rank_skip" in call.flags for call in first):
+        return []  # a pass that raises on some ranks alone: the next forward pass sends buffers from some alone
     skipped = any("rank_skip" in call.flags for call in program.calls)
     found = [] if features & NOT_PLAIN else ["plain"]
     found += [] if features & NOT_TORCH or _confuses_torch(program) else ["torch"]
@@ -80,7 +83,7 @@ def _autocasts_lstm() -> bool:
 
 def _waits_for_a_dropped_pass(program: Program) -> bool:
     """Whether a pass inside of no_sync reduces, as in torch, because a forward pass outside had no backward pass."""
-    raises = any(call.block == 0 and "rank_skip" not in call.flags for call in program.calls)
+    raises = any(call.block == 0 and not {"rank_skip", "step_skip"} & {*call.flags} for call in program.calls)
     dropped = "dropped_forward" in program or ("exception" in program and not raises)
     return "accumulate.no_sync" in program and dropped
 

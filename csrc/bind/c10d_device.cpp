@@ -108,6 +108,7 @@ void DeviceGroup::make(const Site& site, c10::Device device) {
   }
   auto engine = maker_.make(site.call(), device);
   auto streams = device.is_cpu() ? host_streams() : device_streams(device);
+  streams->side(0);  // torch creates its pool of streams now: later that might wait for kernels that wait for us
   link_ = std::make_shared<DeviceLink>(DeviceLink{std::move(engine), device, std::move(streams)});
   made_ = true;
 }

@@ -31,7 +31,7 @@ class InFlight {
  public:
   InFlight(Event end, bool captured, Tensors tensors)
       : end(std::move(end)), captured(captured), tensors_(std::move(tensors)) {}
-  bool ended() const { return !end || (!captured && end->query()); }
+  bool ended() const { return !end || (!captured && reached(*end)); }
   void release();
   bool released() const { return released_; }
 

@@ -10,16 +10,33 @@
 namespace ringcomm {
 namespace {
 
-// torch's generic streams know about capture since 2.13; before, the driver is asked, which torch has loaded.
+// A function of the driver, which torch has loaded; null where it has not.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  return reinterpret_cast<Function>(driver ? dlsym(driver, name) : nullptr);
+}
+
+// torch's generic streams know about capture since 2.13; before, the driver is asked.
 [[maybe_unused]] bool driver_is_capturing(void* stream) {
-  using IsCapturing = int (*)(void* stream, int* status);
-  static const auto is_capturing = [] {
-    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<IsCapturing>(driver ? dlsym(driver, "cuStreamIsCapturing") : nullptr);
-  }();
+  static const auto is_capturing = driver_function<int (*)(void* stream, int* status)>("cuStreamIsCapturing");
   int status = 0;  // none, active, invalidated
   return is_capturing && is_capturing(stream, &status) == 0 && status != 0;
 }
+
+// The calling thread may query within a scope, whatever other threads are capturing.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+
+ private:
+  void exchange() {
+    static const auto exchange_mode = driver_function<int (*)(int* mode)>("cuThreadExchangeStreamCaptureMode");
+    if (exchange_mode) exchange_mode(&mode_);
+  }
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what was before
+};
 
 template <typename Stream>
 bool is_capturing(const Stream& stream) {
@@ -81,6 +98,11 @@ class HostStreams final : public Streams {
 };
 
 }  // namespace
+
+bool reached(const c10::Event& event) {
+  const RelaxedCapture relaxed;
+  return event.query();
+}
 
 std::unique_ptr<Streams> device_streams(c10::Device device) { return std::make_unique<DeviceStreams>(device); }
 std::unique_ptr<Streams> host_streams() { return std::make_unique<HostStreams>(); }

@@ -15,6 +15,10 @@ namespace ringcomm {
 // Nothing where there is nothing to wait for.
 using Event = std::optional<c10::Event>;
 
+// Whether the device has come there. Another thread may be capturing a graph in CUDA's global mode, which a plain query
+// would invalidate.
+bool reached(const c10::Event& event);
+
 class Streams {
  public:
   virtual ~Streams() = default;

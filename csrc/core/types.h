@@ -62,7 +62,8 @@ RINGCOMM_HD To cast(From from) {
 }
 }  // namespace bits
 
-// Storage types. `widen` is exact, `narrow` rounds once.
+// Storage types. `widen` is exact, `narrow` rounds once; NaN narrows to one NaN. A GPU has instructions for both
+// directions of the 16-bit types, which give these bits for every number and infinity.
 struct BFloat16 {
   std::uint16_t raw;
 };
@@ -81,10 +82,16 @@ struct Bool {
 
 RINGCOMM_HD float widen(BFloat16 x) { return bits::cast<float>(static_cast<std::uint32_t>(x.raw) << 16); }
 RINGCOMM_HD BFloat16 narrow(float x, BFloat16*) {
+#if defined(__CUDA_ARCH__)
+  std::uint16_t raw;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(x));
+  return {x != x ? std::uint16_t{0x7fc0} : raw};
+#else
   const std::uint32_t u = bits::cast<std::uint32_t>(x);
   const std::uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const std::uint32_t quiet_nan = 0x7fc0u;
   return {static_cast<std::uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+#endif
 }
 
 // Widening of a small float with `kMantissa` stored bits below `kExponent` exponent bits: place the bits in a float
@@ -103,7 +110,15 @@ RINGCOMM_HD float widen_ieee(std::uint32_t raw) {
       0x7f800000u | (magnitude << (23 - kMantissa)) | (magnitude > kInfinity ? 0x400000u : 0u);
   return bits::cast<float>(sign | (magnitude >= kInfinity ? special : finite));
 }
-RINGCOMM_HD float widen(Float16 x) { return widen_ieee<5, 10>(x.raw); }
+RINGCOMM_HD float widen(Float16 x) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.raw));
+  return value;
+#else
+  return widen_ieee<5, 10>(x.raw);
+#endif
+}
 RINGCOMM_HD float widen(Float8E5M2 x) { return widen_ieee<5, 2>(x.raw); }
 RINGCOMM_HD float widen(Float8E4M3 x) {  // no infinity; only S.1111.111 is NaN
   const std::uint32_t magnitude = x.raw & 0x7fu;
@@ -128,11 +143,17 @@ RINGCOMM_HD std::uint32_t narrow_magnitude(std::uint32_t u) {
   return u < kSmallestNormal ? subnormal : normal;
 }
 RINGCOMM_HD Float16 narrow(float x, Float16*) {
+#if defined(__CUDA_ARCH__)
+  std::uint16_t raw;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(x));
+  return {x != x ? std::uint16_t{0x7e00} : raw};
+#else
   const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
   const std::uint32_t finite = narrow_magnitude<10, 15>(u);
   const std::uint32_t clamped = u >= 0x477ff000u ? 0x7c00u : finite;  // 65520 and above round to infinity
   const std::uint32_t magnitude = u > 0x7f800000u ? 0x7e00u : clamped;
   return {static_cast<std::uint16_t>((u > 0x7f800000u ? 0u : (all >> 16) & 0x8000u) | magnitude)};
+#endif
 }
 RINGCOMM_HD Float8E5M2 narrow(float x, Float8E5M2*) {
   const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;

@@ -16,7 +16,7 @@
 namespace ringcomm::cuda {
 
 inline constexpr int kMaxRanks = 8;
-inline constexpr int kMaxChannels = 64;
+inline constexpr int kMaxChannels = 64, kUsualChannels = 16;
 inline constexpr int kMaxMessages = 16;
 inline constexpr int kMaxCopies = kMaxRanks * kMaxRanks;
 inline constexpr int kMaxArenas = 64;

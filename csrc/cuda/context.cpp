@@ -20,6 +20,12 @@ std::map<std::string, std::weak_ptr<Local>>& registry() {
   return *locals;
 }
 
+// The channels that the entries of a tuning file ask for, unless the caller has said how many.
+EngineOptions with_channels(EngineOptions options, const Tuning& tuning) {
+  if (options.channels == 0) options.channels = tuning.most_channels();
+  return options;
+}
+
 }  // namespace
 
 Local::Local(std::string identity) : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(verdict)) {}
@@ -58,13 +64,19 @@ Context::Context(int rank, int world_size, const EngineOptions& options)
       tuning_(Tuning::from_environment()),
       threads_(threads_from_environment()),
       apart_(apart_from_environment()),
-      group_(std::make_unique<Group>(rank, world_size, options.device, options)),
+      group_(std::make_unique<Group>(rank, world_size, options.device, with_channels(options, tuning_))),
       marks_(std::make_shared<Marks>(options.device)),
       alone_(Local::of(concat("rank ", rank, " at ", this))),
-      local_(alone_.get()) {}
+      local_(alone_.get()) {
+  const DeviceFacts& facts = group_->facts();
+  group_->set_settings(concat("sms=", facts.multiprocessors, ",sm=", facts.major, facts.minor, ",threads=", threads_,
+                              ",apart=", static_cast<int>(apart_), ",tuning=", tuning_.checksum()));
+  if (apart_ == Apart::kPrivate) group_->hide_user_memory();
+}
 
 void Context::connect(const std::vector<std::string>& handles) {
   group_->connect(handles);
+  tuning_.check_measured_on(group_->facts().name, name(group_->worst_path()), rank_);
   together_ = Local::of(group_->identity());
   local_.store(together_.get(), std::memory_order_release);
   if (alone_->verdict.passed()) abort(alone_->verdict.reason(), alone_->verdict.code());
@@ -73,8 +85,9 @@ void Context::connect(const std::vector<std::string>& handles) {
 Setting Context::setting() const {
   Setting setting;
   setting.layout = group_->layout();
-  setting.known = !apart_ && static_cast<int>(group_->team().size()) == world_size_;
-  setting.whole_lines = group_->one_device();
+  setting.known = apart_ == Apart::kNo && static_cast<int>(group_->team().size()) == world_size_;
+  setting.whole_lines = group_->worst_path() >= Path::kNvlink;
+  setting.ranks_of_a_device = group_->most_ranks_of_a_device();
   setting.threads = threads_;
   return setting;
 }

@@ -87,7 +87,7 @@ class Context {
   const int rank_, world_size_, device_;
   const Tuning tuning_;
   const int threads_;
-  const bool apart_;
+  const Apart apart_;
   std::unique_ptr<Group> group_;
   std::shared_ptr<Marks> marks_;
   const std::shared_ptr<Local> alone_;  // until connected

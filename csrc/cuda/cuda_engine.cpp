@@ -62,6 +62,8 @@ class CudaEngine final : public Engine {
   std::string handle() const override { return context_->group().handle(); }
   void connect(const std::vector<std::string>& handles) override {
     context_->connect(handles);
+    const DeviceGuard guard(context_->device(), rank());
+    prepare_device();
     team_ = context_->local().team(context_->group());
     team_->join(*context_);
     origin_ = {group_number(handles), rank(), world_size(), -1};
@@ -118,6 +120,7 @@ class CudaEngine final : public Engine {
     return std::make_shared<DeviceRequest>(context_, watcher_, std::move(outcome), call.op, context_->limit(call));
   }
 
+  void prepare_device();
   std::vector<std::string> gather(const std::string& mine);
   bool in_flight();
   std::vector<MarkPtr> last_marks() const;
@@ -327,14 +330,30 @@ void CudaEngine::synchronize(std::uintptr_t stream) {
   }
 }
 
+// What the device does while no kernel waits for a peer yet: to create a stream, to allocate, or to load a kernel might
+// wait for running kernels, and those might wait for this rank.
+void CudaEngine::prepare_device() {
+  const RelaxedCapture relaxed(rank());
+  const int threads = context_->setting().threads ? context_->setting().threads : kUsualBlockThreads;
+  const auto load = [&](auto kernel) {
+    if (kernel) room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const Arithmetic arithmetic = arithmetic_of(dtype, ReduceOp::kSum);
+    load(direct_kernel(arithmetic.dtype, arithmetic.op));
+    load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
+  }
+  load(copy_kernel());
+  if (context_->group().one_process()) return;
+  load(transfer_kernel());
+  links_->connect();
+  cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank());
+  cuda::check(cudaMalloc(&scratch_, kArenaHandleBytes * (1 + world_size())), "cudaMalloc of the scratch", rank());
+}
+
 // What every rank says, kArenaHandleBytes of it: a collective of the communicator, in the order of its calls.
 std::vector<std::string> CudaEngine::gather(const std::string& mine) {
   const std::size_t all = kArenaHandleBytes * world_size();
-  {
-    const RelaxedCapture relaxed(rank());
-    if (!stream_) cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank());
-    if (!scratch_) cuda::check(cudaMalloc(&scratch_, kArenaHandleBytes + all), "cudaMalloc of the scratch", rank());
-  }
   {
     const RelaxedCapture relaxed(rank());
     cuda::check(cudaMemcpyAsync(scratch_, mine.data(), kArenaHandleBytes, cudaMemcpyHostToDevice, stream_),
@@ -452,6 +471,9 @@ std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
           {"slot_bytes", std::to_string(layout.slot_bytes)},
           {"segment_bytes", std::to_string(layout.segment_bytes())},
           {"links", reach},
+          {"worst_link", connected ? name(group.worst_path()) : ""},
+          {"processes_on_device", std::to_string(connected ? group.processes_on_device() : 1)},
+          {"mps", group.facts().mps ? "yes" : "no"},
           {"ring_order", order},
           {"order", "canonical"},
           {"tuning", context_->tuning().source()}};

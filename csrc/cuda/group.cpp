@@ -226,7 +226,7 @@ std::size_t Group::num_arenas() const {
 }
 
 Location Group::locate(const void* data, std::size_t nbytes) const {
-  if (one_device_) return {-1, 1, reinterpret_cast<std::uint64_t>(data)};
+  if (one_device_ && !user_memory_hidden_) return {-1, 1, reinterpret_cast<std::uint64_t>(data)};
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const auto begin = reinterpret_cast<std::uint64_t>(data);
   for (std::size_t i = 0; i < arenas_.size(); ++i) {

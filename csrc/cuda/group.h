@@ -1,8 +1,8 @@
 // One rank's segment and those of its peers: who is where, which memory all of them reach, and how to end every wait.
 //
-//   Group(...)        allocates the segment, zeroed, and the host page, and puts a pattern into the segment's probe
-//   lines handle()          what the peers need; at most a few KiB of printable text connect(handles)  opens every
-//   peer's segment, copies the patterns over the mapped pointers both ways and compares;
+//   Group(...)        allocates the segment, zeroed, and the host page; puts a pattern into the segment's probe lines
+//   handle()          what the peers need; at most a few KiB of printable text
+//   connect(handles)  opens every peer's segment, copies the patterns over the mapped pointers both ways and compares;
 //                     returns once every rank has found them right, throws on every rank if one has not
 //
 // Memory of a peer in this process is its plain pointer. Whatever peers have opened stays valid until they have let go
@@ -44,6 +44,8 @@ class Group {
   // Collective: waits for all ranks (at most the timeout of the options), so that each calls it in a thread of its own.
   void connect(const std::vector<std::string>& handles);
   bool connected() const { return connected_; }
+  // What must be the same on all ranks beside the layout; without spaces. To be set before handle().
+  void set_settings(const std::string& settings) { settings_ = settings; }
 
   int rank() const { return rank_; }
   int world_size() const { return layout_.world_size; }
@@ -60,6 +62,12 @@ class Group {
   bool one_device() const { return one_device_; }  // and in this process
   // Ranks of this process on this device, ascending, with this one.
   const std::vector<int>& team() const { return team_; }
+  // The worst of the ways from any rank's device to any other's; kUnknown before connect.
+  Path::Kind worst_path() const { return worst_path_; }
+  // Of all devices, the same on all ranks: each plans for the fullest one.
+  int most_ranks_of_a_device() const { return most_ranks_of_a_device_; }
+  // Processes that have ranks on this device.
+  int processes_on_device() const;
   const std::int8_t* ring_order() const { return ring_order_; }  // kMaxRanks entries; [position] = rank
   // The same on all ranks, different in every communicator.
   const std::string& identity() const { return identity_; }
@@ -69,6 +77,8 @@ class Group {
   // Where [data, data + nbytes) lies for the peers: an address if one_device(), or if it lies in an own arena and
   // one_process(); arena and offset if it lies in an own arena otherwise; else not visible.
   Location locate(const void* data, std::size_t nbytes) const;
+  // From now on locate finds arenas alone; see Apart::kPrivate.
+  void hide_user_memory() { user_memory_hidden_ = true; }
 
   // Own memory that the peers see, in pieces out of arenas. Null: no room, it takes one arena more. Ranks release in
   // orders of their own, so one may have room where another has none: they must agree before they grow.
@@ -133,7 +143,7 @@ class Group {
   void write_probe(int peer);
   void check_written(int peer);
   [[noreturn]] void broken_path(int peer, const char* expected) const;
-  void order_ring();
+  void look_at_paths();
   void read_mail();
   void check_hope(int peer, bool gone, std::int64_t deadline) const;
   void post(int peer, const Mail& mail, std::int64_t deadline);
@@ -146,6 +156,7 @@ class Group {
   const Layout layout_;
   const std::int64_t timeout_ms_;
   DeviceFacts facts_;
+  std::string settings_;
   std::shared_ptr<Own> own_;
   std::unique_ptr<Mailbox> mailbox_;
   Identity own_identity_{}, phase_{};  // phase: what the ranks are agreeing on, by mail
@@ -156,10 +167,12 @@ class Group {
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
   std::vector<int> team_;
   std::int8_t ring_order_[kMaxRanks] = {};
+  Path::Kind worst_path_ = Path::kUnknown;
+  int most_ranks_of_a_device_ = 1;
   std::string identity_;
   const char* call_ = "connect";  // for errors
   bool told_ = false;             // of a failure, by mail
-  bool connected_ = false, one_process_ = false, one_device_ = false;
+  bool connected_ = false, one_process_ = false, one_device_ = false, user_memory_hidden_ = false;
   mutable std::mutex arenas_mutex_, peers_mutex_, exchange_mutex_;
   std::vector<Arena> arenas_;
   std::shared_ptr<DeviceMemory> pending_arena_;

@@ -48,6 +48,7 @@ std::string Group::handle() const {
   h.layout = layout_;
   h.identity = own_identity_;
   h.mailbox = mailbox_->address();
+  h.settings = settings_;
   h.device = device_;
   h.uuid = facts_.uuid;
   h.bus_id = facts_.bus_id;
@@ -70,6 +71,11 @@ void Group::check_handle(int peer, const GroupHandle& mine, const GroupHandle& t
   if (text_of(theirs.layout) != text_of(layout_))
     fail(ErrorCode::kMismatch, "connect: rank ", rank_, " has the layout ", text_of(layout_), ", rank ", peer, " has ",
          text_of(theirs.layout), "; give every rank the same options and the same RINGCOMM_CUDA_LAYOUT");
+  if (theirs.settings != mine.settings)
+    fail(ErrorCode::kMismatch, "connect: rank ", rank_, " on ", mine.device_text(), " has ", mine.settings, ", rank ",
+         peer, " on ", theirs.device_text(), " has ", theirs.settings,
+         "; use equal GPUs, and give every rank the same RINGCOMM_TUNING file, RINGCOMM_CUDA_THREADS and "
+         "RINGCOMM_CUDA_APART");
   if (theirs.segment.nbytes < layout_.segment_bytes())
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", layout_.segment_bytes(), " bytes of rank ", peer,
          ", got ", theirs.segment.nbytes, "; install one version of ringcomm everywhere");
@@ -274,10 +280,19 @@ void Group::broken_path(int peer, const char* expected) const {
 
 // ---- all together --------------------------------------------------------------------------------------------------
 
-void Group::order_ring() {
+void Group::look_at_paths() {
   std::vector<std::vector<Path>> paths(world_size());
-  for (int a = 0; a < world_size(); ++a)
-    for (int b = 0; b < world_size(); ++b) paths[a].push_back(peers_[a].handle.path_to(peers_[b].handle));
+  worst_path_ = Path::kSame;
+  for (int a = 0; a < world_size(); ++a) {
+    int here = 0;
+    for (int b = 0; b < world_size(); ++b) {
+      const Path path = peers_[a].handle.path_to(peers_[b].handle);
+      paths[a].push_back(path);
+      worst_path_ = std::min(worst_path_, path.kind);
+      here += path.kind == Path::kSame;
+    }
+    most_ranks_of_a_device_ = std::max(most_ranks_of_a_device_, here);
+  }
   const std::vector<int> order = cuda::ring_order(paths);
   std::copy(order.begin(), order.end(), ring_order_);
 }
@@ -313,7 +328,7 @@ void Group::connect(const std::vector<std::string>& handles) {
   for (int p = 0; p < world_size(); ++p)
     if (peers_[p].here() && peers_[p].own->device == device_) team_.push_back(p);
   one_device_ = static_cast<int>(team_.size()) == world_size();
-  order_ring();
+  look_at_paths();
   connected_ = true;
 }
 
@@ -347,6 +362,14 @@ void Group::add_arenas(const std::vector<std::string>& handles) {
   }
   own->close_fd();
   add_arena(memories);
+}
+
+int Group::processes_on_device() const {
+  std::vector<Identity> found;
+  for (const Peer& peer : peers_)
+    if (peer.handle.uuid == facts_.uuid) found.push_back(peer.handle.instance);
+  std::sort(found.begin(), found.end());
+  return static_cast<int>(std::unique(found.begin(), found.end()) - found.begin());
 }
 
 std::string Group::reach(int peer) const {

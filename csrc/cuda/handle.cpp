@@ -16,7 +16,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr const char* kVersion = "ringcomm-cuda-2";
+constexpr const char* kVersion = "ringcomm-cuda-3";
 
 std::string or_dash(const std::string& text) { return text.empty() ? "-" : text; }
 std::string dash_to_empty(const std::string& text) { return text == "-" ? "" : text; }
@@ -68,11 +68,11 @@ std::string text_of(const Layout& layout) {
 Layout default_layout(int world_size, const EngineOptions& options) {
   Layout layout;
   layout.world_size = world_size;
-  layout.channels = options.channels > 0 ? options.channels : 16;
+  layout.channels = options.channels > 0 ? options.channels : kUsualChannels;
   layout.depth = 4;
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 128 * 1024;
   layout.stage_bytes = 256 * 1024;
-  layout.packet_bytes = 8 * 1920;
+  layout.packet_bytes = 9 * 1920;  // 256 KiB, the most that auto sends as packets, in one launch of 16 channels
   layout.p2p_channels = 4;
   layout.p2p_depth = 4;
   layout.p2p_slot_bytes = 128 * 1024;
@@ -132,8 +132,8 @@ std::string GroupHandle::pack() const {
   std::ostringstream out;
   out << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
       << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(mailbox.name) << ' '
-      << text_of(mailbox.secret) << ' ' << device << ' ' << or_dash(uuid) << ' ' << or_dash(bus_id) << ' '
-      << cuda::pack(segment) << ' ' << paths.size();
+      << text_of(mailbox.secret) << ' ' << or_dash(settings) << ' ' << device << ' ' << or_dash(uuid) << ' '
+      << or_dash(bus_id) << ' ' << cuda::pack(segment) << ' ' << paths.size();
   for (const auto& [to, path] : paths) out << ' ' << to << ' ' << int{path.kind} << ' ' << path.performance_rank;
   out << ' ' << or_dash(why_private);
   return seal(kVersion, out.str());
@@ -145,7 +145,7 @@ GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   std::size_t num_paths = 0;
   std::istringstream in(unseal(kVersion, text, "cuda", rank));
   in >> h.machine >> instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >> layout >>
-      identity >> name >> secret >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
+      identity >> name >> secret >> h.settings >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
   for (std::size_t i = 0; in && i < num_paths; ++i) {
     std::string to;
     int kind = 0;
@@ -161,6 +161,7 @@ GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   h.instance = identity_of(instance);
   h.identity = identity_of(identity);
   h.mailbox = {identity_of(name), identity_of(secret)};
+  h.settings = dash_to_empty(h.settings);
   h.uuid = dash_to_empty(h.uuid);
   h.bus_id = dash_to_empty(h.bus_id);
   h.why_private = dash_to_empty(h.why_private);

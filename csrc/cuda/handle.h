@@ -22,7 +22,8 @@ struct GroupHandle {
   Layout layout;
   Identity identity{};  // of the rank in this communicator
   Mailbox::Address mailbox;
-  int device = 0;  // index in its own process
+  std::string settings;  // what decides the plans beside the layout, and must be the same: "sms=132,sm=90,..."
+  int device = 0;        // index in its own process
   std::string uuid, bus_id;
   MemoryHandle segment;
   std::vector<std::pair<std::string, Path>> paths;  // from its device to those that it sees, by uuid

@@ -47,9 +47,13 @@ int threads_from_environment() {
   return static_cast<int>(threads);
 }
 
-bool apart_from_environment() {
+Apart apart_from_environment() {
   const char* const text = std::getenv("RINGCOMM_CUDA_APART");
-  return text && *text == '1';
+  const std::string value = text && *text ? text : "0";
+  if (value != "0" && value != "1" && value != "2")
+    fail(ErrorCode::kInvalid, "cuda engine: RINGCOMM_CUDA_APART expected 0, 1 or 2, got ", value,
+         "; unset it for the engine's choice");
+  return static_cast<Apart>(value[0] - '0');
 }
 
 std::uint64_t message_bytes(const Call& call, int world_size) {
@@ -80,8 +84,8 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apa
   return plan;
 }
 
-int channels_that_fit(const Plan& plan, int blocks, int world_size) {
-  const int each = blocks / world_size;
+int channels_that_fit(const Plan& plan, int blocks, int ranks) {
+  const int each = blocks / ranks;
   if (!plan.waits) return static_cast<int>(larger(1, smaller(plan.channels, each)));
   return static_cast<int>(smaller(plan.channels, each));
 }

@@ -36,13 +36,17 @@ inline constexpr int kUsualBlockThreads = kMostBlockThreads;
 struct Setting {
   Layout layout;
   bool known = false;        // a launch holds all ranks
-  bool whole_lines = false;  // 128 bytes written by a warp arrive whole at every peer: LL128 may be used
-  int threads = 0;           // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
+  bool whole_lines = false;  // 128 bytes written by a warp arrive whole at every peer, as on one device and over NVLink
+  int ranks_of_a_device = 1;  // the most that share one
+  int threads = 0;            // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
 };
 // RINGCOMM_CUDA_THREADS, checked; 0 without it.
 int threads_from_environment();
-// RINGCOMM_CUDA_APART=1, for tests: a launch that holds all ranks goes about it as if it held one.
-bool apart_from_environment();
+// For tests on one device. kApart: a launch that holds all ranks works as if it held one. kPrivate: in addition user
+// memory counts as not visible to the other ranks, so that it takes the staged path of ranks on several devices.
+enum class Apart { kNo, kApart, kPrivate };
+// RINGCOMM_CUDA_APART=0, 1 or 2, checked.
+Apart apart_from_environment();
 
 struct Plan {
   Algorithm algorithm = Algorithm::kDirect;
@@ -60,9 +64,9 @@ std::uint64_t message_bytes(const Call& call, int world_size);
 Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apart, const Setting& setting,
                const Tuning& tuning);
 
-// Most channels of a plan that waits, where one device has room for `blocks` of its kernel and may hold all ranks; 0:
-// not even one of each.
-int channels_that_fit(const Plan& plan, int blocks, int world_size);
+// Most channels of a plan that waits, where one device has room for `blocks` of its kernel and `ranks` ranks; 0: not
+// even one of each.
+int channels_that_fit(const Plan& plan, int blocks, int ranks);
 
 // Elements that one oneshot launch serves.
 std::uint64_t oneshot_elements(const Layout& layout, int channels, std::uint64_t element);

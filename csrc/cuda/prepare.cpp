@@ -184,18 +184,21 @@ bool Preparation::enqueue() const {
 template <typename Args>
 int Preparation::channels(Kernel<Args> kernel) const {
   const int room = room_for(reinterpret_cast<const void*>(kernel), plan_.threads, context().device(), context().rank());
-  const int channels = channels_that_fit(plan_, room, world_size());
+  const int channels = channels_that_fit(plan_, room, setting_.ranks_of_a_device);
   if (channels == 0)
     fail(ErrorCode::kUnsupported, name(call().op), ": rank ", context().rank(), " expected room on the GPU for ",
-         world_size(), " ranks with a block of ", plan_.threads, " threads each, got room for ", room,
+         setting_.ranks_of_a_device, " ranks with a block of ", plan_.threads, " threads each, got room for ", room,
          " of them; use fewer ranks per GPU, or smaller blocks (RINGCOMM_CUDA_THREADS)");
   return channels;
 }
 
 template <typename Args>
 void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
+  // Blocks of several ranks in one launch wait for each other, so all of them must be on the device together. A rank
+  // alone waits for other launches only: its blocks may begin one by one beside what else runs.
+  const bool together = plan_.waits && rows_.size() > 1;
   launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(rows_.size())), plan_.threads, args, stream(),
-         plan_.waits, context().rank());
+         together, context().rank());
 }
 
 RankArgs Preparation::rank_args(const Row& row) const {

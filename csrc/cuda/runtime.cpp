@@ -5,6 +5,10 @@
 #include <cstdlib>
 #include <iomanip>
 
+#if !defined(RINGCOMM_EMULATE)
+#include <cuda.h>
+#endif
+
 #include "core/engine.h"
 #include "core/error.h"
 
@@ -151,12 +155,40 @@ bool tolerate(cudaError_t status, const char* what) noexcept {
 
 bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
 
+#if defined(RINGCOMM_EMULATE)
+bool has_context(int device) { return emulator::has_context(device); }
+#else
+bool has_context(int device) {
+  static const auto look_up = [](const char* symbol) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion(symbol, &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint(symbol, &found, cudaEnableDefault, &result);
+#endif
+    if (status != cudaSuccess) cudaGetLastError();
+    return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
+  };
+  static const auto device_get = reinterpret_cast<decltype(&cuDeviceGet)>(look_up("cuDeviceGet"));
+  static const auto get_state =
+      reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(look_up("cuDevicePrimaryCtxGetState"));
+  CUdevice handle = 0;
+  unsigned flags = 0;
+  int active = 0;
+  if (!device_get || !get_state || device_get(&handle, device) != CUDA_SUCCESS) return true;
+  return get_state(handle, &flags, &active) != CUDA_SUCCESS || active != 0;
+}
+#endif
+
 DeviceGuard::DeviceGuard(int device, int rank) {
+  watch_for_exit();
   int now = 0;
   check(cudaGetDevice(&now), "cudaGetDevice", rank);
   if (now == device) return;
+  const bool put_back = has_context(now);
   check(cudaSetDevice(device), "cudaSetDevice", rank);
-  before_ = now;
+  if (put_back) before_ = now;
 }
 
 DeviceGuard::~DeviceGuard() {
@@ -188,7 +220,6 @@ DeviceFacts facts_of(int device, int rank) {
          " (the visible GPUs), got ", device, "; see CUDA_VISIBLE_DEVICES");
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties", rank);
-  watch_for_exit();
   DeviceFacts facts;
   char bus_id[32] = {};
   check(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device), "cudaDeviceGetPCIBusId", rank);
@@ -198,6 +229,10 @@ DeviceFacts facts_of(int device, int rank) {
   facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device, rank);
   facts.major = attribute(cudaDevAttrComputeCapabilityMajor, device, rank);
   facts.minor = attribute(cudaDevAttrComputeCapabilityMinor, device, rank);
+  constexpr auto kMpsEnabled = static_cast<cudaDeviceAttr>(133);  // by number: unknown to older toolkits
+  int mps = 0;
+  if (cudaDeviceGetAttribute(&mps, kMpsEnabled, device) != cudaSuccess) cudaGetLastError();
+  facts.mps = mps != 0;
   facts.l2_bytes = attribute(cudaDevAttrL2CacheSize, device, rank);
   facts.memory_bytes = properties.totalGlobalMem;
   return facts;

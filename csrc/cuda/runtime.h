@@ -20,7 +20,11 @@ bool tolerate(cudaError_t status, const char* what) noexcept;
 // Whether static objects are being destroyed already: CUDA must not be called any more.
 bool process_is_ending();
 
-// The calling thread works on `device` within a scope.
+// Whether this process has a context on a device: making one takes about 500 MB there.
+bool has_context(int device);
+
+// The calling thread works on `device` within a scope. Afterwards its device is the one before, unless this process has
+// no context there: cudaSetDevice would make one, so that every process would have one on GPU 0.
 class DeviceGuard {
  public:
   DeviceGuard(int device, int rank);
@@ -50,6 +54,7 @@ struct DeviceFacts {
   std::string uuid;    // 32 hexadecimal digits; tells MIG instances apart, which share a bus id
   int multiprocessors = 0;
   int major = 0, minor = 0;  // compute capability
+  bool mps = false;          // processes share the device at the same time (Multi-Process Service)
   std::size_t memory_bytes = 0;
   std::size_t l2_bytes = 0;
 

@@ -166,14 +166,16 @@ bool Links::leads_to(int peer) const {
   return peer == kAnySource || context_.group().reach(peer) != "pointer";
 }
 
-cudaStream_t Links::stream_of(const Call& call) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  cudaStream_t& stream = streams_[way(call)];
-  if (!stream) {
-    const RelaxedCapture relaxed(context_.rank());
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate of a link", context_.rank());
+void Links::connect() {
+  const RelaxedCapture relaxed(context_.rank());
+  for (int peer = 0; peer < context_.world_size(); ++peer) {
+    if (!leads_to(peer)) continue;
+    for (const bool sends : {false, true}) {
+      cudaStream_t stream = nullptr;
+      check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate of a link", context_.rank());
+      streams_[{peer, sends}] = stream;
+    }
   }
-  return stream;
 }
 
 std::vector<MarkPtr> Links::last() const {
@@ -219,8 +221,8 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
   if (const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_.device(), rank); room < blocks)
     fail(ErrorCode::kUnsupported, name(calls[0]->op), ": rank ", rank, " expected room on the GPU for ", blocks,
          " blocks of ", threads, " threads, got room for ", room, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
-  launch(kernel, name(calls[0]->op), dim3(group.layout().p2p_channels, args.num_transfers), threads, args, stream, true,
-         rank);
+  launch(kernel, name(calls[0]->op), dim3(group.layout().p2p_channels, args.num_transfers), threads, args, stream,
+         false, rank);
   const MarkPtr end = context_.marks().record(stream, capture, rank);
   for (const Call* call : calls) newest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);

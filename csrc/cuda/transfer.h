@@ -52,6 +52,8 @@ std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& 
 class Links {
  public:
   explicit Links(Context& context) : context_(context) {}
+  // Creates the streams: later that might wait for kernels that wait for us.
+  void connect();
 
   bool leads_to(int peer) const;
   // Sends and receives that may wait for each other's peers at once, in one launch or several. Each link keeps the
@@ -59,7 +61,7 @@ class Links {
   std::shared_ptr<Outcome> post(const std::vector<const Call*>& calls, cudaStream_t stream, unsigned long long capture);
   // A stream of this engine for a call that its caller does not wait for: sends and receives of one stream would wait
   // for each other.
-  cudaStream_t stream_of(const Call& call);
+  cudaStream_t stream_of(const Call& call) const { return streams_.at(way(call)); }
   // The ends of what was launched last, of every link.
   std::vector<MarkPtr> last() const;
   ~Links();

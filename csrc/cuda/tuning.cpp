@@ -80,6 +80,15 @@ class Line {
   const int number_;
 };
 
+// What follows `word` on a line that begins with it; empty: it does not.
+std::string after(const std::string& word, const std::string& line) {
+  std::istringstream in(line.substr(0, line.find('#')));
+  std::string first, rest;
+  if (!(in >> first) || first != word) return "";
+  std::getline(in >> std::ws, rest);
+  return rest.substr(0, rest.find_last_not_of(" \t\r") + 1);
+}
+
 auto key(const Tuning::Entry& e) { return std::make_tuple(e.op, e.world_size, e.up_to_bytes); }
 
 }  // namespace
@@ -89,9 +98,16 @@ Tuning Tuning::parse(const std::string& text, const std::string& source) {
   tuning.source_ = source;
   std::istringstream in(text);
   std::string line;
-  for (int number = 1; std::getline(in, line); ++number)
-    if (const auto first = line.find_first_not_of(" \t\r"); first != std::string::npos && line[first] != '#')
+  for (int number = 1; std::getline(in, line); ++number) {
+    const auto first = line.find_first_not_of(" \t\r");
+    if (first == std::string::npos || line[first] == '#') continue;
+    if (const std::string device = after("device", line); !device.empty())
+      tuning.device_ = device;
+    else if (const std::string links = after("links", line); !links.empty())
+      tuning.links_ = links;
+    else
       tuning.entries_.push_back(Line(line, source, number).parse());
+  }
   std::stable_sort(tuning.entries_.begin(), tuning.entries_.end(),
                    [](const Entry& a, const Entry& b) { return key(a) < key(b); });
   return tuning;
@@ -106,6 +122,29 @@ Tuning Tuning::from_environment() {
     fail(ErrorCode::kInvalid, "tuning: RINGCOMM_TUNING expected a readable file with entries, got ", path,
          "; write it with `ringcomm tune`, or unset the variable");
   return parse(text, path);
+}
+
+int Tuning::most_channels() const {
+  int most = 0;
+  for (const Entry& e : entries_)
+    if (e.channels > kUsualChannels) most = std::max(most, std::min(e.channels, kMaxChannels));
+  return most;
+}
+
+std::uint64_t Tuning::checksum() const {
+  std::string text = concat(device_, '\n', links_, '\n');
+  for (const Entry& e : entries_)
+    text += concat(static_cast<int>(e.op), ' ', e.world_size, ' ', e.up_to_bytes, ' ', static_cast<int>(e.algorithm),
+                   ' ', e.channels, ' ', e.threads, '\n');
+  return fingerprint(text);
+}
+
+void Tuning::check_measured_on(const std::string& device, const std::string& links, int rank) const {
+  if ((device_.empty() || device_ == device) && (links_.empty() || links_ == links)) return;
+  fail(ErrorCode::kInvalid, "connect: rank ", rank, " expected a tuning file measured on ", device,
+       " over links of kind ", quoted(links), ", got ", source_, ", measured on ",
+       device_.empty() ? "any device" : device_, " over links of kind ", quoted(links_.empty() ? "any" : links_),
+       "; measure anew with `ringcomm tune`, or unset RINGCOMM_TUNING");
 }
 
 const Tuning::Entry* Tuning::find(Op op, int world_size, std::uint64_t nbytes) const {

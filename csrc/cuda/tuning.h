@@ -1,13 +1,17 @@
 // Which algorithm serves a call of which size: a small built-in table, or a file that RINGCOMM_TUNING names, as
-// `ringcomm tune` writes it. Plain text, one line per entry, # begins a comment:
+// `ringcomm tune` writes it. Plain text; it begins with what it was measured on, then has a line for each entry; #
+// begins a comment:
 //
+//   device NVIDIA H200
+//   links nvlink
 //   # op          world_size  up_to_bytes  algorithm  channels  threads     (0: the engine's choice)
 //   all_reduce    4           65536        oneshot    8         256
 //   all_reduce    4           max          direct     0         0
 //
 // A message of n bytes takes the entry of its op and world size with the smallest up_to_bytes >= n; the bytes are those
 // of the whole message (reduce_scatter, all_gather: of all parts). An algorithm that would change the bits of a
-// reduction (ring) is refused: auto never takes it.
+// reduction (ring) is refused: auto never takes it. A file that was measured on another device, or over other links, is
+// refused too; one without these two lines serves everywhere.
 #pragma once
 
 #include <cstdint>
@@ -38,11 +42,17 @@ class Tuning {
   // Null: the engine's choice.
   const Entry* find(Op op, int world_size, std::uint64_t nbytes) const;
   const std::string& source() const { return source_; }
+  // That ranks which wait for each other are to have; 0: no entry asks for more than the engine's usual number.
+  int most_channels() const;
+  // Of all that the file says, to compare those of several ranks.
+  std::uint64_t checksum() const;
+  // Throws if the entries were measured on another device or over other links than these.
+  void check_measured_on(const std::string& device, const std::string& links, int rank) const;
   const std::vector<Entry>& entries() const { return entries_; }
 
  private:
-  std::string source_ = "built in";
-  std::vector<Entry> entries_;  // by op, world size, bytes
+  std::string source_ = "built in", device_, links_;  // empty: the file does not say
+  std::vector<Entry> entries_;                        // by op, world size, bytes
 };
 
 }  // namespace ringcomm::cuda

@@ -1,47 +1,8 @@
 #include "nccl/device.h"
 
-#include <atomic>
-#include <cstdlib>
-
 #include "core/error.h"
 
 namespace ringcomm::nccl {
-
-namespace {
-
-std::atomic<bool> ending{false};
-
-// Handlers of exit run in reverse order: registered after the runtime has started, ours comes before its own.
-void watch_for_exit() {
-  [[maybe_unused]] static const int registered = std::atexit([] { ending.store(true, std::memory_order_relaxed); });
-}
-
-}  // namespace
-
-void check(cudaError_t status, const char* what, int rank) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();
-  fail(ErrorCode::kSystem, what, ": rank ", rank, " expected success, got ", cudaGetErrorString(status), " (",
-       cudaGetErrorName(status), "); see the kernel log (dmesg, Xid) if it persists");
-}
-
-bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
-
-OnDevice::OnDevice(int device, int rank) {
-  int now = 0;
-  check(cudaGetDevice(&now), "cudaGetDevice", rank);
-  if (now != device) {
-    check(cudaSetDevice(device), "cudaSetDevice", rank);
-    before_ = now;
-  }
-  watch_for_exit();
-  check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode", rank);
-}
-
-OnDevice::~OnDevice() {
-  cudaThreadExchangeStreamCaptureMode(&mode_);
-  if (before_ >= 0) cudaSetDevice(before_);
-}
 
 bool is_capturing(cudaStream_t stream, int rank) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

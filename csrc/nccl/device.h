@@ -1,4 +1,4 @@
-// The CUDA runtime as the wire uses it: errors become sentences, events are used again, streams are its own.
+// The CUDA runtime as the wire uses it: events are used again, streams are its own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,25 +8,21 @@
 #include <type_traits>
 #include <vector>
 
+#include "cuda/runtime.h"
+
 namespace ringcomm::nccl {
 
-// Throws kSystem unless `status` is success. `what`: "cudaEventRecord on the wire's stream".
-void check(cudaError_t status, const char* what, int rank);
-
-// Whether static objects are being destroyed already: CUDA must not be called any more.
-bool process_is_ending();
+using cuda::check;
+using cuda::process_is_ending;
 
 // The calling thread works on `device` within a scope, and may allocate and query whatever other threads capture.
 class OnDevice {
  public:
-  OnDevice(int device, int rank);
-  ~OnDevice();
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  OnDevice(int device, int rank) : device_(device, rank), relaxed_(rank) {}
 
  private:
-  int before_ = -1;  // -1: nothing to put back
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  const cuda::DeviceGuard device_;
+  const cuda::RelaxedCapture relaxed_;
 };
 
 bool is_capturing(cudaStream_t stream, int rank);

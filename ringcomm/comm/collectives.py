@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,7 +46,7 @@ class Collectives(ABC):
     def __init__(self) -> None:
         self._closed = False
         self._group: Group | None = None
-        self._in_flight: list[tuple[Request, Call]] = []
+        self._in_flight: deque[tuple[Request, Call]] = deque()
         self._in_flight_lock = threading.Lock()
 
     @abstractmethod
@@ -95,7 +96,10 @@ class Collectives(ABC):
             return call.finish(self._run(call))
         request = self._submit(call)
         with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
-            self._in_flight = [each for each in self._in_flight if not each[0].done]
+            for _ in range(min(2, len(self._in_flight))):  # in turns, more than come: asking all of them costs
+                each = self._in_flight.popleft()
+                if not each[0].done:
+                    self._in_flight.append(each)
             self._in_flight.append((request, call))
         work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
         if group is not None:

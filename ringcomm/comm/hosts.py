@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _FIRST_TAG = 1 << 20
 _USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _ABORTED = "aborted"
+_warned = False  # that processes take turns on a device
 _LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
 _MEET_EVERY_S = 0.01  # looks for the ranks that are left
 _LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
@@ -324,6 +326,8 @@ class Span:
         network: Network | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self.limit_ms = rank, world_size, device, limit_ms
+        if device.kind == "cuda":  # read when this process's first context is made; 8 would let streams share queues
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._hosts = hosts if hosts is not None and hosts.several else None
         self._network = network
         here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
@@ -339,6 +343,7 @@ class Span:
         """Connects to every rank; a collective. From here on `engine` is that of all ranks."""
         if self._hosts is None:
             self._inside.connect(handles)
+            self._warn_of_time_slices()
             return
         assert self._network is not None
         wire_dtype = self._network.wire_dtype_number()
@@ -347,7 +352,24 @@ class Span:
         engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
         engine.connect(handles)
         self.engine = engine
+        self._warn_of_time_slices()
         self._watch = Watch(self, self._network.prefixed(), hosts)
+
+    def _warn_of_time_slices(self) -> None:
+        """Tells once in a process that a device shared without MPS runs one process at a time."""
+        global _warned
+        if self.device.kind != "cuda" or _warned:
+            return
+        facts = self._inside.describe()
+        others = int(facts["processes_on_device"]) - 1
+        if others > 0 and facts["mps"] == "no":
+            _warned = True
+            warnings.warn(
+                f"connect: rank {self.rank} shares {self.device} with ranks of {others} other processes, and without "
+                "CUDA's Multi-Process Service a GPU runs one process at a time: a call waits for every process's turn; "
+                "start MPS (nvidia-cuda-mps-control -d), or run the ranks as threads of one process",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Finishes what is in flight and lets go of the peers."""

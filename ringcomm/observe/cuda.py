@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,16 @@ def driver() -> list[Fact]:
     present = found.device_count()
     if present == 0:
         return [*facts, Fact("devices", "cuda:0", False, "no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
-    return [*facts, *(_device(found, index) for index in range(present)), *_paths(found, present)]
+    return [*facts, _connections(), *(_device(found, index) for index in range(present)), *_paths(found, present)]
+
+
+def _connections() -> Fact:
+    """How many hardware queues the streams of a process are spread over."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    few = given is not None and given.isdecimal() and int(given) < 32
+    text = "a communicator on cuda sets 32 where it makes the first context" if given is None else given
+    advice = "; streams that share one wait for each other's kernels: unset it, or set 32" if few else ""
+    return Fact("devices", "CUDA_DEVICE_MAX_CONNECTIONS", False if few else None, text + advice)
 
 
 def _release() -> str:

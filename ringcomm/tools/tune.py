@@ -77,7 +77,7 @@ def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
     """
     Times of one op on one rank; a collective.
 
-    Returns: the slowest rank's median time for each size, and what runs the calls.
+    Returns: the slowest rank's median time for each size, and the lines of the file that say on what.
     """
     import torch
 
@@ -95,7 +95,9 @@ def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
             comm.barrier()
             rounds.append(_slowest(comm, timer.total([call] * iters) / iters))
         times[nbytes] = sorted(rounds)[len(rounds) // 2]
-    return times, clock.device_name(comm)
+    facts = comm.describe()
+    name = str(facts["device"]).partition(": ")[2].partition(",")[0]
+    return times, f"device {name}\nlinks {facts['worst_link']}\n"
 
 
 def _call(comm: Communicator, op: str, source: torch.Tensor, target: torch.Tensor, count: int) -> Any:
@@ -133,11 +135,11 @@ def fits(candidate: Candidate, nbytes: int) -> bool:
 
 
 def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candidate, Times], str]:
-    """Every candidate's times, and what ran the calls. One that the engine refuses is left out, and said so."""
+    """Every candidate's times, and on what. One that the engine refuses is left out, and said so."""
     import ringcomm
 
     results: dict[Candidate, Times] = {}
-    device = options.device
+    measured_on = ""
     for candidate in candidates(op, options):
         sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
         if not sizes:
@@ -145,7 +147,7 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
         told = Options(**{**options.__dict__, "sizes": sizes})
         with _file_for(op, world_size, candidate):
             try:
-                results[candidate], device = ringcomm.run_ranks(
+                results[candidate], measured_on = ringcomm.run_ranks(
                     measure,
                     world_size,
                     op,
@@ -156,7 +158,7 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
                 )[0]
             except (InvalidArgumentError, UnsupportedError) as error:
                 print(f"# {op} {candidate.columns()}: {error}", flush=True)
-    return results, device
+    return results, measured_on
 
 
 @contextlib.contextmanager
@@ -289,9 +291,10 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
     """
     import ringcomm
 
-    body, device = [], options.device
+    body, measured_on = [], ""
     for world_size, op in product(world_sizes, options.ops):
-        results, device = measure_all(op, world_size, options)
+        results, found = measure_all(op, world_size, options)
+        measured_on = found or measured_on
         chosen = choose(results, options.sizes)
         for nbytes, candidate in chosen:
             us = results[candidate][nbytes] * 1e6
@@ -301,8 +304,8 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
             )
         body += entries(op, world_size, chosen)
     head = [
-        f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, {device}, ranks as "
-        f"{options.ranks_as}\n",
+        f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, ranks as {options.ranks_as}\n",
+        measured_on,
         "# op            world_size  up_to_bytes  algorithm channels  threads     (0: the engine's choice)\n",
     ]
     print("".join([*head, *body]), end="", flush=True)

@@ -7,6 +7,10 @@
 #include <random>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "core/dispatch.h"
 #include "cpu/kernels.h"
 #include "cpu/streaming.h"
@@ -49,6 +53,36 @@ void formats(const char* what, long count) {
   const float most = widen(narrow(std::numeric_limits<float>::infinity(), static_cast<T*>(nullptr)));
   require(std::is_same_v<T, Float8E4M3> ? most == 448.0f : std::isinf(most), what, -2);
 }
+
+#if defined(__x86_64__)
+__attribute__((target("f16c"))) float processor_widens(std::uint16_t raw) {
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(raw)));
+}
+__attribute__((target("f16c"))) std::uint16_t processor_narrows(float x) {
+  return static_cast<std::uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT), 0));
+}
+
+// The scalar definition of float16 beside the processor's own instructions: every half, and floats of every sign,
+// exponent and upper mantissa, with lower mantissas on both sides of every tie.
+void instructions_agree() {
+  for (long i = 0; i < 65536; ++i) {
+    const float ours = widen(Float16{static_cast<std::uint16_t>(i)}),
+                theirs = processor_widens(static_cast<std::uint16_t>(i));
+    require(
+        std::isnan(theirs) ? std::isnan(ours) : bits::cast<std::uint32_t>(ours) == bits::cast<std::uint32_t>(theirs),
+        "float16 widens as the processor does it", i);
+  }
+  std::mt19937 random(7);
+  for (std::uint32_t upper = 0; upper < 65536; ++upper)
+    for (const std::uint32_t lower : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu, 0x2000u, 0x3000u, 0x7fffu, 0x8000u,
+                                      0x8001u, 0xffffu, static_cast<std::uint32_t>(random() & 0xffffu)}) {
+      const float x = bits::cast<float>(upper << 16 | lower);
+      const std::uint16_t ours = narrow(x, static_cast<Float16*>(nullptr)).raw;
+      require(std::isnan(x) ? ours == 0x7e00 : ours == processor_narrows(x), "float16 narrows as the processor does it",
+              static_cast<long>(upper << 16 | lower));
+    }
+}
+#endif
 
 template <typename T>
 bool is_nan(T x) {
@@ -156,6 +190,9 @@ int main() {
   formats<ringcomm::BFloat16>("bfloat16", 65536);
   formats<ringcomm::Float8E4M3>("float8_e4m3fn", 256);
   formats<ringcomm::Float8E5M2>("float8_e5m2", 256);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("f16c")) instructions_agree();
+#endif
   kernels_agree();
   copies_agree();
   meter_has_patience();

@@ -9,6 +9,20 @@
 namespace ringcomm::test {
 namespace {
 
+// A context takes 500 MB of a real GPU: work on one device must not make one on the thread's usual device.
+void test_guards_make_no_context() {
+  {
+    const cuda::DeviceGuard guard(1, 0);
+  }
+  require(cuda::has_context(1) && !cuda::has_context(0), "a context on device 0");
+  int now = 0;
+  require(cudaSetDevice(0) == cudaSuccess, "choosing device 0");
+  {
+    const cuda::DeviceGuard guard(1, 0);
+  }
+  require(cudaGetDevice(&now) == cudaSuccess && now == 0, "the device of before, where it has a context");
+}
+
 void test_mail() {
   cuda::Mailbox a, b;
   const auto subject = cuda::random_identity(), other = cuda::random_identity();
@@ -176,7 +190,7 @@ void test_bad_handles() {
 void test_options() {
   EngineOptions options;
   Layout layout = cuda::default_layout(3, options);
-  require(layout.channels == 16 && layout.slot_bytes == 128 * 1024 && layout.packet_bytes == 15360, "defaults");
+  require(layout.channels == 16 && layout.slot_bytes == 128 * 1024 && layout.packet_bytes == 17280, "defaults");
   require(layout.stage_bytes >= 256 * 1024 && layout.stage_bytes % (3 * kLineBytes) == 0, "stage rounded up");
   options.channels = 5;
   options.slot_bytes = 1000;
@@ -245,6 +259,7 @@ int main() {
   using namespace ringcomm::test;
   setenv("RINGCOMM_EMULATED_DEVICES", "2", 1);
   require(ringcomm::why_no_cuda().empty(), ringcomm::why_no_cuda());
+  test_guards_make_no_context();
   test_options();
   test_mail();
   test_one_device();

@@ -83,14 +83,14 @@ void refuses(const std::string& text, const std::string& word) {
 }
 
 void tables() {
-  const Tuning t = Tuning::parse(
+  const std::string text =
       "# a table\n"
       "all_reduce 4 1048576 direct 8 0   # larger ones first\n"
       "\n"
       "all_reduce 4 65536 oneshot 4 256\n"
       "all_reduce 4 max direct 0 0\n"
-      "all_gather 2 max ring 16 0\n",
-      "table");
+      "all_gather 2 max ring 16 0\n";
+  const Tuning t = Tuning::parse(text, "table");
   require(t.entries().size() == 4 && t.source() == "table", "entries");
   require(t.find(Op::kAllReduce, 4, 65536)->algorithm == Algorithm::kOneshot, "up to and including");
   require(t.find(Op::kAllReduce, 4, 65537)->channels == 8, "the next one");
@@ -102,6 +102,24 @@ void tables() {
           "a request comes before the table");
   require(plan(Op::kAllGather, Algorithm::kAuto, 1000, setting(2, false), t).algorithm == Algorithm::kRing,
           "copies may go round the ring");
+  const Tuning there = Tuning::parse("device NVIDIA H200  # measured there\nlinks same device\n" + text, "table");
+  there.check_measured_on("NVIDIA H200", "same device", 0);
+  t.check_measured_on("anything", "nvlink", 0);
+  for (const auto& [device, links] : {std::pair("NVIDIA H100", "same device"), std::pair("NVIDIA H200", "nvlink")}) {
+    bool refused = false;
+    try {
+      there.check_measured_on(device, links, 3);
+    } catch (const Error& error) {
+      refused = std::string(error.what()).find("rank 3") != std::string::npos;
+    }
+    require(refused, concat("a file of another machine on ", device, " over ", links));
+  }
+  require(t.checksum() == Tuning::parse(text + "# more\n", "other").checksum() && t.checksum() != there.checksum() &&
+              t.checksum() != Tuning::parse(text + "reduce 4 max direct 0 0\n", "table").checksum(),
+          "checksums");
+  require(t.most_channels() == 0 && Tuning::parse("reduce 4 max direct 24 0\n", "").most_channels() == 24 &&
+              Tuning::parse("reduce 4 max direct 999 0\n", "").most_channels() == cuda::kMaxChannels,
+          "channels that a file asks for");
   refuses("\nall_reduce 4 65536 oneshot 4\n", "six columns");
   refuses("\nall_reduce 4 65536 oneshot 4 256 7\n", "six columns");
   refuses("\nall_reduse 4 65536 oneshot 4 256\n", "all_reduse");

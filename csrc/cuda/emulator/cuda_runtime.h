@@ -140,7 +140,8 @@ enum cudaDeviceAttr {
   cudaDevAttrCanUseHostPointerForRegisteredMem = 91,
   cudaDevAttrCooperativeLaunch = 95,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-  cudaDevAttrMaxBlocksPerMultiprocessor = 106
+  cudaDevAttrMaxBlocksPerMultiprocessor = 106,
+  cudaDevAttrMpsEnabled = 133
 };
 enum cudaDeviceP2PAttr {
   cudaDevP2PAttrPerformanceRank = 1,
@@ -293,6 +294,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
                                                           std::size_t dynamic_shared);
 
 namespace ringcomm::emulator {
+
+// As cuDevicePrimaryCtxGetState tells it: whether a thread of this process has chosen the device.
+bool has_context(int device);
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t stream, bool cooperative);
 

@@ -52,6 +52,7 @@ void end_grid(void* grid) {
 Config Config::from_environment() {
   Config c{};
   c.no_driver = number("RINGCOMM_EMULATED_NO_DRIVER", 0) != 0;
+  c.no_mps = number("RINGCOMM_EMULATED_NO_MPS", 0) != 0;
   c.no_peer = number("RINGCOMM_EMULATED_NO_PEER", 0) != 0;
   c.devices = static_cast<int>(number("RINGCOMM_EMULATED_DEVICES", 1));
   c.sms = static_cast<int>(number("RINGCOMM_EMULATED_SMS", 8));

@@ -88,7 +88,7 @@ struct Config {
   int devices, sms, sm_threads;
   std::uint64_t seed;
   unsigned preempt_every;
-  bool no_peer, no_driver;
+  bool no_peer, no_driver, no_mps;
   static Config from_environment();
 };
 

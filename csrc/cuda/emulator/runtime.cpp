@@ -1,5 +1,6 @@
 // The runtime API: errors, devices, streams, events, launches. Memory is in memory.cpp, graphs in graph.cpp.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <utility>
 
@@ -10,6 +11,7 @@ namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int device_of_thread = 0;
+std::atomic<std::uint64_t> contexts{0};      // a bit for each device that some thread has chosen
 std::vector<std::pair<int, int>>& peers() {  // device, peer: enabled; under the mutex of the GPU
   static auto* const all = new std::vector<std::pair<int, int>>;
   return *all;
@@ -68,6 +70,7 @@ cudaError_t usable() {
   return gpu.error_of(device_of_thread);
 }
 int current_device() { return device_of_thread; }
+bool has_context(int device) { return contexts.load() >> device & 1; }
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t handle, bool cooperative) {
   return on_stream(handle, [&](Gpu& gpu, std::unique_lock<std::mutex>&, Stream* stream) {
@@ -115,6 +118,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaSetDevice(int device) {
   if (const cudaError_t error = check_device(device)) return note(error);
   device_of_thread = device;
+  contexts.fetch_or(std::uint64_t{1} << device);
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
@@ -188,6 +192,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       break;
     case cudaDevAttrPciBusId:
       *value = p.pciBusID;
+      break;
+    case cudaDevAttrMpsEnabled:  // processes do run at the same time here
+      *value = Gpu::get().config.no_mps ? 0 : 1;
       break;
     case cudaDevAttrL2CacheSize:
       *value = p.l2CacheSize;

@@ -1,0 +1,36 @@
+"""The GPU's conversions of 16-bit floats have the bits of the CPU engine's, for every half and every kind of float."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from on_gpu import LIMIT_S, place, ranks
+
+from ringcomm import Communicator
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
+LOWER = (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+"""Lower halves of a float: on both sides of every tie of a narrower type."""
+
+
+def converted(comm: Communicator, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    x = place(source, comm.device)
+    bucket = torch.zeros(x.numel(), dtype=dtype, device=x.device)
+    comm.pack([x], bucket, 1.0)
+    comm.barrier()
+    return bucket.cpu()
+
+
+def test_conversions_have_the_bits_of_the_cpu() -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    halves = bits.to(torch.int16)
+    floats = torch.cat([(bits << 16) | lower for lower in LOWER]).view(torch.float32)
+    for source, dtype in (
+        *((halves.view(narrow), torch.float32) for narrow in (torch.float16, torch.bfloat16)),
+        *((floats, narrow) for narrow in (torch.float16, torch.bfloat16)),
+    ):
+        ours, cpu = (ranks(converted, 1, source, dtype, device=device)[0] for device in ("cuda:0", "cpu"))
+        numbers = ~cpu.isnan()
+        assert torch.equal(ours.isnan(), ~numbers), f"{source.dtype} to {dtype}"
+        raw = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(ours.view(raw)[numbers], cpu.view(raw)[numbers]), f"{source.dtype} to {dtype}"
