@@ -111,6 +111,7 @@ def stages(capability: str, out: str) -> list[Stage]:
         tests("streams", 40, usual),
         tests("stress", 60, usual),
         tests("bits", 80, usual),
+        tests("conversions", 20, usual),
         tests("libraries", 40, usual),
         tests("ranks", 60, usual),
         Stage("benchmark", 140, bench, "bench", part="cells"),
@@ -148,7 +149,7 @@ class Runner:
     def __init__(self, document: Document, seconds: float) -> None:
         self.document, self.deadline = document, time.monotonic() + seconds
         document.path.parent.mkdir(parents=True, exist_ok=True)
-        self.running: list[subprocess.Popen[str]] = []
+        self.running: set[subprocess.Popen[str]] = set()
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
@@ -208,7 +209,7 @@ class Runner:
             errors="replace",
             start_new_session=True,
         )
-        self.running.append(process)
+        self.running.add(process)
         reader = threading.Thread(target=self.pass_on, args=(stage, process), daemon=True)
         reader.start()
         try:
@@ -236,7 +237,7 @@ class Runner:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self.running.remove(process)
+        self.running.discard(process)
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
