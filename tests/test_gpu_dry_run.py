@@ -177,6 +177,7 @@ for name in "abc":
         if name == "b":
             os.abort()
         document.put("pieces", {{name: "PASS"}})
+document.end("pieces")
 """
     child = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])"
     came = outcomes(

@@ -470,6 +470,7 @@ def main() -> int:
     if bench.left_out:
         print(f"{bench.left_out} cells were left out: the time was up", flush=True)
     document.put("left out", {a.only: bench.left_out})
+    document.end("cells")
     report.write(a.out)
     return int(bench.failed > 0 or not document.part("collectives"))
 

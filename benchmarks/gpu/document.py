@@ -50,6 +50,10 @@ class Document:
             for part in parts:
                 document.pop(part, None)
 
+    def end(self, part: str) -> None:
+        """Says that this process leaves nothing of a part undone."""
+        self.put("ended", {part: os.getpid()})
+
     def bury(self, part: str, why: str) -> list[str]:
         """Says of what was begun in a part and never ended why it did not; its names."""
         names = [name for name, said in self.part(part).items() if said == BEGUN]

@@ -181,12 +181,14 @@ class Runner:
         lost = 0
         while (left := self.deadline - time.monotonic()) >= LEAST_S and lost < MOST_STARTS:
             left = min(left, max(1.0, started + stage.limit_s - time.monotonic()))
-            status = self.process(stage, left)
+            noted = len(self.document.part(stage.part))
+            pid, status = self.process(stage, left)
             if status is None:
                 self.document.bury(stage.part, f"{stage.name} was not done within {left:.0f} s")
                 return f"FAILED: not done within {left:.0f} s"
-            died_in = self.document.bury(stage.part, f"the process ended with status {status} within it")
-            if stage.part and (status == LOST or died_in):
+            self.document.bury(stage.part, f"the process ended with status {status} within it")
+            ended = self.document.part("ended").get(stage.part) == pid
+            if stage.part and (status == LOST or (not ended and len(self.document.part(stage.part)) > noted)):
                 lost += 1
             elif lost:
                 return f"FAILED: after {lost} lost processes another ended with status {status}"
@@ -194,8 +196,9 @@ class Runner:
                 return "ok" if status == 0 else f"FAILED with status {status}"
         return f"FAILED: each of {lost} processes was lost" if lost else "left out: the time was up"
 
-    def process(self, stage: Stage, limit_s: float) -> int | None:
-        """Runs the command and everything that it starts; its status, None where it was still running at the limit."""
+    def process(self, stage: Stage, limit_s: float) -> tuple[int, int | None]:
+        """Runs the command and everything that it starts; its number and its status, None where it was still running
+        at the limit."""
         words = [word.replace("{seconds}", f"{limit_s - min(5, limit_s / 4):.0f}") for word in stage.words]
         self.say(stage, f"\n== {stage.name}, at most {limit_s:.0f} s: {' '.join(words)}\n")
         process = subprocess.Popen(
@@ -213,9 +216,9 @@ class Runner:
         reader = threading.Thread(target=self.pass_on, args=(stage, process), daemon=True)
         reader.start()
         try:
-            return process.wait(limit_s)
+            return process.pid, process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return None
+            return process.pid, None
         finally:
             self.kill(process)
             reader.join(2)

@@ -220,6 +220,7 @@ def main() -> int:
     smoke = Smoke(document, a.part)
     if not smoke.run([cell for cell in cells(a.few) if str(cell) not in known]):
         return LOST
+    document.end(a.part)
     outcomes = document.part(a.part).values()
     passed = sum(said.startswith("PASS") for said in outcomes)
     print(f"{passed} of {len(outcomes)} cells pass", flush=True)

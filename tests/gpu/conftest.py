@@ -88,3 +88,5 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.stash.get(_lost, False):
         session.exitstatus = LOST
+    elif OUT:
+        Document(Path(OUT)).end("tests")

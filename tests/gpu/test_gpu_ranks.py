@@ -99,11 +99,12 @@ def stopped(comm: Communicator) -> str:
 
 @pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=more)])
 def test_a_failed_communicator_leaves_the_device_usable(kind: str) -> None:
-    said = ranks(one_is_absent, 3, kind=kind)
+    several = 2 if EMULATED else 3
+    said = ranks(one_is_absent, several, kind=kind)
     assert all("all_reduce" in text for text in said[1:]), said
     said = ranks(calls_differ, 2, kind=kind)
     assert "MismatchError" in said, said
-    ranks(stopped, 3, kind=kind)
+    ranks(stopped, several, kind=kind)
     ranks(alive, 2, kind=kind)  # a new communicator in this process, and in new ones
     assert (torch.ones(5, device=PLACE) * 2).tolist() == [2.0] * 5
 
