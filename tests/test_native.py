@@ -15,6 +15,7 @@ KINDS = {  # what to instrument: world sizes of engine_test
     "address,undefined": ["1", "2", "3"],
     "thread": ["2", "3"],  # threads only: it does not see across processes
 }
+CORE_AND_ENGINE = ("engine_test", "deadlock_test", "faults_test", "hosts_test", "core_test", "trace_test")
 EMULATED = sorted(path.stem for pattern in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{pattern}*_test.cpp"))
 needs_x86 = pytest.mark.skipif(not EMULATES, reason="the emulated GPU switches stacks in x86-64 assembly")
 ANNOUNCED = re.compile(r"^//\s+(\d+)\s+(\S+)\s+(\w+)\s+(.*)$", re.MULTILINE)  # a line of cuda_faults.h
@@ -22,14 +23,10 @@ ANNOUNCED = re.compile(r"^//\s+(\d+)\s+(\S+)\s+(\w+)\s+(.*)$", re.MULTILINE)  # 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
-def test_core_and_engine(kind: str) -> None:
-    at = build(kind)
-    run(str(at / "core_test"), limit_s=120)
-    run(str(at / "faults_test"), limit_s=130)
-    run(str(at / "deadlock_test"), *(["quick"] if kind else []), limit_s=220)
-    run(str(at / "trace_test"), limit_s=120)
-    run(str(at / "hosts_test"), "quick", limit_s=130)
-    run(str(at / "engine_test"), "quick", *KINDS[kind], limit_s=290)
+@pytest.mark.parametrize("test", CORE_AND_ENGINE, ids=lambda test: test.removesuffix("_test"))
+def test_core_and_engine(test: str, kind: str) -> None:
+    words = {"engine_test": ["quick", *KINDS[kind]], "hosts_test": ["quick"], "deadlock_test": ["quick"] * bool(kind)}
+    run(str(build(kind) / test), *words.get(test, []), limit_s=290)
 
 
 @pytest.mark.timeout(900)

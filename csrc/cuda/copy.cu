@@ -2,7 +2,7 @@
 //
 //   known    the launch has the pointers of all ranks: plain copies, no flags
 //   direct   the ranks tell each other where their buffers lie, and all that a peer must touch are visible: push to
-//            the peers' outputs or pull from the root's input, then meet
+//            the peers' outputs or pull from the root's input, or both, then meet
 //   staged   else: window by window through the staging areas: write, meet, pull
 //
 // No deadlock: the ranks wait for each other only in announce() and in meets, and all ranks' blocks of a channel decide
@@ -71,13 +71,22 @@ class CopyBlock {
   // ---- direct ---------------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE bool pulls() const { return args_.op == Op::kBroadcast || args_.op == Op::kScatter; }
+  // A broadcast whose outputs are visible too: every rank pulls a share from the root and pushes it to the others, so
+  // that the root sends the message about twice instead of once to each.
+  RINGCOMM_DEVICE bool spreads() const {
+    if (args_.op != Op::kBroadcast) return false;
+    for (int p = 0; p < world_size(); ++p)
+      if (p != args_.root && !load_one(&said(p).output).visible) return false;
+    return true;
+  }
   // Whether `peer` has a buffer that others touch.
-  RINGCOMM_DEVICE bool is_touched(int peer) const {
+  RINGCOMM_DEVICE bool is_touched(int peer, bool spreads) const {
     const bool rooted = pulls() || args_.op == Op::kGather;
-    return !rooted || peer == args_.root;
+    return !rooted || spreads || peer == args_.root;
   }
   RINGCOMM_DEVICE Location touched(int peer) const {
-    return load_one(pulls() ? &said(peer).input : &said(peer).output);
+    const bool input = pulls() && (peer == args_.root || args_.op == Op::kScatter);
+    return load_one(input ? &said(peer).input : &said(peer).output);
   }
 
   // From what all ranks know alike. Parts are where the peers expect them only if they are even, and an all_to_all in
@@ -85,7 +94,7 @@ class CopyBlock {
   RINGCOMM_DEVICE bool sees_all_buffers() const {
     if (args_.signed_count & kUneven) return false;
     for (int p = 0; p < world_size(); ++p) {
-      if (!is_touched(p)) continue;
+      if (!is_touched(p, false)) continue;
       const Location at = touched(p), input = load_one(&said(p).input);
       if (!at.visible) return false;
       if (args_.op == Op::kAllToAll && input.visible && at.arena == input.arena && at.where == input.where)
@@ -94,10 +103,10 @@ class CopyBlock {
     return true;
   }
   // to.of[p]: where this rank reads or writes at p. False: the host has not mapped a buffer that is said to be visible.
-  RINGCOMM_DEVICE bool find_buffers(Addresses& to) const {
+  RINGCOMM_DEVICE bool find_buffers(Addresses& to, bool spreads) const {
     const int p = block_.thread();
     bool found = true;
-    if (p < world_size() && p != rank() && is_touched(p)) {
+    if (p < world_size() && p != rank() && is_touched(p, spreads)) {
       char* const base = block_.resolve(p, touched(p));
       found = base != nullptr;
       if (!found) block_.report(Failure::kMismatch, WaitKind::kAnnouncement, p, 0, 0, signature_, signature_);
@@ -108,9 +117,20 @@ class CopyBlock {
   }
   RINGCOMM_DEVICE bool direct() const {
     RINGCOMM_SHARED(Addresses, at);
-    if (!find_buffers(at)) return false;
+    const bool spreads = this->spreads();
+    if (!find_buffers(at, spreads)) return false;
     const int root = args_.root;
-    if (args_.op == Op::kAllGather) {
+    if (spreads) {
+      const u64 nbytes = rank() == root ? exchange_.give_bytes[root] : exchange_.take_bytes[root];
+      const Slice share = shard_of(nbytes, world_size(), rank(), kLineBytes);
+      const char* const from = rank() == root ? exchange_.give[root] : at.of[root];
+      copy_tiles(block_, 0, from + share.offset, share.count, [&](const auto& f) {
+        for (int i = 0; i < world_size(); ++i) {
+          const int p = peer(i);
+          if (p != root) f((p == rank() ? exchange_.take[root] : at.of[p]) + share.offset);
+        }
+      });
+    } else if (args_.op == Op::kAllGather) {
       copy_tiles(block_, 0, exchange_.give[peer(1)], exchange_.give_bytes[peer(1)], [&](const auto& f) {
         for (int i = 1; i < world_size(); ++i) f(at.of[peer(i)]);
       });
