@@ -358,7 +358,7 @@ class Span:
     def _warn_of_time_slices(self) -> None:
         """Tells once in a process that a device shared without MPS runs one process at a time."""
         global _warned
-        if self.device.kind != "cuda" or _warned:
+        if self._inside.kind != "cuda" or _warned:
             return
         facts = self._inside.describe()
         others = int(facts["processes_on_device"]) - 1
