@@ -1,11 +1,12 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
 # make test    set up .venv, install, run every test, in three processes
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
+# make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: train test lint bench sanitize gpu setup clean
+.PHONY: train test lint bench sanitize gpu gpu-more setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -53,10 +54,13 @@ bench: setup
 sanitize: setup
 	$(BIN)/python -m pytest tests/test_native.py
 
-# Tests and benchmarks of the CUDA engine, under ten minutes; GPU_PYTHON is one with torch. See benchmarks/README.md.
+# Tests and benchmarks of the CUDA engine, each under ten minutes; GPU_PYTHON has torch. See benchmarks/README.md.
 GPU_PYTHON ?= python3
 gpu:
 	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py
+
+gpu-more:
+	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py --more
 
 clean:
 	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed

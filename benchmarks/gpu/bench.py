@@ -1,45 +1,54 @@
 """
 What the CUDA engine reaches with several ranks on one GPU, beside NCCL in the same run.
 
-    python benchmarks/gpu/bench.py [--seconds 200] [--out benchmarks/results]
+    python benchmarks/gpu/bench.py [--only headline] [--seconds 200] [--resume] [--out FILE]
     RINGCOMM_NCCL=/path/to/libnccl.so.2 python benchmarks/gpu/bench.py      # NCCL 2.30.3 or newer
 
-Writes gpu.json and gpu.md. All of it is labelled "N ranks sharing one GPU (L2/HBM)": no byte crosses a link between
-GPUs. One thread drives all ranks. Buffers are rotated, so that N * S bytes of inputs come from memory, not from L2.
-`bytes` counts what the algorithm must move through memory, read and written; its rate over that of a plain copy,
-measured in the same run, is the fraction that is left to gain.
+Writes gpu.json after every row, and gpu.md. All of it is labelled "N ranks sharing one GPU (L2/HBM)": no byte crosses a
+link between GPUs. One thread drives all ranks. Buffers are rotated, so that N * S bytes of inputs come from memory, not
+from L2. `bytes` counts what the algorithm must move through memory, read and written; its rate over that of a plain
+copy, measured in the same run, is the fraction that is left to gain.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
+from document import BEGUN, LOST, Document, default_path
+from machine import first_line
+from nccl_peer import DTYPES as NCCL_DTYPES
 from nccl_peer import Peer
-from one_thread import EMULATED, PLACE, Communicator, communicators, synchronize, together
+from one_thread import EMULATED, PLACE, Communicator, communicators, context_is_lost, synchronize, together
+from smoke import met
 
 import ringcomm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float64", "int8", "int32")
+}
 SIZES = [1 << 10, 1 << 12] if EMULATED else [1 << n for n in range(10, 29, 2)]
 LARGEST = SIZES[-1]
 ROUNDS = 1 if EMULATED else 5
 MOST_GRAPH_CALLS = 20
+CALL_S = 60.0 if EMULATED else 10.0
+CELL_S = 300.0 if EMULATED else 45.0  # the process ends itself: the GPU holds a call that its limit should have ended
+EXTRAS_S = 15.0  # for what is measured after the cells
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cell:
     """One row: an op of one size by one algorithm."""
 
@@ -48,7 +57,14 @@ class Cell:
     world_size: int
     nbytes: int  # of a rank's whole message: S
     algorithm: str = "auto"
-    apart: bool = False  # ranks meet on flags, as on several devices, although one launch holds all of them
+    how: str = "known"  # the ranks meet: see smoke.py
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks {self.op} {self.dtype} {report.size_text(self.nbytes)} {self.way}"
+
+    @property
+    def way(self) -> str:
+        return self.algorithm if self.how == "known" else f"{self.algorithm} {self.how}"
 
     def bytes_moved(self) -> float:
         """Read and written by all ranks, if nothing is found in a cache."""
@@ -78,24 +94,53 @@ class Timings:
     nccl_graph: list[float] = field(default_factory=list)
 
 
+WORLDS = (2,) if EMULATED else (4, 2, 8)
+
+
+def headline() -> Iterator[Cell]:
+    """What is asked first."""
+    for n in WORLDS[:2]:
+        for how in ("known", "apart", "staged"):
+            for nbytes in SIZES:
+                yield Cell("all_reduce", "float32", n, nbytes, how=how)
+
+
 def cells() -> Iterator[Cell]:
     """The most wanted first: what the time does not suffice for is left out from the end."""
-    worlds = (2,) if EMULATED else (4, 2, 8)
-    for n in worlds:
-        for nbytes in SIZES:
-            yield Cell("all_reduce", "float32", n, nbytes)
-    for n in worlds:
+    yield from headline()
+    for n in WORLDS:
         for op in ("reduce_scatter", "all_gather", "broadcast"):
             for nbytes in SIZES[::2] if n == 8 else SIZES:
                 yield Cell(op, "float32", n, nbytes)
         for nbytes in SIZES[1::2]:
             yield Cell("all_reduce", "bfloat16", n, nbytes)
+            yield Cell("all_reduce", "float16", n, nbytes)
             yield Cell("all_reduce", "float32", n, nbytes, "ring")
-            yield Cell("all_reduce", "float32", n, nbytes, "direct", apart=True)
+            yield Cell("all_reduce", "float32", n, nbytes, "direct", how="apart")
         for nbytes in SIZES[:5]:
-            yield Cell("all_reduce", "float32", n, nbytes, "oneshot", apart=True)
+            yield Cell("all_reduce", "float32", n, nbytes, "oneshot", how="apart")
         for op in ("reduce_scatter", "all_gather"):
             yield Cell(op, "float32", n, LARGEST, "ring")
+    for n in WORLDS[2:]:
+        for nbytes in SIZES:
+            yield Cell("all_reduce", "float32", n, nbytes)
+
+
+def types() -> Iterator[Cell]:
+    """How fast each type is added up."""
+    for n in WORLDS[:2]:
+        for dtype in DTYPES:
+            for nbytes in SIZES[-3::2]:
+                yield Cell("all_reduce", dtype, n, nbytes)
+
+
+def profiled() -> Iterator[Cell]:
+    """For a profiler: a large sum and a hop of the ring."""
+    yield Cell("all_reduce", "float32", WORLDS[0], LARGEST, "direct")
+    yield Cell("all_reduce", "float32", WORLDS[0], min(LARGEST, 1 << 24), "ring")
+
+
+CHOICES = {"all": cells, "headline": headline, "types": types}
 
 
 # ---- one cell --------------------------------------------------------------------------------------------------------
@@ -110,7 +155,7 @@ class Buffers:
         part = count // n
         given, taken = {"reduce_scatter": (part * n, part), "all_gather": (part, part * n)}.get(cell.op, (count, count))
         self.sets = max(1, min(16, -(-4 * l2_bytes // (n * cell.nbytes))))
-        pattern = torch.arange(given, device=PLACE).remainder_(13)
+        pattern = torch.arange(given, device=PLACE).remainder_(3 if dtype.itemsize == 1 else 13)
         self.inputs = [[(pattern + rank).to(dtype) for rank in range(n)] for _ in range(self.sets)]
         self.outputs = [[torch.zeros(taken, dtype=dtype, device=PLACE) for _ in range(n)] for _ in range(self.sets)]
 
@@ -130,9 +175,9 @@ def run_once(comms: list[Communicator], cell: Cell, buffers: Buffers, i: int) ->
 def wrong_elements(comms: list[Communicator], cell: Cell, buffers: Buffers) -> int:
     """Of the first set of outputs, after a call. Small whole numbers: sums are exact."""
     run_once(comms, cell, buffers, 0)
-    synchronize()
+    synchronize(comms)
     inputs, outputs, wrong = buffers.inputs[0], buffers.outputs[0], 0
-    total = torch.stack(inputs).sum(0) if "reduce" in cell.op else None
+    total = torch.stack([x.float() for x in inputs]).sum(0) if "reduce" in cell.op else None
     for rank, got in enumerate(outputs):
         if cell.op == "broadcast":
             want = got if rank == 0 else inputs[0]
@@ -141,7 +186,7 @@ def wrong_elements(comms: list[Communicator], cell: Cell, buffers: Buffers) -> i
         else:
             assert total is not None
             want = total if cell.op == "all_reduce" else total.chunk(cell.world_size)[rank]
-        wrong += int((got != want).sum())
+        wrong += int((got.float() != want.float()).sum())
     return wrong
 
 
@@ -182,10 +227,11 @@ def measure(comms: list[Communicator], cell: Cell, peer: Peer | None, l2_bytes: 
         if graph is not None:
             times.graph.append(elapsed_us(lambda: [graph.replay() for _ in range(3)], 3 * graph_calls))
         if peer is not None:
-            synchronize()
+            synchronize(comms)
             for into, as_graph in ((times.nccl_stream, False), (times.nccl_graph, True)):
                 if (us := peer.time_us(**request, graph=as_graph)) is not None:
                     into.append(us)
+    synchronize(comms)  # a call that did not run has no time
     return row_of(cell, times, wrong, buffers.sets)
 
 
@@ -214,7 +260,7 @@ def row_of(cell: Cell, times: Timings, wrong: int, sets: int) -> dict[str, Any]:
         "dtype": cell.dtype,
         "ranks": cell.world_size,
         "nbytes": cell.nbytes,
-        "algorithm": cell.algorithm + (" apart" if cell.apart else ""),
+        "algorithm": cell.way,
         "sets": sets,
         "wrong": wrong,
         "us": best,
@@ -283,141 +329,150 @@ def packing() -> list[dict[str, Any]]:
 
 def one_block() -> dict[str, float]:
     """Bus bandwidth of two ranks with one block each: what every channel of a link must give."""
-    os.environ.update(RINGCOMM_CUDA_LAYOUT="channels=1", RINGCOMM_CUDA_APART="1")
+    os.environ["RINGCOMM_CUDA_LAYOUT"] = "channels=1"
     found = {}
     try:
-        with communicators(2) as comms:
+        with met("apart"), communicators(2, CALL_S) as comms:
             for algorithm in ("ring", "direct"):
-                cell = Cell("all_reduce", "float32", 2, SIZES[-1] if EMULATED else 64 << 20, algorithm, apart=True)
+                cell = Cell("all_reduce", "float32", 2, SIZES[-1] if EMULATED else 64 << 20, algorithm, "apart")
                 found[algorithm] = measure(comms, cell, None, 0)["busbw_gbps"]
     finally:
-        del os.environ["RINGCOMM_CUDA_LAYOUT"], os.environ["RINGCOMM_CUDA_APART"]
+        del os.environ["RINGCOMM_CUDA_LAYOUT"]
     return found
-
-
-def flag_round_trip() -> dict[str, Any]:
-    """Nanoseconds of a flag from one block to another and back."""
-    if EMULATED:
-        return {"reason": "not measured on an emulated device"}
-    program = ROOT / "build" / "ping_pong"
-    major, minor = torch.cuda.get_device_capability()
-    nvcc = os.environ.get("RINGCOMM_NVCC") or "nvcc"
-    build = [nvcc, "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", f"-arch=sm_{major}{minor}", "-o", str(program)]
-    try:
-        program.parent.mkdir(exist_ok=True)
-        subprocess.run([*build, str(Path(__file__).with_name("ping_pong.cu"))], check=True, timeout=60)
-        done = subprocess.run([str(program)], check=True, timeout=30, capture_output=True, text=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"reason": f"{type(error).__name__}: {error}"}
-    middle, least, most = (float(word) for word in done.stdout.split())
-    return {"ns": middle, "least_ns": least, "most_ns": most}
-
-
-def facts() -> dict[str, Any]:
-    """What was measured on what."""
-    found: dict[str, Any] = {
-        "ringcomm": ringcomm.__version__,
-        "build": dict(ringcomm.build_info()),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if EMULATED:
-        return found | {"device": "an emulated one", "multiprocessors": 4, "l2_bytes": 1 << 12}
-    device = torch.cuda.get_device_properties(0)
-    return found | {
-        "device": device.name,
-        "multiprocessors": device.multi_processor_count,
-        "l2_bytes": device.L2_cache_size,
-        "memory_bytes": device.total_memory,
-    }
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 
 class Bench:
-    """Runs cells until the time is up; keeps the communicators and the peer of the last number of ranks."""
+    """Runs cells until the time is up, and keeps what came of each; a failed one costs the others nothing."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, document: Document, seconds: float) -> None:
+        self.document = document
         self.deadline = time.monotonic() + seconds
-        self.facts = facts()
-        self.rows: list[dict[str, Any]] = []
-        self.left_out: list[str] = []
-        self.peer_reasons: dict[int, str] = {}
-        self.peer_version = ""
+        properties = None if EMULATED else torch.cuda.get_device_properties(0)
+        self.l2_bytes = properties.L2_cache_size if properties else 1 << 12
+        self.multiprocessors = properties.multi_processor_count if properties else 4
+        self.failed = self.left_out = 0
 
-    def run(self) -> None:
-        groups: dict[tuple[int, bool], list[Cell]] = {}
-        for cell in cells():
-            groups.setdefault((cell.world_size, cell.apart), []).append(cell)
-        for (world_size, apart), group in groups.items():
-            if apart:
-                os.environ["RINGCOMM_CUDA_APART"] = "1"
-            try:
-                self.run_group(world_size, apart, group)
-            finally:
-                os.environ.pop("RINGCOMM_CUDA_APART", None)
-
-    def run_group(self, world_size: int, apart: bool, group: list[Cell]) -> None:
-        peer = None if apart else self.start_peer(world_size)
-        try:
-            with communicators(world_size) as comms:
-                for cell in group:
-                    if time.monotonic() > self.deadline:
-                        self.left_out.append(str(cell))
-                        continue
-                    beside = peer if cell.algorithm == "auto" else None
-                    row = measure(comms, cell, beside, self.facts["l2_bytes"])
-                    self.rows.append(row | {"most_blocks_of_a_rank": int(comms[0].describe()["channels"])})
-                    print(report.line(self.rows[-1]), flush=True)
-        finally:
+    def run(self, wanted: Iterable[Cell]) -> None:
+        groups: dict[tuple[int, str], list[Cell]] = {}
+        for cell in wanted:
+            groups.setdefault((cell.world_size, cell.how), []).append(cell)
+        for (world_size, how), group in groups.items():
+            peer = self.start_peer(world_size) if how == "known" else None
+            while group:
+                group = group[self.run_group(group, peer) :]
+                self.stop_if_lost()
             if peer is not None:
-                self.peer_reasons[world_size] = peer.reason
-                peer.close()
+                self.end_peer(peer, world_size)
+
+    def run_group(self, group: list[Cell], peer: Peer | None) -> int:
+        """Cells of one set of communicators, until one fails; how many have an outcome."""
+        ended, cell = 0, group[0]
+        try:
+            with met(cell.how), communicators(cell.world_size, CALL_S) as comms:
+                for cell in group:
+                    ended += 1
+                    if time.monotonic() > self.deadline:
+                        self.left_out += 1
+                        continue
+                    self.document.put("cells", {str(cell): BEGUN})
+                    faulthandler.dump_traceback_later(CELL_S, exit=True)
+                    beside = peer if cell.algorithm == "auto" and cell.dtype in NCCL_DTYPES else None
+                    row = measure(comms, cell, beside, self.l2_bytes)
+                    row["most_blocks_of_a_rank"] = int(comms[0].describe()["channels"])
+                    self.document.put("collectives", {str(cell): row})
+                    self.document.put("cells", {str(cell): f"FAIL: {row['wrong']} WRONG" if row["wrong"] else "ok"})
+                    self.failed += bool(row["wrong"])
+                    print(report.line(row), flush=True)
+        except Exception as error:
+            for each in [cell] if ended else group:  # without communicators there is nothing to run any on
+                self.failed += 1
+                self.document.put("cells", {str(each): f"FAIL: {first_line(error)}"})
+                print(f"FAIL {each}: {first_line(error)}", flush=True)
+            return ended or len(group)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return ended
+
+    def stop_if_lost(self) -> None:
+        if self.failed and context_is_lost():
+            print("the CUDA context of this process is lost", flush=True)
+            sys.exit(LOST)
+
+    def extra(self, name: str, measure: Callable[[], Any]) -> None:
+        """Something else, once; what goes wrong with it is noted."""
+        if name in self.document.part("extras"):
+            return
+        try:
+            self.document.put("extras", {name: measure()})
+        except Exception as error:
+            self.failed += 1
+            self.document.put("failed", {name: first_line(error)})
+            print(f"FAIL {name}: {first_line(error)}", flush=True)
+            self.stop_if_lost()
 
     def start_peer(self, world_size: int) -> Peer | None:
         library = os.environ.get("RINGCOMM_NCCL", "")
-        if EMULATED or not library:
+        if EMULATED or not library or f"NCCL with {world_size} ranks" in self.document.part("failed"):
             return None
-        peer = Peer(library, world_size, self.facts["multiprocessors"], limit_s=30)
-        self.peer_version = peer.version or self.peer_version
-        if peer.reason:
-            print(f"NCCL with {world_size} ranks: {peer.reason}", flush=True)
+        peer = Peer(library, world_size, self.multiprocessors, limit_s=15)
+        if peer.version:
+            self.document.put("extras", {"nccl": peer.version})
         return peer
+
+    def end_peer(self, peer: Peer, world_size: int) -> None:
+        if peer.reason:
+            self.document.put("failed", {f"NCCL with {world_size} ranks": peer.reason})
+            print(f"NCCL with {world_size} ranks: {peer.reason}", flush=True)
+        peer.close()
+
+
+def run_profiled() -> None:
+    """One call of each cell and one to warm up, for a profiler."""
+    for cell in profiled():
+        with communicators(cell.world_size, CALL_S) as comms:
+            buffers = Buffers(cell, 0)
+            for i in range(2):
+                run_once(comms, cell, buffers, i)
+            synchronize(comms)
+        print(f"ran {cell}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for gpu.json and gpu.md"
-    )
+    parser.add_argument("--out", type=Path, default=default_path(), help="gpu.json, wherever it is; gpu.md beside it")
+    parser.add_argument("--only", choices=tuple(CHOICES), default="all", help="some of the cells")
     parser.add_argument("--seconds", type=float, default=200, help="cells that begin after this are left out")
+    parser.add_argument("--resume", action="store_true", help="leave out what has an outcome in the file")
+    parser.add_argument("--profile", action="store_true", help="run two calls for a profiler, and time nothing")
     a = parser.parse_args()
     if reason := ringcomm._C.why_no_cuda():
         print(f"bench.py needs a CUDA device: {reason}", file=sys.stderr)
         return 2
-    bench = Bench(a.seconds)
-    document: dict[str, Any] = {
-        "label": "N ranks sharing one GPU (L2/HBM)",
-        "emulated": EMULATED,
-        **bench.facts,
-        "copy_gbps": copy_gbps(bench.facts["l2_bytes"]),
-        "flag_round_trip": flag_round_trip(),
-        "one_block_busbw_gbps": one_block(),
-        "packing": packing(),
-    }
-    try:
-        bench.run()
-    finally:  # what was measured until something broke
-        document |= {"collectives": bench.rows, "left_out": bench.left_out}
-        document |= {
-            "nccl": bench.peer_version,
-            "nccl_failed": {n: text for n, text in bench.peer_reasons.items() if text},
-        }
-        a.out.mkdir(parents=True, exist_ok=True)
-        report.write(document, a.out)
-    wrong = sum(row["wrong"] for row in bench.rows)
-    return 1 if wrong or not bench.rows else 0
+    if a.profile:
+        run_profiled()
+        return 0
+    document = Document(a.out)
+    if not a.resume:
+        document.clear("cells", "collectives", "extras", "failed")
+    bench = Bench(document, a.seconds - (EXTRAS_S if a.only == "all" else 0))
+    document.put(
+        "facts", {"ringcomm": ringcomm.__version__, "build": dict(ringcomm.build_info()), "emulated": EMULATED}
+    )
+    bench.extra("copy_gbps", partial(copy_gbps, bench.l2_bytes))
+    known = document.part("cells")
+    bench.run(cell for cell in dict.fromkeys(CHOICES[a.only]()) if str(cell) not in known)
+    if a.only == "all":
+        bench.extra("one_block_busbw_gbps", one_block)
+        bench.extra("packing", packing)
+    if bench.left_out:
+        print(f"{bench.left_out} cells were left out: the time was up", flush=True)
+    document.put("left out", {a.only: bench.left_out})
+    document.end("cells")
+    report.write(a.out)
+    return int(bench.failed > 0 or not document.part("collectives"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from ringcomm.arrays.devices import EMULATED, Device
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.endpoint import Endpoint
+from ringcomm.errors import CollectiveTimeoutError
 
 PLACE = "cpu" if EMULATED else "cuda:0"
 """Where torch makes tensors for the ranks: an emulated device's memory is the host's."""
@@ -19,21 +20,35 @@ PLACE = "cpu" if EMULATED else "cuda:0"
 
 @contextmanager
 def communicators(world_size: int, timeout_s: float = 60) -> Iterator[list[Communicator]]:
-    """Communicators of all ranks, by rank; each call on them must be asynchronous."""
+    """Communicators of all ranks, by rank; each call on them must be asynchronous. ``timeout_s`` limits every call."""
     ends = [Endpoint("cuda", rank, world_size, int(timeout_s * 1000), Device("cuda", 0)) for rank in range(world_size)]
     handles = [end.handle() for end in ends]
-    threads = [threading.Thread(target=end.connect, args=(handles,), daemon=True) for end in ends]
+    failures: list[BaseException] = []
+
+    def connect(end: Endpoint) -> None:
+        try:
+            end.connect(handles)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=connect, args=(end,), daemon=True) for end in ends]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(2 * timeout_s)
+    if failures:
+        raise failures[0]
+    if any(thread.is_alive() for thread in threads):
+        raise CollectiveTimeoutError(f"connect: {world_size} ranks expected to connect within {2 * timeout_s:g} s")
     comms = [Communicator(end) for end in ends]
     try:
         yield comms
     finally:
-        synchronize()
-        for comm in comms:
-            comm.close()
+        try:
+            synchronize()
+        finally:
+            for comm in comms:
+                comm.close()
 
 
 def together(comms: list[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
@@ -42,6 +57,20 @@ def together(comms: list[Communicator], call: Callable[[Communicator], Any]) -> 
     return [work.wait() for work in works]
 
 
-def synchronize() -> None:
+def synchronize(comms: Sequence[Communicator] = ()) -> None:
+    """Waits for the device; raises what any of the communicators found wrong meanwhile."""
     if not EMULATED:
         torch.cuda.synchronize()
+    for comm in comms:
+        comm.synchronize()
+
+
+def context_is_lost() -> bool:
+    """Whether a sticky error has ended this process's use of the GPU: nothing but a new process helps."""
+    if EMULATED:
+        return False
+    try:
+        torch.cuda.synchronize()
+        return bool((torch.ones(4, device=PLACE) + 1).sum() != 8)
+    except RuntimeError:
+        return True

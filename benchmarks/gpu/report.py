@@ -1,11 +1,12 @@
-"""gpu.json and gpu.md: the rows, and how far they are from what was aimed at."""
+"""gpu.md: gpu.json as tables, and how far its numbers are from what was aimed at."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from document import LABEL, Document
 
 Row = dict[str, Any]
 
@@ -33,8 +34,9 @@ def line(row: Row) -> str:
 
 def targets(document: dict[str, Any]) -> list[str]:
     """What was aimed at, and what came of it."""
-    rows: list[Row] = document["collectives"]
-    copy = document["copy_gbps"]
+    rows, copy = list(document.get("collectives", {}).values()), copy_gbps(document)
+    if not copy:
+        return ["| everything | a share of copy | the copy was not measured |"]
 
     def fraction(text: str, least: float, wanted: Callable[[Row], bool]) -> str:
         found = [row["moved_gbps"] / copy for row in rows if wanted(row)]
@@ -72,53 +74,92 @@ def targets(document: dict[str, Any]) -> list[str]:
     lines.append(
         f"| up to 16 KiB in a graph, N = 2 | at most 6 us | {f'{max(small):.1f} us' if small else 'not measured'} |"
     )
-    for row in document["packing"]:
+    for row in document.get("extras", {}).get("packing", []):
         got = f"{row['pack_gbps'] / copy:.0%}, {row['ours_over_foreach']:.2f}x"
         lines.append(f"| pack + cast + scale to {row['to']} | 90% of copy, 1.5x of torch._foreach_copy_ | {got} |")
     return lines
 
 
-def markdown(document: dict[str, Any]) -> str:
-    """The document as tables."""
-    copy, rows = document["copy_gbps"], document["collectives"]
-    trip = document["flag_round_trip"]
+def copy_gbps(document: dict[str, Any]) -> float:
+    """What a plain copy moves, by torch or else by the probe; 0 where neither came to it."""
+    extras, probe = document.get("extras", {}), document.get("probe", {})
+    return float(extras.get("copy_gbps") or probe.get("copy_gbps") or 0)
+
+
+def headline(document: dict[str, Any]) -> list[str]:
+    """Microseconds of an all_reduce by size, each way that ranks meet beside the others."""
+    rows = [row for row in document.get("collectives", {}).values() if row["op"] == "all_reduce"]
+    rows = [row for row in rows if row["dtype"] == "float32" and row["algorithm"].split()[0] == "auto"]
+    ways = {"auto": "known", "auto apart": "apart", "auto staged": "staged"}
+    lines = [f"| N | S | {' | '.join(ways.values())} | NCCL |", "|---|---|" + "---|" * (len(ways) + 1)]
+    for ranks, nbytes in sorted({(row["ranks"], row["nbytes"]) for row in rows}):
+        here = {row["algorithm"]: row for row in rows if (row["ranks"], row["nbytes"]) == (ranks, nbytes)}
+        times = [number(here[way]["us"]) if way in here else "" for way in ways]
+        peer = next((number(row["nccl_us"]) for row in here.values() if row["nccl_us"]), "")
+        lines.append(f"| {ranks} | {size_text(nbytes)} | {' | '.join(times)} | {peer} |")
+    return lines
+
+
+def collectives(document: dict[str, Any]) -> list[str]:
+    """Every row."""
+    copy, rows = copy_gbps(document), document.get("collectives", {}).values()
     lines = [
-        f"# {document['label']}",
-        "",
-        f"{document['device']}, {document['multiprocessors']} multiprocessors; ringcomm {document['ringcomm']} "
-        f"({document['build'].get('cuda', '')}), torch {document['torch']}, NCCL {document['nccl'] or 'not measured'}. "
-        f"A plain copy moves {copy:,.0f} GB/s, read and written. One thread drives all ranks; no byte crosses a link "
-        "between GPUs. Rates are GB/s.",
-        "",
-        "| aimed at | | reached |",
-        "|---|---|---|",
-        *targets(document),
-        "",
-        f"Flag round trip between two blocks: {trip['ns']:,.0f} ns."
-        if "ns" in trip
-        else f"Flag round trip: {trip['reason']}.",
-        "Bus bandwidth of two ranks with one block each, GB/s: "
-        + ", ".join(f"{name} {rate:.1f}" for name, rate in document["one_block_busbw_gbps"].items())
-        + ".",
-        "",
         "| N | op | type | S | algorithm | us stream | us graph | algbw | busbw | moved | of copy | NCCL us | ratio |",
         "|" + "---|" * 13,
     ]
     for row in sorted(rows, key=lambda row: (row["ranks"], row["op"], row["dtype"], row["algorithm"], row["nbytes"])):
+        share = f"{row['moved_gbps'] / copy:.0%}" if copy else ""
         cells = [
             *(str(row["ranks"]), row["op"], row["dtype"], size_text(row["nbytes"]), row["algorithm"]),
             *(number(row["us_stream"]), number(row["us_graph"]), number(row["algbw_gbps"]), number(row["busbw_gbps"])),
-            *(number(row["moved_gbps"], 0), f"{row['moved_gbps'] / copy:.0%}"),
-            *(number(row["nccl_us"]), number(row["nccl_over_ours"], 2)),
+            *(number(row["moved_gbps"], 0), share, number(row["nccl_us"]), number(row["nccl_over_ours"], 2)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [f"\nNCCL with {ranks} ranks: {reason}." for ranks, reason in document["nccl_failed"].items()]
-    if document["left_out"]:
-        lines.append(f"\n{len(document['left_out'])} cells were left out: the time was up.")
+    return lines
+
+
+def outcomes(document: dict[str, Any]) -> list[str]:
+    """How many cells and tests ended how, and each that failed."""
+    lines = []
+    for part in ("smoke", "sanitizer", "tests", "cells"):
+        said = document.get(part, {})
+        failed = {name: text for name, text in said.items() if text.startswith("FAIL")}
+        skipped = sum(text.startswith("SKIP") for text in said.values())
+        if said:
+            lines.append(f"* {part}: {len(said) - len(failed) - skipped} of {len(said)} pass, {skipped} left out")
+        lines += [f"  * `{name}`: {text}" for name, text in failed.items()]
+    lines += [f"* failed: {name}: {text}" for name, text in document.get("failed", {}).items()]
+    return lines
+
+
+def pairs(part: dict[str, Any]) -> list[str]:
+    return [f"| {name} | {value} |" for name, value in part.items()]
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The document as tables."""
+    extras = document.get("extras", {})
+    blocks = extras.get("one_block_busbw_gbps", {})
+    copy = copy_gbps(document)
+    lines = [
+        f"# {LABEL}",
+        "",
+        "One thread drives all ranks; no byte crosses a link between GPUs. Rates are GB/s, times microseconds. A plain "
+        f"copy moves {f'{copy:,.0f} GB/s, read and written' if copy else 'an unknown rate'}. NCCL "
+        f"{extras.get('nccl', 'was not measured')}. Bus bandwidth of two ranks with one block each: "
+        f"{', '.join(f'{name} {rate:.1f}' for name, rate in blocks.items()) or 'not measured'}.",
+        "",
+        *("| stage | |", "|---|---|", *pairs(document.get("stages", {})), ""),
+        *("| fact | |", "|---|---|", *pairs(document.get("facts", {})), ""),
+        *("| probe | |", "|---|---|", *pairs(document.get("probe", {})), ""),
+        *("## What failed", "", *outcomes(document), ""),
+        *("## all_reduce, float32", "", *headline(document), ""),
+        *("## What was aimed at", "", "| | | reached |", "|---|---|---|", *targets(document), ""),
+        *("## Every row", "", *collectives(document)),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def write(document: dict[str, Any], folder: Path) -> None:
-    (folder / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "gpu.md").write_text(markdown(document))
-    print(f"wrote {folder / 'gpu.json'} and gpu.md", flush=True)
+def write(path: Path) -> None:
+    """gpu.md beside gpu.json."""
+    path.with_suffix(".md").write_text(markdown(Document(path).read()))

@@ -12,14 +12,16 @@ from one_thread import PLACE, communicators, synchronize, together  # noqa: F401
 import ringcomm
 from ringcomm.arrays.devices import EMULATED
 
-LIMIT_S = 100
+LIMITS_S = {"threads": 200, "processes": 400} if EMULATED else {"threads": 15, "processes": 60}
+"""Of a test, by what its ranks are: `in_threads` and `in_processes` set them; a call has two thirds."""
+in_threads, in_processes = (pytest.mark.timeout(limit_s) for limit_s in LIMITS_S.values())
 real = pytest.mark.skipif(EMULATED, reason="needs a CUDA device that torch sees; an emulated one is not enough")
 
 
 def ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, kind: str = "threads", device: str = "cuda:0"
 ) -> list[Any]:
-    return ringcomm.run_ranks(fn, world_size, *args, ranks=kind, timeout=LIMIT_S, device=device)
+    return ringcomm.run_ranks(fn, world_size, *args, ranks=kind, timeout=LIMITS_S[kind] * 2 / 3, device=device)
 
 
 def place(x: torch.Tensor, on: str) -> torch.Tensor:

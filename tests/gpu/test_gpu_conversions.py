@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from on_gpu import LIMIT_S, place, ranks
+from on_gpu import in_threads, place, ranks
 
 from ringcomm import Communicator
 
-pytestmark = pytest.mark.timeout(LIMIT_S)
+pytestmark = in_threads
 LOWER = (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 """Lower halves of a float: on both sides of every tie of a narrower type."""
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from on_gpu import EMULATED, LIMIT_S, PLACE, ranks, real
+from on_gpu import EMULATED, PLACE, in_processes, ranks, real
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm import Communicator
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = in_processes
 
 
 def cupy_calls(comm: Communicator) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from nccl_rank import cells
-from on_gpu import LIMIT_S, real
+from on_gpu import LIMITS_S, in_processes, real
 from reference import same_bits
 
 import ringcomm
 from ringcomm import _C
 from ringcomm.comm import nccl
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), real]
+pytestmark = [in_processes, real]
 RANK = Path(__file__).with_name("nccl_rank.py")
 
 
@@ -69,13 +69,13 @@ def test_real_nccl_gives_the_bits_of_the_cpu_engine(way: str, hosts: list[int], 
         for rank, file in enumerate(files)
     ]
     try:
-        said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
+        said = [rank.communicate(timeout=LIMITS_S["processes"] * 2 / 3)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(text[-3000:] for text in said)
-    expected = ringcomm.run_ranks(cells, world_size, "cpu", timeout=LIMIT_S)
+    expected = ringcomm.run_ranks(cells, world_size, "cpu", timeout=LIMITS_S["threads"])
     for rank, file in enumerate(files):
         for at, (want, got) in enumerate(zip(expected[rank], torch.load(file), strict=True)):
             assert same_bits(want, got), f"result {at} of rank {rank}"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from on_gpu import PLACE, communicators, ranks, real, synchronize, together
+from on_gpu import PLACE, communicators, in_threads, ranks, real, synchronize, together
 
 from ringcomm import Communicator
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = in_threads
 
 
 def busy(stream: torch.cuda.Stream, cycles: int = 20_000_000) -> None:

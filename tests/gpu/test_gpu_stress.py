@@ -6,17 +6,19 @@ import random
 
 import pytest
 import torch
-from on_gpu import EMULATED, PLACE, communicators, synchronize, together
+from on_gpu import EMULATED, PLACE, communicators, in_threads, synchronize, together
 
-pytestmark = pytest.mark.timeout(300)
-CALLS = 60 if EMULATED else 100_000
+pytestmark = in_threads
+CALLS = 60 if EMULATED else 20_000
 MOST = 300 if EMULATED else 16_384
 
 
+@pytest.mark.parametrize("apart", ["1", "2"], ids=["visible", "staged"])
 @pytest.mark.parametrize("world_size", [2] if EMULATED else [2, 4])
-def test_many_calls_of_random_sizes(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packets that carry their own flag arrive whole or not at all; nothing stale of an earlier call is ever taken."""
-    monkeypatch.setenv("RINGCOMM_CUDA_APART", "1")  # so that the ranks meet on flags
+def test_many_calls_of_random_sizes(world_size: int, apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packets that carry their own flag arrive whole or not at all; nothing stale of an earlier call is ever taken, in
+    the peers' buffers or in the staging areas."""
+    monkeypatch.setenv("RINGCOMM_CUDA_APART", apart)  # the ranks meet on flags
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)

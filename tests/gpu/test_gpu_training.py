@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_training import every_stage, train_on
-from on_gpu import EMULATED, LIMIT_S, PLACE, ranks
+from on_gpu import EMULATED, PLACE, in_processes, ranks
 
-pytestmark = pytest.mark.timeout(4 * LIMIT_S)
+pytestmark = in_processes
 
 
 @pytest.mark.parametrize("world_size", [1, 3] if not EMULATED else [2])
