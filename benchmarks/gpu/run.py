@@ -125,7 +125,7 @@ def stages(capability: str, out: str) -> list[Stage]:
 
 def more_stages(capability: str, out: str) -> list[Stage]:
     """`make gpu-more`."""
-    tune = [sys.executable, "-m", "ringcomm.tools.tune", "all_reduce", "-g", "2,4", "--device", "cuda:0", "-f", "16"]
+    tune = [sys.executable, "-m", "ringcomm", "tune", "all_reduce", "-g", "2,4", "--device", "cuda:0", "-f", "16"]
     tune += ["--threads", "0", "--rounds", "3", "-o", str(Path(out).with_suffix(".tuning"))]
     types = script("bench.py", "--out", out, "--resume", "--seconds", "{seconds}", "--only", "types")
     return [
