@@ -18,8 +18,9 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
+from ringcomm import checkpoint
+from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
-from ringcomm.data_parallel import checkpoint, checkpoint_files
 from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.data_parallel.fully_shard import fully_shard
 from ringcomm.data_parallel.precision import MixedPrecision
@@ -775,7 +776,8 @@ def test_an_error_of_another_kind_reaches_all(tmp_path: Path, monkeypatch: pytes
 
 KILLED = """
 import os, sys, torch, ringcomm
-from ringcomm.data_parallel import checkpoint, checkpoint_files
+from ringcomm import checkpoint
+from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.data_parallel.shard import shard
 checkpoint_files.put_in_place = lambda *args: os._exit(9)  # all is written, nothing has its name
 model = torch.nn.Linear(3, 3)

@@ -18,7 +18,7 @@ from parity import Case, differences, train_ranks
 from test_mesh_training import Result, same, trained
 
 import ringcomm
-from ringcomm.data_parallel import checkpoint
+from ringcomm import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOSTS = ([2, 2], [2, 1, 1])

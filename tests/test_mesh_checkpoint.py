@@ -16,8 +16,8 @@ from mesh_cases import Job, Net, make, pieces_of
 from torch import nn
 
 import ringcomm
+from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
-from ringcomm.data_parallel import checkpoint
 from ringcomm.data_parallel.part import Part, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
 
