@@ -44,6 +44,12 @@ def test_the_fastest_is_chosen_where_it_gains() -> None:
     ]
 
 
+def test_the_file_names_what_all_its_groups_have() -> None:
+    device, nvlink, pcie = "device NVIDIA H200\n", "links nvlink\n", "links pcie\n"
+    assert tune._common({device, nvlink}) == [device, nvlink]
+    assert tune._common({device, nvlink, pcie}) == [device]
+
+
 def test_neighbours_of_one_choice_share_a_line() -> None:
     lines = entries("all_gather", 2, [(1024, LARGE), (4096, LARGE), (16384, LARGE)])
     assert [line.split() for line in lines] == [["all_gather", "2", "max", "direct", "0", "0"]]

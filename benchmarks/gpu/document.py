@@ -18,7 +18,7 @@ LOST = 70
 
 
 def default_path(name: str = "gpu") -> Path:
-    """In $OUT where that is set: a machine that is lent may bring back nothing else."""
+    """In $OUT where that is set, for runs on another machine that bring back that folder alone."""
     return Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results") / f"{name}.json"
 
 

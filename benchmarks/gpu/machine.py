@@ -30,7 +30,9 @@ def program(name: str) -> str:
     """Path of a program, or nothing. The one place that knows where nvcc is."""
     if name == "nvcc" and os.environ.get("RINGCOMM_NVCC"):
         return os.environ["RINGCOMM_NVCC"]
-    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    folders = [*(f"{home}/bin" for home in homes), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    folders.append("/usr/local/cuda/bin")
     return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 

@@ -5,7 +5,7 @@ Everything that needs a GPU, in one command and under ten minutes: `make gpu`. W
 
 Stages, the most telling first: facts about the machine; the build for its GPU alone, and a probe of the GPU beside it;
 smoke: does each path work at all; the headline of the benchmark; the tests, a process for each file; the rest of the
-benchmark; a checker of memory and a profiler, where these programs are; the tests that are least about the GPU. It
+benchmark; a checker of memory and a profiler, where these programs are; the tests that depend least on the GPU. It
 takes what this Python has (no network: torch 2.11 or newer, CMake, Ninja, setuptools, pytest; pybind11 or torch's copy
 of it; nvcc). RINGCOMM_NCCL names a libnccl (2.30.3 or newer) to measure beside.
 
@@ -155,6 +155,7 @@ class Runner:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "4",
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
             "RINGCOMM_GPU_OUT": str(document.path),  # for the tests
         }
 
@@ -239,7 +240,8 @@ class Runner:
         """Nothing that it started outlives it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)  # one that is stuck in the driver stays
         self.running.discard(process)
 
     @contextlib.contextmanager
@@ -250,7 +252,13 @@ class Runner:
         finally:
             for process in list(self.running):
                 self.kill(process)
+            self.write_tables()
+
+    def write_tables(self) -> None:
+        try:
             report.write(self.document.path)
+        except Exception as error:
+            print(f"the tables could not be written: {type(error).__name__}: {error}", flush=True)
 
 
 def run_all(more: bool, only: list[str], skip: list[str], runner: Runner) -> int:
@@ -263,7 +271,7 @@ def run_all(more: bool, only: list[str], skip: list[str], runner: Runner) -> int
             kind = stage.name.partition(":")[0]
             if kind not in skip and (not only or kind in only):
                 runner.run(stage)
-                report.write(runner.document.path)
+                runner.write_tables()
             if stage.name == "facts":
                 capability = runner.document.part("facts").get("capability", "")
                 wanted = (more_stages if more else stages)(capability, out)

@@ -150,7 +150,7 @@ WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool asy
   const bool barrier = any_barrier(tasks);
   enqueue(*link_, tasks, current);
   if (barrier && !link_->streams->capturing(current)) {
-    if (const Event end = link_->streams->record(current)) end->synchronize();
+    if (const Event end = link_->streams->record(current)) await(*end);
     link_->check("barrier");
   }
   return nullptr;

@@ -4,8 +4,10 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace ringcomm {
 namespace {
@@ -102,6 +104,15 @@ class HostStreams final : public Streams {
 bool reached(const c10::Event& event) {
   const RelaxedCapture relaxed;
   return event.query();
+}
+
+void await(const c10::Event& event) {
+  for (int look = 0; !reached(event); ++look) {
+    if (look < 1000)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 std::unique_ptr<Streams> device_streams(c10::Device device) { return std::make_unique<DeviceStreams>(device); }

@@ -18,6 +18,8 @@ using Event = std::optional<c10::Event>;
 // Whether the device has come there. Another thread may be capturing a graph in CUDA's global mode, which a plain query
 // would invalidate.
 bool reached(const c10::Event& event);
+// Blocks the host until it has.
+void await(const c10::Event& event);
 
 class Streams {
  public:

@@ -62,8 +62,8 @@ RINGCOMM_HD To cast(From from) {
 }
 }  // namespace bits
 
-// Storage types. `widen` is exact, `narrow` rounds once; NaN narrows to one NaN. A GPU has instructions for both
-// directions of the 16-bit types, which give these bits for every number and infinity.
+// Storage types. `widen` is exact, `narrow` rounds once; every NaN narrows to the same NaN. A GPU has instructions for
+// both directions of the 16-bit types, which give these bits for every number and infinity.
 struct BFloat16 {
   std::uint16_t raw;
 };

@@ -1,5 +1,6 @@
 #include "cuda/context.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "cuda/team.h"
@@ -18,6 +19,11 @@ std::mutex& registry_mutex() {
 std::map<std::string, std::weak_ptr<Local>>& registry() {
   static auto* const locals = new std::map<std::string, std::weak_ptr<Local>>;  // engines may outlive static objects
   return *locals;
+}
+
+std::string without_spaces(std::string text) {
+  std::replace(text.begin(), text.end(), ' ', '_');
+  return text;
 }
 
 // The channels that the entries of a tuning file ask for, unless the caller has said how many.
@@ -64,19 +70,23 @@ Context::Context(int rank, int world_size, const EngineOptions& options)
       tuning_(Tuning::from_environment()),
       threads_(threads_from_environment()),
       apart_(apart_from_environment()),
+      usual_channels_(default_layout(world_size, options).channels),
       group_(std::make_unique<Group>(rank, world_size, options.device, with_channels(options, tuning_))),
       marks_(std::make_shared<Marks>(options.device)),
       alone_(Local::of(concat("rank ", rank, " at ", this))),
       local_(alone_.get()) {
   const DeviceFacts& facts = group_->facts();
-  group_->set_settings(concat("sms=", facts.multiprocessors, ",sm=", facts.major, facts.minor, ",threads=", threads_,
+  group_->set_settings(concat("device=", without_spaces(facts.name), ",sms=", facts.multiprocessors,
+                              ",sm=", facts.major, facts.minor, ",threads=", threads_,
                               ",apart=", static_cast<int>(apart_), ",tuning=", tuning_.checksum()));
   if (apart_ == Apart::kPrivate) group_->hide_user_memory();
 }
 
-void Context::connect(const std::vector<std::string>& handles) {
-  group_->connect(handles);
-  tuning_.check_measured_on(group_->facts().name, name(group_->worst_path()), rank_);
+void Context::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
+  group_->connect(handles, [&] {
+    if (tuning_.serves(world_size_)) tuning_.check_measured_on(group_->facts().name, group_->worst_path(), rank_);
+    prepare();
+  });
   together_ = Local::of(group_->identity());
   local_.store(together_.get(), std::memory_order_release);
   if (alone_->verdict.passed()) abort(alone_->verdict.reason(), alone_->verdict.code());
@@ -85,6 +95,7 @@ void Context::connect(const std::vector<std::string>& handles) {
 Setting Context::setting() const {
   Setting setting;
   setting.layout = group_->layout();
+  setting.usual_channels = usual_channels_;
   setting.known = apart_ == Apart::kNo && static_cast<int>(group_->team().size()) == world_size_;
   setting.whole_lines = group_->worst_path() >= Path::kNvlink;
   setting.ranks_of_a_device = group_->most_ranks_of_a_device();

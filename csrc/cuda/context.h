@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -54,7 +55,7 @@ class Context {
   const Tuning& tuning() const { return tuning_; }
   Setting setting() const;
   Local& local() const { return *local_.load(std::memory_order_acquire); }
-  void connect(const std::vector<std::string>& handles);
+  void connect(const std::vector<std::string>& handles, const std::function<void()>& prepare);
 
   std::int64_t limit(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(); }
   // What kernels may report a failure of, from now on.
@@ -88,6 +89,7 @@ class Context {
   const Tuning tuning_;
   const int threads_;
   const Apart apart_;
+  const int usual_channels_;
   std::unique_ptr<Group> group_;
   std::shared_ptr<Marks> marks_;
   const std::shared_ptr<Local> alone_;  // until connected

@@ -61,9 +61,7 @@ class CudaEngine final : public Engine {
   int world_size() const override { return context_->world_size(); }
   std::string handle() const override { return context_->group().handle(); }
   void connect(const std::vector<std::string>& handles) override {
-    context_->connect(handles);
-    const DeviceGuard guard(context_->device(), rank());
-    prepare_device();
+    context_->connect(handles, [this] { prepare_device(); });
     team_ = context_->local().team(context_->group());
     team_->join(*context_);
     origin_ = {group_number(handles), rank(), world_size(), -1};
@@ -330,8 +328,8 @@ void CudaEngine::synchronize(std::uintptr_t stream) {
   }
 }
 
-// What the device does while no kernel waits for a peer yet: to create a stream, to allocate, or to load a kernel might
-// wait for running kernels, and those might wait for this rank.
+// Done while no kernel of any rank runs yet: creating a stream, allocating memory or loading a kernel may block behind
+// a running kernel, and that may wait for this rank.
 void CudaEngine::prepare_device() {
   const RelaxedCapture relaxed(rank());
   const int threads = context_->setting().threads ? context_->setting().threads : kUsualBlockThreads;

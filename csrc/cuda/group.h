@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,7 +43,8 @@ class Group {
 
   std::string handle() const;
   // Collective: waits for all ranks (at most the timeout of the options), so that each calls it in a thread of its own.
-  void connect(const std::vector<std::string>& handles);
+  // `prepare` runs when the peers are known, before any rank returns; what it throws, every rank hears of.
+  void connect(const std::vector<std::string>& handles, const std::function<void()>& prepare = {});
   bool connected() const { return connected_; }
   // What must be the same on all ranks beside the layout; without spaces. To be set before handle().
   void set_settings(const std::string& settings) { settings_ = settings; }

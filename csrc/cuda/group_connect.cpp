@@ -297,7 +297,7 @@ void Group::look_at_paths() {
   std::copy(order.begin(), order.end(), ring_order_);
 }
 
-void Group::connect(const std::vector<std::string>& handles) {
+void Group::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
   const std::lock_guard<std::mutex> lock(exchange_mutex_);
   if (started_.exchange(true))
     fail(ErrorCode::kInvalid, "connect: rank ", rank_,
@@ -318,17 +318,18 @@ void Group::connect(const std::vector<std::string>& handles) {
     meet(Mail::kAttached, end);
     for (int p = 0; p < world_size(); ++p)
       if (p != rank_) check_written(p);
+    one_process_ = std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.here(); });
+    for (int p = 0; p < world_size(); ++p)
+      if (peers_[p].here() && peers_[p].own->device == device_) team_.push_back(p);
+    one_device_ = static_cast<int>(team_.size()) == world_size();
+    look_at_paths();
+    if (prepare) prepare();
     meet(Mail::kChecked, end);
   } catch (const Error& error) {
     tell_failure(error);
     throw;
   }
   own_->segment->close_fd();
-  one_process_ = std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.here(); });
-  for (int p = 0; p < world_size(); ++p)
-    if (peers_[p].here() && peers_[p].own->device == device_) team_.push_back(p);
-  one_device_ = static_cast<int>(team_.size()) == world_size();
-  look_at_paths();
   connected_ = true;
 }
 

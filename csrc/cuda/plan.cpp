@@ -32,7 +32,7 @@ int most_channels(const Plan& plan, std::uint64_t nbytes, const Setting& setting
   const bool ring = plan.algorithm == Algorithm::kRing, oneshot = plan.algorithm == Algorithm::kOneshot;
   const std::uint64_t share = ring ? nbytes / setting.layout.world_size : nbytes;
   return static_cast<int>(
-      larger(1, smaller(ceil_div(share, oneshot ? kOneshotChannel : kChannel), setting.layout.channels)));
+      larger(1, smaller(ceil_div(share, oneshot ? kOneshotChannel : kChannel), setting.usual_channels)));
 }
 
 }  // namespace

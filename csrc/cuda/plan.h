@@ -35,15 +35,17 @@ inline constexpr int kUsualBlockThreads = kMostBlockThreads;
 // What all ranks of a communicator have in common.
 struct Setting {
   Layout layout;
-  bool known = false;        // a launch holds all ranks
+  int usual_channels = kUsualChannels;  // of a plan for which the tuning names no number
+  bool known = false;                   // a launch holds all ranks
   bool whole_lines = false;  // 128 bytes written by a warp arrive whole at every peer, as on one device and over NVLink
   int ranks_of_a_device = 1;  // the most that share one
   int threads = 0;            // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
 };
 // RINGCOMM_CUDA_THREADS, checked; 0 without it.
 int threads_from_environment();
-// For tests on one device. kApart: a launch that holds all ranks works as if it held one. kPrivate: in addition user
-// memory counts as not visible to the other ranks, so that it takes the staged path of ranks on several devices.
+// For tests on one device. kApart: ranks in one launch still meet through flags, as ranks in separate launches do.
+// kPrivate: in addition user memory counts as not visible to the other ranks, so that it takes the staged path of ranks
+// on several devices.
 enum class Apart { kNo, kApart, kPrivate };
 // RINGCOMM_CUDA_APART=0, 1 or 2, checked.
 Apart apart_from_environment();

@@ -218,7 +218,9 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
   const Kernel<TransferArgs> kernel = transfer_kernel();
   const int blocks = group.layout().p2p_channels * args.num_transfers;
-  if (const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_.device(), rank); room < blocks)
+  const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_.device(), rank) /
+                   group.most_ranks_of_a_device();
+  if (room < blocks)
     fail(ErrorCode::kUnsupported, name(calls[0]->op), ": rank ", rank, " expected room on the GPU for ", blocks,
          " blocks of ", threads, " threads, got room for ", room, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
   launch(kernel, name(calls[0]->op), dim3(group.layout().p2p_channels, args.num_transfers), threads, args, stream,

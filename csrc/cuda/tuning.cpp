@@ -139,8 +139,15 @@ std::uint64_t Tuning::checksum() const {
   return fingerprint(text);
 }
 
-void Tuning::check_measured_on(const std::string& device, const std::string& links, int rank) const {
-  if ((device_.empty() || device_ == device) && (links_.empty() || links_ == links)) return;
+bool Tuning::serves(int world_size) const {
+  return world_size > 1 &&
+         std::any_of(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.world_size == world_size; });
+}
+
+void Tuning::check_measured_on(const std::string& device, Path::Kind kind, int rank) const {
+  const std::string links = name(kind);
+  const bool same_links = links_.empty() || links_ == links || kind == Path::kUnknown;
+  if ((device_.empty() || device_ == device) && same_links) return;
   fail(ErrorCode::kInvalid, "connect: rank ", rank, " expected a tuning file measured on ", device,
        " over links of kind ", quoted(links), ", got ", source_, ", measured on ",
        device_.empty() ? "any device" : device_, " over links of kind ", quoted(links_.empty() ? "any" : links_),

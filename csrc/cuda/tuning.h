@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "cuda/topology.h"
 
 namespace ringcomm::cuda {
 
@@ -42,12 +43,15 @@ class Tuning {
   // Null: the engine's choice.
   const Entry* find(Op op, int world_size, std::uint64_t nbytes) const;
   const std::string& source() const { return source_; }
-  // That ranks which wait for each other are to have; 0: no entry asks for more than the engine's usual number.
+  // The largest number of channels that an entry asks for, if it is above the engine's usual one; else 0.
   int most_channels() const;
+  // Whether an entry is for this many ranks, two or more.
+  bool serves(int world_size) const;
   // Of all that the file says, to compare those of several ranks.
   std::uint64_t checksum() const;
-  // Throws if the entries were measured on another device or over other links than these.
-  void check_measured_on(const std::string& device, const std::string& links, int rank) const;
+  // Throws if the entries were measured on another device or over other links than these; ranks that do not see each
+  // other's devices do not know their links.
+  void check_measured_on(const std::string& device, Path::Kind links, int rank) const;
   const std::vector<Entry>& entries() const { return entries_; }
 
  private:

@@ -96,7 +96,7 @@ class Collectives(ABC):
             return call.finish(self._run(call))
         request = self._submit(call)
         with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
-            for _ in range(min(2, len(self._in_flight))):  # in turns, more than come: asking all of them costs
+            for _ in range(min(2, len(self._in_flight))):  # asks two for each that comes, since asking all costs
                 each = self._in_flight.popleft()
                 if not each[0].done:
                     self._in_flight.append(each)

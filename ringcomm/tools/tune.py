@@ -283,6 +283,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "ringcomm tune") -> int:
     return 0
 
 
+def _common(measured_on: set[str]) -> list[str]:
+    """The head of the file. Groups of some sizes may have other links than the rest: then it serves over any."""
+    words = [each.split()[0] for each in measured_on]
+    return sorted(each for each in measured_on if words.count(each.split()[0]) == 1)
+
+
 def tune(world_sizes: Sequence[int], options: Options) -> str:
     """
     Measures, and prints as it goes.
@@ -291,10 +297,10 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
     """
     import ringcomm
 
-    body, measured_on = [], ""
+    body, measured_on = [], set[str]()
     for world_size, op in product(world_sizes, options.ops):
         results, found = measure_all(op, world_size, options)
-        measured_on = found or measured_on
+        measured_on |= {*found.splitlines(keepends=True)}
         chosen = choose(results, options.sizes)
         for nbytes, candidate in chosen:
             us = results[candidate][nbytes] * 1e6
@@ -305,7 +311,7 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
         body += entries(op, world_size, chosen)
     head = [
         f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, ranks as {options.ranks_as}\n",
-        measured_on,
+        *_common(measured_on),
         "# op            world_size  up_to_bytes  algorithm channels  threads     (0: the engine's choice)\n",
     ]
     print("".join([*head, *body]), end="", flush=True)

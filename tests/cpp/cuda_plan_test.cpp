@@ -103,16 +103,19 @@ void tables() {
   require(plan(Op::kAllGather, Algorithm::kAuto, 1000, setting(2, false), t).algorithm == Algorithm::kRing,
           "copies may go round the ring");
   const Tuning there = Tuning::parse("device NVIDIA H200  # measured there\nlinks same device\n" + text, "table");
-  there.check_measured_on("NVIDIA H200", "same device", 0);
-  t.check_measured_on("anything", "nvlink", 0);
-  for (const auto& [device, links] : {std::pair("NVIDIA H100", "same device"), std::pair("NVIDIA H200", "nvlink")}) {
+  there.check_measured_on("NVIDIA H200", cuda::Path::kSame, 0);
+  there.check_measured_on("NVIDIA H200", cuda::Path::kUnknown, 0);
+  t.check_measured_on("anything", cuda::Path::kNvlink, 0);
+  require(t.serves(4) && t.serves(2) && !t.serves(3) && !t.serves(1), "world sizes of a file");
+  for (const auto& [device, links] :
+       {std::pair("NVIDIA H100", cuda::Path::kSame), std::pair("NVIDIA H200", cuda::Path::kNvlink)}) {
     bool refused = false;
     try {
       there.check_measured_on(device, links, 3);
     } catch (const Error& error) {
       refused = std::string(error.what()).find("rank 3") != std::string::npos;
     }
-    require(refused, concat("a file of another machine on ", device, " over ", links));
+    require(refused, concat("a file of another machine on ", device, " over ", name(links)));
   }
   require(t.checksum() == Tuning::parse(text + "# more\n", "other").checksum() && t.checksum() != there.checksum() &&
               t.checksum() != Tuning::parse(text + "reduce 4 max direct 0 0\n", "table").checksum(),
