@@ -1,5 +1,5 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
-# make test    set up .venv, install, run every test, in three processes
+# make test    set up .venv, install, run every test, in two processes
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
 SHELL := bash
@@ -36,8 +36,9 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
-# Each of the processes runs tests of many ranks, which wait for each other much of the time: three keep two cores busy.
-WORKERS ?= 3
+# Each of the processes runs tests of many ranks, some of which must hear of a fault within seconds: three are too many for
+# two cores.
+WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -16,10 +16,18 @@ import pytest
 from ringcomm import _C
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+# benchmarks/ and examples/ have modules of the same names, which other tests import.
+NAMES = ("run", "report", "document", "machine")
+others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 
 import run  # noqa: E402
 from document import Document  # noqa: E402
+
+sys.path.pop(0)
+for name in NAMES:
+    sys.modules.pop(name, None)
+sys.modules.update(others)
 
 EMULATED = _C.build_info()["cuda"] == "emulated"
 pytestmark = [
