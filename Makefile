@@ -36,8 +36,8 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
-# Each of the processes runs tests of many ranks, some of which must hear of a fault within seconds: three are too many for
-# two cores.
+# Each of the processes runs tests of many ranks, some of which must hear of a fault within seconds: three are too many
+# for two cores.
 WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

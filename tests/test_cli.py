@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,9 @@ def test_the_top_level_is_clean_and_has_the_exceptions() -> None:
     assert ringcomm.AbortedError is ringcomm.errors.AbortedError
     for name in ringcomm.__all__:
         assert getattr(ringcomm, name) is not None
+    stub = Path(ringcomm.__file__).with_suffix(".pyi").read_text().splitlines()
+    for line in filter(lambda line: line.startswith("from"), stub):  # the form that __init__.py reads
+        assert re.fullmatch(r"from ringcomm[\w.]* import (\w+) as \1", line), line
 
 
 def test_info_says_what_is_usable_and_why_not() -> None:

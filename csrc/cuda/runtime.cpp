@@ -183,9 +183,9 @@ bool has_context(int device) {
 #endif
 
 DeviceGuard::DeviceGuard(int device, int rank) {
-  watch_for_exit();
   int now = 0;
   check(cudaGetDevice(&now), "cudaGetDevice", rank);
+  watch_for_exit();
   if (now == device) return;
   const bool put_back = has_context(now);
   check(cudaSetDevice(device), "cudaSetDevice", rank);

@@ -217,8 +217,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog=prog, description="The fastest algorithm, channels and threads for each size.")
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="ringcomm tune", description="The fastest algorithm, channels and threads for each size."
+    )
     p.add_argument("op", nargs="*", metavar="OP", help=f"any of: {', '.join(ALGORITHMS)} (all of them)")
     p.add_argument("-g", "--ranks", type=_numbers, default=(2,), metavar="N,...", help="world sizes (2)")
     p.add_argument("--device", default="cuda", metavar="NAME", help="cuda: in turns; cuda:0: all ranks there (cuda)")
@@ -235,8 +237,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return p
 
 
-def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = _parser(prog)
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     a = parser.parse_args(list(argv))
     unknown = [op for op in a.op if op not in ALGORITHMS]
     if unknown:
@@ -249,7 +251,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     return a
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "ringcomm tune") -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """
     The command.
 
@@ -258,7 +260,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "ringcomm tune") -> int:
     from ringcomm import _C
     from ringcomm.arrays import devices
 
-    a = _parse(sys.argv[1:] if argv is None else argv, prog)
+    a = _parse(sys.argv[1:] if argv is None else argv)
     try:
         if devices.parse(a.device, "tune")[0] != "cuda":
             raise InvalidArgumentError(
@@ -272,10 +274,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "ringcomm tune") -> int:
         )  # fmt: skip
         text = tune(a.ranks, options)
     except (InvalidArgumentError, UnsupportedError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"ringcomm tune: {error}", file=sys.stderr)
         return 2
     except RingcommError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"ringcomm tune: {error}", file=sys.stderr)
         return 1
     with open(a.output, "w", encoding="utf-8") as file:
         file.write(text)

@@ -54,22 +54,22 @@ def _check_peer(peer: str | None) -> None:
     raise InvalidArgumentError(f"bench: got --peer {peer}, this torch has {', '.join(usable)}; pass one of these")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "ringcomm bench") -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """
     The command.
 
     Returns: the exit status: 0; 1 on a wrong element or an average bus bandwidth below --min-bw; 2 where the flags ask
     for what is not there; 130 after Ctrl-C.
     """
-    options = parse_options(sys.argv[1:] if argv is None else argv, prog)
+    options = parse_options(sys.argv[1:] if argv is None else argv)
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         tables = run(options)
     except (InvalidArgumentError, UnsupportedError) as error:
-        print(f"{prog}: {str(error).removeprefix('bench: ')}", file=sys.stderr)
+        print(f"ringcomm bench: {str(error).removeprefix('bench: ')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        print("ringcomm bench: interrupted", file=sys.stderr)
         return 130
     if os.environ.get("RANK", "0") == "0":
         _write(tables, options, started)

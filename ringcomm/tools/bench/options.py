@@ -110,9 +110,10 @@ def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...
     return tuple(sizes)
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [flags, see --help]",
+        prog="ringcomm bench",
+        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [flags, see --help]",
         description="Bandwidth and latency of the collectives, measured and printed as nccl-tests does.",
         epilog="Sizes take K, M, G. Exit status 1: a wrong element, or an average bus bandwidth below --min-bw.",
     )  # fmt: skip
@@ -299,14 +300,14 @@ def _check_ranges(parser: argparse.ArgumentParser, a: argparse.Namespace) -> Non
         parser.error(f"-r {a.root} is neither a rank nor 'all'")
 
 
-def parse_options(argv: Sequence[str], prog: str = "ringcomm bench") -> Options:
+def parse_options(argv: Sequence[str]) -> Options:
     """
     Options from command-line words.
 
     Returns: Options.  Raises: SystemExit (status 2) with one sentence that names the flag, what it got and what to
     write instead.
     """
-    parser = build_parser(prog)
+    parser = build_parser()
     a = parser.parse_args(list(argv))
     _refuse(parser, a)
     _check_ranges(parser, a)
