@@ -8,6 +8,7 @@ the backend that is looked at, as the last step of `init_process_group` and `new
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import inspect
@@ -84,6 +85,7 @@ class Tests:
     def __init__(self, job: Job, folder: Path | None, limit_s: float) -> None:
         self.job, self.limit_s = job, limit_s
         self.groups = os.memfd_create("groups")  # a byte for every process group that a rank made
+        fcntl.fcntl(self.groups, fcntl.F_SETFL, os.O_APPEND)  # else ranks that write at once write at one position
         os.environ.update(_environment(job.ranks, limit_s))
         import ringcomm  # noqa: F401  registers the backend
 
