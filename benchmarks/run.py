@@ -1,5 +1,5 @@
 """
-The measurements that the README quotes: one command for all, one file of numbers for each.
+The measurements that docs/performance.md quotes: one command for all, one file of numbers for each.
 
     python benchmarks/run.py                 # everything (about 15 minutes on 2 cores)
     python benchmarks/run.py dist-2 train    # some of it
