@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.context import context_parallel, shard_sequence
-from ringcomm.data_parallel.part import part_of, take
+from ringcomm.data_parallel.shard_spec import part_of, take
 from ringcomm.errors import AbortedError, RingcommError
 
 COLUMNS = ("tp, its plan", "tp, our plan", "pp, middle", "pp, elsewhere", "cp", "together", "generate")

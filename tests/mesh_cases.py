@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
 from ringcomm.data_parallel.norm import total_norm
-from ringcomm.data_parallel.part import Part, part_of, take
+from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
 from ringcomm.pipeline_parallel.cuts import split
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.tensor_parallel.plan import Colwise, parallelize
@@ -188,7 +188,7 @@ class Job:
         self.optimizer.zero_grad()
         return norm
 
-    def parts(self) -> dict[str, tuple[Part, torch.Tensor]]:
+    def parts(self) -> dict[str, tuple[ShardSpec, torch.Tensor]]:
         """By its names in the whole model, where this rank's part of each parameter lies, and the part."""
         found = {}
         with ringcomm.whole(self.pipe):
@@ -197,7 +197,7 @@ class Job:
         return found
 
 
-def pieces_of(whole: torch.Tensor, part: Part, local: torch.Tensor) -> torch.Tensor:
+def pieces_of(whole: torch.Tensor, part: ShardSpec, local: torch.Tensor) -> torch.Tensor:
     """Of a whole tensor what a rank is to have."""
     return whole if part.dim is None else take(whole, part, local.shape[part.dim])
 

@@ -28,7 +28,7 @@ from training_runner import Failure, clip_by_exact_norm, same_bits
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
-from ringcomm.data_parallel.part import Part, part_of, take
+from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.tensor_parallel import Colwise
 
@@ -74,7 +74,7 @@ class Seen:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    weights: dict[str, tuple[Part, torch.Tensor]] = field(default_factory=dict)
+    weights: dict[str, tuple[ShardSpec, torch.Tensor]] = field(default_factory=dict)
 
 
 # ---- one process -------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def plain(program: Program, places: list[Place] | None = None, scale: float = 1.
         with torch.no_grad():
             model.eval()
             seen.losses += [float(each) for each in _losses(program, model, places)]
-    seen.weights = {name: (Part(), p.detach()) for name, p in model.named_parameters(remove_duplicate=False)}
+    seen.weights = {name: (ShardSpec(), p.detach()) for name, p in model.named_parameters(remove_duplicate=False)}
     return seen
 
 
@@ -349,7 +349,7 @@ class Job:
                 return self.averaged(_loss(self.model, 0, *rows))
             return self.averaged(self.model.evaluate(*self.given(rows), **self.named(0, rows)).loss)
 
-    def weights(self) -> dict[str, tuple[Part, torch.Tensor]]:
+    def weights(self) -> dict[str, tuple[ShardSpec, torch.Tensor]]:
         """This rank's parts."""
         with ringcomm.whole(self.model):
             named = self.model.named_parameters(remove_duplicate=False)

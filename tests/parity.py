@@ -255,16 +255,16 @@ def train_alone(case: Case, steps: int = 3) -> Result:
 @contextlib.contextmanager
 def background_is(value: bool) -> Iterator[None]:
     """Ranks whose collectives run in the background, or not, whatever the machine; entered once for all threads."""
-    from ringcomm.data_parallel import ranks
+    from ringcomm.data_parallel import group
 
-    made = ranks.Ranks.__init__
+    made = group.DataParallelGroup.__init__
 
     def init(self: Any, *args: Any) -> None:
         made(self, *args)
         self.background = value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.Ranks, "__init__", init)
+        patch.setattr(group.DataParallelGroup, "__init__", init)
         yield
 
 

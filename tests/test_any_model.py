@@ -399,7 +399,7 @@ def test_some_ranks_have_reentrant_checkpoints_before_others() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.shared = nn.Linear(WIDTH, 20), nn.Linear(20, 20)  # a flat group each
+            self.first, self.shared = nn.Linear(WIDTH, 20), nn.Linear(20, 20)  # a bucket each
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             checkpoints, x = bool(x.sum() > 0), self.first(x)

@@ -21,10 +21,10 @@ import ringcomm
 from ringcomm import checkpoint
 from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
-from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.data_parallel.fully_shard import fully_shard
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
+from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
 
 torch.set_num_threads(1)

@@ -48,10 +48,10 @@ ROOT_NAMES = {"_C", "_c10d", "__version__"}
 CIRCLES = [
     {"comm.communicator", "comm.process_group", "comm.rendezvous"},
     {
-        *("data_parallel.arguments", "data_parallel.clip", "data_parallel.flat_model", "data_parallel.gradient"),
-        *("data_parallel.group", "data_parallel.join", "data_parallel.meta", "data_parallel.offload"),
+        *("data_parallel.arguments", "data_parallel.clip", "data_parallel.sharded_model", "data_parallel.grad_buffer"),
+        *("data_parallel.bucket", "data_parallel.join", "data_parallel.meta", "data_parallel.offload"),
         *("data_parallel.optimizer", "data_parallel.optimizer_state", "data_parallel.options", "data_parallel.place"),
-        *("data_parallel.precision", "data_parallel.ranks", "data_parallel.sharded_gradient"),
+        *("data_parallel.precision", "data_parallel.group", "data_parallel.sharded_gradient"),
         *("data_parallel.sharded_parameter", "data_parallel.unit"),
     },
 ]

@@ -409,7 +409,7 @@ def test_checkpointing_leaves_the_order_of_reductions() -> None:
         nested(comm, model)
         flat, seen = model._ringcomm_unit.flat, []
         for group in flat.order:
-            group.gradient.settle = partial(noted, seen, group, group.gradient.settle)
+            group.gradient.finish_reduce = partial(noted, seen, group, group.gradient.finish_reduce)
         loss_of(model, comm.rank, 0).backward()
         return seen, flat.ranks.traffic["all_gather calls"]
 
@@ -469,7 +469,7 @@ def test_torchs_policies() -> None:
             )
         policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
         fully_shard(model, comm=comm, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        group = model.blocks[0]._ringcomm_unit.groups[0]
+        group = model.blocks[0]._ringcomm_unit.buckets[0]
         assert (group.types.compute, group.types.wire, group.types.master) == (
             torch.bfloat16,
             torch.bfloat16,  # torch's None: as param_dtype
@@ -485,7 +485,7 @@ def test_torchs_policies() -> None:
         assert_same(a, b)
 
     def none(comm: Any, model: Any) -> Any:
-        return by_blocks(comm, model, offload_policy=OffloadPolicy())._ringcomm_unit.groups[0].master_device
+        return by_blocks(comm, model, offload_policy=OffloadPolicy())._ringcomm_unit.buckets[0].master_device
 
     assert on_ranks(none) == [None] * WORLD
 
@@ -598,7 +598,7 @@ def _in_processes() -> Any:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    units = {id(m._ringcomm_unit.groups[0].ranks) for m in model.modules() if isinstance(m, FSDPModule)}
+    units = {id(m._ringcomm_unit.buckets[0].ranks) for m in model.modules() if isinstance(m, FSDPModule)}
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     found = train(_Rank(dist.get_rank()), model, optimizer)
     sharded = shard(reference, torch.optim.AdamW(groups_of(reference), lr=0.01), 3)

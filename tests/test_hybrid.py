@@ -14,9 +14,9 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.fully_shard import fully_shard
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.partition import PROBES, measured_bucket_bytes
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.ranks import Ranks
 from ringcomm.data_parallel.shard import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,7 +149,7 @@ def test_bucket_sizes_are_agreed_over_the_whole_mesh(monkeypatch: pytest.MonkeyP
 
     def rank(comm: Any, model: Any) -> int:
         here.rank = comm.rank
-        return measured_bucket_bytes(Ranks(*pair_of(comm, 2)))
+        return measured_bucket_bytes(DataParallelGroup(*pair_of(comm, 2)))
 
     monkeypatch.setattr("time.perf_counter", clock)
     found = on_ranks(rank)
@@ -171,7 +171,7 @@ def _in_processes() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    units = {id(group.ranks) for group in model._ringcomm_unit.flat.groups}
+    units = {id(group.ranks) for group in model._ringcomm_unit.flat.buckets}
     assert len(units) == 1
     assert_same(expected, train(rank, model, adamw(model)))
     row = make(rank)

@@ -15,8 +15,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.budget import bytes_per_rank
-from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
+from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tools import cli
 
@@ -150,7 +150,7 @@ def test_nothing_is_held_that_is_not_reported(stage: int, how: dict[str, Any]) -
     before = living()
     ranks = everywhere(3, rank)
     found = sum(nbytes for key, nbytes in living().items() if key not in before)
-    constants = sum(group.types.compute.itemsize for kept in ranks for group in flat_model_of(kept[0]).groups)
+    constants = sum(group.types.compute.itemsize for kept in ranks for group in flat_model_of(kept[0]).buckets)
     said = [memory(kept[0]) for kept in ranks]
     assert found == sum(each.resident + each.transient for each in said) + constants
 

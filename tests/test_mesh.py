@@ -12,7 +12,7 @@ from tensor_cases import difference, on_ranks, part, tensor_of
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.mesh import Mesh, init_mesh
 from ringcomm.tensor_parallel.plan import parallelize

@@ -18,7 +18,7 @@ from torch import nn
 import ringcomm
 from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
-from ringcomm.data_parallel.part import Part, part_of
+from ringcomm.data_parallel.shard_spec import ShardSpec, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +57,7 @@ def contents(path: Path) -> Whole:
     return found
 
 
-def parts(job: Job) -> dict[str, tuple[Part, torch.Tensor]]:
+def parts(job: Job) -> dict[str, tuple[ShardSpec, torch.Tensor]]:
     """What a rank has: parameters, and the optimizer's state under its name in checkpoints; a collective."""
     found = job.parts()
     flat = flat_of(job.pipe, "test")
@@ -65,12 +65,12 @@ def parts(job: Job) -> dict[str, tuple[Part, torch.Tensor]]:
     for group in flat.order:
         for i, p in enumerate(group.params):
             for key, value in attached.optimizer.state.get(p, {}).items():
-                cut = part_of(p) if value.shape == p.shape and value.dim() else Part()
+                cut = part_of(p) if value.shape == p.shape and value.dim() else ShardSpec()
                 found[f"optimizer.state.{name_of(group, i)}.{key}"] = (cut, value.clone())
     return found
 
 
-def differing(whole: Whole, mine: dict[str, tuple[Part, torch.Tensor]]) -> list[str]:
+def differing(whole: Whole, mine: dict[str, tuple[ShardSpec, torch.Tensor]]) -> list[str]:
     return [name for name, (cut, x) in mine.items() if not torch.equal(pieces_of(whole[name], cut, x), x)]
 
 

@@ -14,16 +14,16 @@ import torch
 from mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 import ringcomm
-from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.data_parallel.memory import predict
-from ringcomm.data_parallel.part import Part
 from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
 from ringcomm.data_parallel.shard import restage
+from ringcomm.data_parallel.shard_spec import ShardSpec
+from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 2
-Parts = dict[str, tuple[Part, torch.Tensor]]
+Parts = dict[str, tuple[ShardSpec, torch.Tensor]]
 
 
 class Result:
@@ -355,10 +355,10 @@ def test_evaluation_lets_go_of_the_parameters_again() -> None:
         found = job.pipe.evaluate(x, target=y)
         flat = flat_model_of(job.pipe)
         assert flat is not None
-        assert not any(group.is_whole for group in flat.groups)
+        assert not any(group.is_whole for group in flat.buckets)
         assert flat.sync
         again = job.train(0, 1)[0][0]
-        assert not any(group.is_whole for group in flat.groups)
+        assert not any(group.is_whole for group in flat.buckets)
         assert flat.communication_seconds > 0
         return float(found.loss), again
 
@@ -377,14 +377,14 @@ def test_a_step_that_fails_is_forgotten() -> None:
         def fails() -> None:
             with flat.interleaved():
                 job.pipe.model(cases.batch(0)[0]).sum().backward()
-                assert all(group.is_whole for group in flat.groups)
+                assert all(group.is_whole for group in flat.buckets)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             fails()
         assert (flat.sync, flat.held) == (True, False)
         assert all(p.grad is None for p in job.pipe.parameters())
-        assert not any(group.is_whole for group in flat.groups)
+        assert not any(group.is_whole for group in flat.buckets)
         return trained(job)
 
     check(cases.run({"dp": 2}, body), 2)

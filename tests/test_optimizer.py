@@ -943,7 +943,7 @@ def test_a_loss_scaler_over_two_models() -> None:
 
 
 def test_state_goes_out_and_in_by_parameter() -> None:
-    """As where the flat groups are made anew."""
+    """As where the buckets are made anew."""
 
     def check(comm: ringcomm.Communicator, model: Net, optimizer: torch.optim.Optimizer) -> None:
         train(model, optimizer, 0, 1)

@@ -18,7 +18,7 @@ from parity import differences_of
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import flat_model_of
 
 STAGES = (0, 1, 2, 3)
 SHARD = importlib.import_module("ringcomm.data_parallel.shard")

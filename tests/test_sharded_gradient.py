@@ -18,8 +18,8 @@ from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.flat_model import flat_model_of
 from ringcomm.data_parallel.sharded_gradient import ShardedGradient
+from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -561,11 +561,11 @@ def test_gradients_that_nobody_keeps_stay_in_their_memory(stage: int) -> None:
         model = nn.Linear(6, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         ringcomm.shard(model, optimizer, stage, comm)
-        gradient = model.weight._ringcomm.group.gradient
+        gradient = model.weight._ringcomm.bucket.gradient
         seen = set()
         for _ in range(3):
             model(torch.ones(2, 6)).sum().backward()
-            seen.add(id(gradient.standins[0]) if stage else gradient._means[0][0].data_ptr())
+            seen.add(id(gradient.placeholders[0]) if stage else gradient._means[0][0].data_ptr())
             optimizer.step()
             optimizer.zero_grad()
         assert len(seen) == 1
@@ -657,7 +657,7 @@ def test_what_nobody_keeps_stays_in_its_memory_inside_of_no_sync(stage: int) -> 
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         ringcomm.shard(model, optimizer, stage, comm)
-        gradient = model[0].weight._ringcomm.group.gradient
+        gradient = model[0].weight._ringcomm.bucket.gradient
         seen, summed = set(), set()
         for _ in range(4):
             with ringcomm.no_sync(model):

@@ -18,7 +18,7 @@ from tensor_cases import close, on_ranks, part, sent, tensor_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.data_parallel.part import part_of, take
+from ringcomm.data_parallel.shard_spec import part_of, take
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

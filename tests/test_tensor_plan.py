@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.layers import RowParallelLinear

@@ -14,7 +14,7 @@ from test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.flat_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import InvalidArgumentError
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]

@@ -14,11 +14,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ringcomm.data_parallel import clip, sharded_parameter
-from ringcomm.data_parallel.flat_model import FlatModel
-from ringcomm.data_parallel.gradient import Gradient
-from ringcomm.data_parallel.group import FlatGroup
-from ringcomm.data_parallel.optimizer_state import GroupState
-from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.grad_buffer import GradBuffer
+from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.optimizer_state import BucketState
+from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.data_parallel.unit import Unit
 
 Function = Callable[..., Any]
@@ -62,28 +62,28 @@ class Done:
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-@fault(Ranks, "all_reduce")
+@fault(DataParallelGroup, "all_reduce")
 def mean_with_a_wrong_divisor(right: Function) -> Function:
     return lambda ranks, x, op="avg": right(ranks, x, "sum")
 
 
-@fault(Ranks, "all_reduce")
+@fault(DataParallelGroup, "all_reduce")
 def step_on_gradients_that_were_not_reduced(right: Function) -> Function:
     return lambda ranks, x, op="avg": Done()
 
 
-@fault(Ranks, "reduce_scatter")
+@fault(DataParallelGroup, "reduce_scatter")
 def shard_of_this_rank_alone(right: Function) -> Function:
-    def wrong(ranks: Ranks, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
+    def wrong(ranks: DataParallelGroup, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
         out.copy_(x.view(ranks.world_size, -1)[ranks.rank])
         return Done()
 
     return wrong
 
 
-@fault(Gradient, "settle", "accumulate.each")
+@fault(GradBuffer, "finish_reduce", "accumulate.each")
 def mean_added_twice(right: Function) -> Function:
-    def wrong(gradient: Gradient) -> None:
+    def wrong(gradient: GradBuffer) -> None:
         before = gradient.reduced.clone() if gradient.has_reduced else None
         right(gradient)
         if before is not None:
@@ -92,79 +92,79 @@ def mean_added_twice(right: Function) -> Function:
     return wrong
 
 
-@fault(Gradient, "__init__", "accumulate.no_sync")
+@fault(GradBuffer, "__init__", "accumulate.no_sync")
 def passes_added_in_another_order(right: Function) -> Function:
-    return lambda gradient, group, stage, tree: right(gradient, group, stage, True)
+    return lambda gradient, bucket, stage, tree: right(gradient, bucket, stage, True)
 
 
-@fault(FlatModel, "_collect", "accumulate.no_sync")
+@fault(ShardedModel, "_collect", "accumulate.no_sync")
 def local_sums_that_are_lost(right: Function) -> Function:
-    def wrong(flat: FlatModel, group: FlatGroup) -> None:
-        right(flat, group)
-        for level in group.gradient.levels:
+    def wrong(flat: ShardedModel, bucket: Bucket) -> None:
+        right(flat, bucket)
+        for level in bucket.gradient.levels:
             if level is not None:
                 level.zero_()
 
     return wrong
 
 
-@fault(FlatModel, "_finish_used_params")
+@fault(ShardedModel, "_finish_used_params")
 def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
-    def wrong(flat: FlatModel, said: Any) -> None:
+    def wrong(flat: ShardedModel, said: Any) -> None:
         right(flat, said)
-        for group in flat.order:
-            if group.gradient.has:
-                group.gradient.has.update(range(len(group.params)))
+        for bucket in flat.order:
+            if bucket.gradient.has:
+                bucket.gradient.has.update(range(len(bucket.params)))
 
     return wrong
 
 
-@fault(FlatModel, "_finish_used_params")
+@fault(ShardedModel, "_finish_used_params")
 def parameters_used_on_another_rank_alone(right: Function) -> Function:
-    def wrong(flat: FlatModel, said: Any) -> None:
-        mine = [set(group.gradient.has) for group in flat.order]
+    def wrong(flat: ShardedModel, said: Any) -> None:
+        mine = [set(bucket.gradient.has) for bucket in flat.order]
         right(flat, said)
-        for group, has in zip(flat.order, mine, strict=True):
-            group.gradient.has = has
+        for bucket, has in zip(flat.order, mine, strict=True):
+            bucket.gradient.has = has
 
     return wrong
 
 
-@fault(Gradient, "collect", "block.undefined")
+@fault(GradBuffer, "pack", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
-    def wrong(gradient: Gradient, *args: Any) -> None:
-        gradient.contributed.update(*gradient.group.noted)
+    def wrong(gradient: GradBuffer, *args: Any) -> None:
+        gradient.contributed.update(*gradient.bucket.noted)
         right(gradient, *args)
 
     return wrong
 
 
-@fault(FlatModel, "_is_complete")
+@fault(ShardedModel, "_is_complete")
 def reduced_before_the_last_gradient(right: Function) -> Function:
-    return lambda flat, group: True
+    return lambda flat, bucket: True
 
 
-@fault(FlatGroup, "pack")
+@fault(Bucket, "pack")
 def gradient_left_out_of_its_bucket(right: Function) -> Function:
-    def wrong(group: FlatGroup, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
-        right(group, {i: grad for i, grad in grads.items() if i != 1}, whole)
+    def wrong(bucket: Bucket, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
+        right(bucket, {i: grad for i, grad in grads.items() if i != 1}, whole)
 
     return wrong
 
 
-@fault(Gradient, "take_in")
+@fault(GradBuffer, "adopt_user_grads")
 def gradients_kept_after_zero_grad(right: Function) -> Function:
     return lambda gradient, call: None
 
 
-@fault(Gradient, "_leave_buffer", "grad_keep")
+@fault(GradBuffer, "_leave_buffer", "grad_keep")
 def memory_of_kept_gradients_used_again(right: Function) -> Function:
     return lambda gradient: None
 
 
-@fault(FlatModel, "send_buffers", "evaluate_between")
+@fault(ShardedModel, "send_buffers", "evaluate_between")
 def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
-    def wrong(flat: FlatModel) -> None:
+    def wrong(flat: ShardedModel) -> None:
         right(flat)
         for buffer in flat.buffers:
             torch.autograd.graph.increment_version(buffer)
@@ -172,53 +172,53 @@ def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
     return wrong
 
 
-@fault(FlatGroup, "runs", "half")
+@fault(Bucket, "runs", "half")
 def parameters_of_16_bits_joined_in_a_step(right: Function) -> Function:
-    return lambda group, owners: group.layout.runs(group.start, group.end, owners)
+    return lambda bucket, owners: bucket.layout.runs(bucket.start, bucket.end, owners)
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
 
 
-@fault(FlatGroup, "finish_gather")
+@fault(Bucket, "finish_gather")
 def gather_of_stale_values(right: Function) -> Function:
-    def wrong(group: FlatGroup) -> None:
-        gathered = group.gathering is not None
-        right(group)
+    def wrong(bucket: Bucket) -> None:
+        gathered = bucket.gathering is not None
+        right(bucket)
         if gathered:
-            first = group.__dict__.setdefault("first_values", group.whole.clone())
-            group.whole.copy_(first)
+            first = bucket.__dict__.setdefault("first_values", bucket.whole.clone())
+            bucket.whole.copy_(first)
 
     return wrong
 
 
-@fault(FlatGroup, "publish")
+@fault(Bucket, "publish")
 def shard_that_the_others_do_not_get(right: Function) -> Function:
-    def wrong(group: FlatGroup) -> Any:
-        before = group.whole.clone() if group.stage in (1, 2) else None
-        work = right(group)
-        if before is not None and group.ranks.rank != 0:
+    def wrong(bucket: Bucket) -> Any:
+        before = bucket.whole.clone() if bucket.stage in (1, 2) else None
+        work = right(bucket)
+        if before is not None and bucket.ranks.rank != 0:
             work.wait()
-            numel = group.layout.shard_numel
-            group.whole[:numel].copy_(before[:numel])
+            numel = bucket.layout.shard_numel
+            bucket.whole[:numel].copy_(before[:numel])
         return Done() if before is not None else work
 
     return wrong
 
 
-@fault(FlatGroup, "__init__", "init_differs")
+@fault(Bucket, "__init__", "init_differs")
 def initial_values_that_are_not_sent(right: Function) -> Function:
     return lambda *args, **kwargs: right(*args, **{**kwargs, "send": False})
 
 
-@fault(FlatGroup, "load", "save_load")
+@fault(Bucket, "load", "save_load")
 def values_that_are_not_loaded(right: Function) -> Function:
-    return lambda group, i, values: None if i == 0 else right(group, i, values)
+    return lambda bucket, i, values: None if i == 0 else right(bucket, i, values)
 
 
-@fault(FlatModel, "reach")
+@fault(ShardedModel, "reach")
 def backward_on_released_parameters(right: Function) -> Function:
-    def wrong(flat: FlatModel, unit: Unit, number: int) -> None:
+    def wrong(flat: ShardedModel, unit: Unit, number: int) -> None:
         right(flat, unit, number)
         unit.release()
 
@@ -246,7 +246,7 @@ def containers_that_are_copied(right: Function) -> Function:
     return lambda unit, args, kwargs: tree_map(lambda x: x, right(unit, args, kwargs))
 
 
-@fault(FlatModel, "send_buffers")
+@fault(ShardedModel, "send_buffers")
 def buffers_that_are_not_sent(right: Function) -> Function:
     return lambda flat: None
 
@@ -261,10 +261,10 @@ def norm_of_this_shard_alone(right: Function) -> Function:
 
 @fault(clip, "_scale", "clip")
 def bucket_that_is_not_clipped(right: Function) -> Function:
-    return lambda flat, group, some, factor: None if group.number == 0 else right(flat, group, some, factor)
+    return lambda flat, bucket, some, factor: None if bucket.number == 0 else right(flat, bucket, some, factor)
 
 
-@fault(GroupState, "piece", "save_load")
+@fault(BucketState, "piece", "save_load")
 def step_counter_restored_one_too_high(right: Function) -> Function:
     def wrong(*args: Any) -> dict[str, Any]:
         return {key: value + 1 if key == "step" else value for key, value in right(*args).items()}

@@ -16,7 +16,7 @@ BATCH = 2
 Bag = dict[str, Any]
 
 
-class Ranks:
+class DataParallelGroup:
     """What the ranks of this process are."""
 
     are_threads = True  # which share torch's generator, and the cache of autocast
@@ -124,7 +124,7 @@ class Dropout(Body):
 
     def forward(self, h: torch.Tensor, memory: torch.Tensor | None, bag: Bag) -> torch.Tensor:
         h = self.linear(h)
-        if not self.training or not Ranks.are_threads:
+        if not self.training or not DataParallelGroup.are_threads:
             return F.dropout(h, 0.25, self.training)
         bits = h.detach().contiguous().view(torch.int16 if h.element_size() == 2 else torch.int32)
         return h * ((bits & 3) != 0).to(h.dtype) * (4 / 3)
@@ -525,12 +525,18 @@ class Net(nn.Module):
             names = dict(zip(("memory", "unused", "bag", "inplace"), arguments[1:], strict=True))
             if call.checkpoint:
                 return checkpoint(
-                    block, arguments[0], use_reentrant=False, preserve_rng_state=not Ranks.are_threads, **names
+                    block,
+                    arguments[0],
+                    use_reentrant=False,
+                    preserve_rng_state=not DataParallelGroup.are_threads,
+                    **names,
                 )
             return block(arguments[0], **names)
         if call.checkpoint:
             reentrant = call.checkpoint == "reentrant"
-            return checkpoint(block, *arguments, use_reentrant=reentrant, preserve_rng_state=not Ranks.are_threads)
+            return checkpoint(
+                block, *arguments, use_reentrant=reentrant, preserve_rng_state=not DataParallelGroup.are_threads
+            )
         return block(*arguments)
 
 

@@ -488,7 +488,7 @@ class Loop:
         self.x = x
         mixed = "autocast" in self.program
         # Threads share the cache of casts, which the first one to leave empties.
-        caches = not training_models.Ranks.are_threads
+        caches = not training_models.DataParallelGroup.are_threads
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches) if mixed else nullcontext():
             return self.placed.forward(x, step)
 
@@ -577,7 +577,7 @@ def process_group(comm: ringcomm.Communicator, name: str, store: dist.Store) -> 
 _names = itertools.count()
 
 
-class Ranks:
+class DataParallelGroup:
     """Threads of one world size that wait for placements to run."""
 
     def __init__(self, world_size: int) -> None:
@@ -627,7 +627,7 @@ class Ranks:
 
 def _in_process(program: Program, placement: str) -> Seen:
     """One rank that is a process."""
-    training_models.Ranks.are_threads = False
+    training_models.DataParallelGroup.are_threads = False
     warnings.simplefilter("ignore")
     torch.manual_seed(program.seed + dist.get_rank())
     with ringcomm.init(timeout=CALL_LIMIT_S) as comm:
@@ -693,7 +693,7 @@ class Runner:
 
     def __init__(self, processes: bool = False) -> None:
         self.processes = processes
-        self.ranks: dict[int, Ranks] = {}
+        self.ranks: dict[int, DataParallelGroup] = {}
         self.comparisons = 0
 
     def __enter__(self) -> Runner:
@@ -712,7 +712,7 @@ class Runner:
         if self.processes:
             return self.see_in_processes(program, placement)
         if n not in self.ranks:
-            self.ranks[n] = Ranks(n)
+            self.ranks[n] = DataParallelGroup(n)
         try:
             return self.ranks[n].run(program, placement)
         except Exception as error:

@@ -1,8 +1,8 @@
 // Floor 2: what the training layer does for every parameter in every step, and what would take long in Python.
 //
 // Autograd calls a hook when it is about to add a gradient to a parameter. The hook is a plain C function and only
-// notes the parameter. Python is called where there is more to do: before the first gradient of a group, in a pass
-// inside of the pass, and when a group has all its gradients.
+// notes the parameter. Python is called where there is more to do: before the first gradient of a bucket, in a pass
+// inside of the pass, and when a bucket has all its gradients.
 #include <pybind11/pybind11.h>
 
 #include <exception>
@@ -23,9 +23,9 @@ constexpr const char* kHook = "ringcomm.arrival_hook";
 struct Arrivals {
   py::object current_task;   // () -> autograd's number for the pass that runs; negative: none
   long long expected = -1;   // the pass whose gradients are noted without Python; -1: none
-  int adding = -1;           // the group of the gradient that was noted last, and that autograd may still be adding
+  int adding = -1;           // the bucket of the gradient that was noted last, and that autograd may still be adding
   unsigned long thread = 0;  // in which it does
-  bool is_last = false;      // whether that group has no other gradient to come, and nobody was told
+  bool is_last = false;      // whether that bucket has no other gradient to come, and nobody was told
 };
 
 struct Hook {

@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.layout import up
-from ringcomm.data_parallel.part import PLAIN
-from ringcomm.data_parallel.part import Part as Cut
+from ringcomm.data_parallel.shard_spec import PLAIN, ShardSpec
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
 
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
@@ -83,7 +82,9 @@ class Part:
     values: torch.Tensor
 
 
-def parts_of(name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> list[Part]:
+def parts_of(
+    name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
+) -> list[Part]:
     """The boxes of a tensor's elements from ``start`` on, which are ``values``; views of them.
 
     Args:
@@ -93,7 +94,7 @@ def parts_of(name: str, shape: Sequence[int], values: torch.Tensor, start: int =
     return [each for part in found for each in _moved(part, cut)] if cut.dim is not None else found
 
 
-def _moved(part: Part, cut: Cut) -> list[Part]:
+def _moved(part: Part, cut: ShardSpec) -> list[Part]:
     """A box of this rank's part of a tensor as boxes of the whole one."""
     dim, found = cut.dim, []
     assert dim is not None
@@ -142,7 +143,9 @@ class Outgoing:
     paths: dict[str, Names] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
 
-    def tensor(self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: Cut = PLAIN) -> None:
+    def tensor(
+        self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
+    ) -> None:
         """Elements of a tensor from ``start`` on; arguments as of `parts_of`."""
         name = ".".join(path)
         self.paths[name] = path

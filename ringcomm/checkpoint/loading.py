@@ -34,18 +34,18 @@ from ringcomm.checkpoint.state import (
     spans_of,
 )
 from ringcomm.checkpoint.world import World
-from ringcomm.data_parallel.flat_model import FlatModel
-from ringcomm.data_parallel.group import FlatGroup
-from ringcomm.data_parallel.optimizer import Attached
+from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.optimizer import ShardedOptimizer
 from ringcomm.data_parallel.optimizer_state import State
-from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.shard_spec import part_of
+from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError
 
 
 class Loading:
     """A checkpoint's way into a model: `read` changes nothing, `commit` everything."""
 
-    def __init__(self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:
+    def __init__(self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.masters: list[torch.Tensor] = []
         self.wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -53,8 +53,8 @@ class Loading:
         self.states: list[tuple[torch.Tensor, State]] = []
         self.hyperparameters: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
-        self.attached: Attached | None = None
-        self.stepped: dict[FlatGroup, set[int]] = {}
+        self.attached: ShardedOptimizer | None = None
+        self.stepped: dict[Bucket, set[int]] = {}
 
     def _wrong(self, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
@@ -115,15 +115,15 @@ class Loading:
                 raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
 
     def _read_masters(self, known: dict[int, Place]) -> None:
-        for group in self.flat.groups:
-            master = torch.zeros(group.end - group.start, dtype=group.types.master)
-            for i, p in enumerate(group.params):
-                self._check(known[id(p)].names, whole_shape(group, i), group.types.master)
-            for i, first, last in spans_of(group, group.start, group.end):
-                segment = group.layout.segments[i]
-                name = self._name(known[id(group.params[i])].names)
-                values = master[first - group.start : last - group.start]
-                cut = part_of(group.params[i])
+        for bucket in self.flat.buckets:
+            master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)
+            for i, p in enumerate(bucket.params):
+                self._check(known[id(p)].names, whole_shape(bucket, i), bucket.types.master)
+            for i, first, last in spans_of(bucket, bucket.start, bucket.end):
+                segment = bucket.layout.segments[i]
+                name = self._name(known[id(bucket.params[i])].names)
+                values = master[first - bucket.start : last - bucket.start]
+                cut = part_of(bucket.params[i])
                 self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
             self.masters.append(master)
 
@@ -162,7 +162,7 @@ class Loading:
             if path[:2] == STATE and len(path) == 4:
                 keys.setdefault(path[2], []).append(path[3])
         if held.attached is not None:  # parameters that were not always trained together have counters of their own
-            held.attached.separate(lambda group, i: self._counters(name_of(group, i), keys, {*about["alike"]}))
+            held.attached.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
             held = Held.of(self.flat, optimizer, "load")
         for piece in held.pieces:
             self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
@@ -172,9 +172,9 @@ class Loading:
             )
         self.attached = held.attached
         self.stepped = {
-            group: {i for i in range(len(group.params)) if name_of(group, i) in keys}
-            for group in self.flat.groups
-            if group.trainable
+            bucket: {i for i in range(len(bucket.params)) if name_of(bucket, i) in keys}
+            for bucket in self.flat.buckets
+            if bucket.trainable
         }
 
     def _check_groups(self, saved: list[list[str]], mine: list[list[str]], all_names: list[list[str]]) -> None:
@@ -202,15 +202,15 @@ class Loading:
 
     def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
         state: State = {}
-        group = piece.group
-        names = [name_of(group, i) for i in range(len(group.params))]
-        for i, first, last in spans_of(group, piece.start, piece.end):
-            segment, cut = group.layout.segments[i], part_of(group.params[i])
+        bucket = piece.bucket
+        names = [name_of(bucket, i) for i in range(len(bucket.params))]
+        for i, first, last in spans_of(bucket, piece.start, piece.end):
+            segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
             for key in keys.get(names[i], ()):
                 name = ".".join((*STATE, names[i], key))
                 facts = self.source.tensors.get(name)
                 if key in alike and facts is not None:
-                    self.source.check(name, whole_shape(group, i), facts.properties.dtype)
+                    self.source.check(name, whole_shape(bucket, i), facts.properties.dtype)
                     dtype = facts.properties.dtype
                     if dtype.is_floating_point:
                         dtype = piece.param.dtype
@@ -220,7 +220,7 @@ class Loading:
                     self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
-                refuse_cut("load", self.rank, group, i, key, value)
+                refuse_cut("load", self.rank, bucket, i, key, value)
                 if key in state and not _same(state[key], value):
                     raise self._wrong(
                         f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"
@@ -244,12 +244,12 @@ class Loading:
         """Changes everything; a collective."""
         for unit in self.flat.units:
             unit.release()
-        for group, master in zip(self.flat.groups, self.masters, strict=True):
-            for _, first, last in spans_of(group, group.start, group.end):
-                group.master[first - group.start : last - group.start].copy_(
-                    master[first - group.start : last - group.start]
+        for bucket, master in zip(self.flat.buckets, self.masters, strict=True):
+            for _, first, last in spans_of(bucket, bucket.start, bucket.end):
+                bucket.master[first - bucket.start : last - bucket.start].copy_(
+                    master[first - bucket.start : last - bucket.start]
                 )
-            group.publish().wait()
+            bucket.publish().wait()
         for tensor, values in self.wholes:
             tensor.copy_(values)
         for module, value in self.extra_states:

@@ -1,4 +1,4 @@
-"""What a model and its optimizer consist of, by name: parts of flat groups, and what every rank has whole."""
+"""What a model and its optimizer consist of, by name: parts of buckets, and what every rank has whole."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
-from ringcomm.data_parallel.group import FlatGroup
-from ringcomm.data_parallel.optimizer import Attached, attached_of
-from ringcomm.data_parallel.part import part_of, refuse_parts
+from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.optimizer import ShardedOptimizer, attached_of
+from ringcomm.data_parallel.shard_spec import part_of, refuse_parts
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 
-def flat_of(model: nn.Module, call: str) -> FlatModel:
+def flat_of(model: nn.Module, call: str) -> ShardedModel:
     flat = flat_model_of(model)
     if flat is None:
         raise InvalidArgumentError(
@@ -34,36 +34,36 @@ def flat_of(model: nn.Module, call: str) -> FlatModel:
     return flat
 
 
-def name_of(group: FlatGroup, i: int) -> str:
+def name_of(bucket: Bucket, i: int) -> str:
     """A parameter's name in checkpoints: the first that it has in the whole model."""
-    names = part_of(group.params[i]).names
-    return names[0] if names else group.names[i]
+    names = part_of(bucket.params[i]).names
+    return names[0] if names else bucket.names[i]
 
 
-def whole_shape(group: FlatGroup, i: int) -> tuple[int, ...]:
+def whole_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     """Of the tensor that a parameter is, or is a part of."""
-    return part_of(group.params[i]).whole_shape(group.layout.segments[i].shape)
+    return part_of(bucket.params[i]).whole_shape(bucket.layout.segments[i].shape)
 
 
-def speaks_for(group: FlatGroup, i: int) -> bool:
+def is_primary_copy(bucket: Bucket, i: int) -> bool:
     """Whether this rank writes what is written once of a parameter."""
-    ranks = group.ranks
+    ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
-    return first and group.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
+    return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
 class Place(NamedTuple):
-    group: FlatGroup
+    bucket: Bucket
     i: int  # segment
     names: list[str]  # one, and more of a tied parameter
 
 
-def places_of(flat: FlatModel) -> dict[int, Place]:
-    """By id, the parameters of the flat groups."""
+def places_of(flat: ShardedModel) -> dict[int, Place]:
+    """By id, the parameters of the buckets."""
     found = {}
-    for group in flat.groups:
-        for i, p in enumerate(group.params):
-            found[id(p)] = Place(group, i, [*part_of(p).names] or [group.names[i]])
+    for bucket in flat.buckets:
+        for i, p in enumerate(bucket.params):
+            found[id(p)] = Place(bucket, i, [*part_of(p).names] or [bucket.names[i]])
     for name, p in flat.module.named_parameters(remove_duplicate=False):
         if id(p) in found and name not in found[id(p)].names:
             found[id(p)].names.append(name)
@@ -77,7 +77,7 @@ class Whole(NamedTuple):
     tensor: torch.Tensor
 
 
-def wholes_of(flat: FlatModel, known: dict[int, Place]) -> list[Whole]:
+def wholes_of(flat: ShardedModel, known: dict[int, Place]) -> list[Whole]:
     found: dict[int, Whole] = {}
     for prefix, module in flat.module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
@@ -92,7 +92,7 @@ def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
     return {name for place in known.values() for name in place.names} | {n for each in wholes for n in each.names}
 
 
-def with_extra_state(flat: FlatModel) -> Iterator[tuple[str, nn.Module]]:
+def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
     """Modules of this rank that have get_extra_state, by the name of what it gives."""
     for prefix, module in flat.module.named_modules():
         here = not getattr(module, "_ringcomm_elsewhere", False)
@@ -102,9 +102,9 @@ def with_extra_state(flat: FlatModel) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass
 class Piece:
-    """A parameter of the optimizer: elements of a flat group."""
+    """A parameter of the optimizer: elements of a bucket."""
 
-    group: FlatGroup
+    bucket: Bucket
     start: int
     end: int
     segments: tuple[int, ...]
@@ -113,7 +113,7 @@ class Piece:
 
 @dataclass
 class Held:
-    """An optimizer's parameters: as pieces of flat groups, and by name for each of its groups.
+    """An optimizer's parameters: as pieces of buckets, and by name for each of its groups.
 
     Attributes:
         plain: by name, those that it steps by itself, ignored ones of fully_shard.
@@ -123,14 +123,14 @@ class Held:
     pieces: list[Piece] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    attached: Attached | None = None
+    attached: ShardedOptimizer | None = None
 
-    def has_state(self, group: FlatGroup, i: int) -> bool:
+    def has_state(self, bucket: Bucket, i: int) -> bool:
         """Whether a parameter ever had a gradient: one that travels with others has zeros then, which do not count."""
-        return self.attached is None or i in self.attached._stepped[group]
+        return self.attached is None or i in self.attached._stepped[bucket]
 
     @staticmethod
-    def of(flat: FlatModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
+    def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
         if optimizer is None:
             return Held()
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
@@ -147,8 +147,8 @@ class Held:
         if attached is not None and attached in flat.optimizers:
             attached.settle()
             attached.close()
-            pieces = [Piece(e.group, e.start, e.end, e.segments, e.param) for e in attached.entries]
-            names = [[name_of(group, i) for group, i in places] for places in attached.places]
+            pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in attached.entries]
+            names = [[name_of(bucket, i) for bucket, i in places] for places in attached.places]
             own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
             held = Held(pieces, names, attached=attached)
             for plain, of_group in zip(attached.plain, names, strict=True):
@@ -170,12 +170,12 @@ class Held:
             found = [place for place in places if place is not None]
             held.names.append([place.names[0] for place in found])
             for p, place in zip(group["params"], found, strict=True):
-                segment = place.group.layout.segments[place.i]
-                held.pieces.append(Piece(place.group, segment.offset, segment.end, (place.i,), p))
+                segment = place.bucket.layout.segments[place.i]
+                held.pieces.append(Piece(place.bucket, segment.offset, segment.end, (place.i,), p))
         return held
 
 
-def _refuse_foreign(params: list[torch.Tensor], flat: FlatModel, call: str) -> None:
+def _refuse_foreign(params: list[torch.Tensor], flat: ShardedModel, call: str) -> None:
     if params:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer with a parameter of shape {tuple(params[0].shape)} that "

@@ -13,18 +13,18 @@ from ringcomm.checkpoint.files import Names, Outgoing, pack_value
 from ringcomm.checkpoint.parts import (
     Held,
     is_alike,
+    is_primary_copy,
     name_of,
     places_of,
-    speaks_for,
     whole_shape,
     wholes_of,
     with_extra_state,
 )
 from ringcomm.checkpoint.world import World
-from ringcomm.data_parallel.flat_model import FlatModel
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.optimizer_state import State
-from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.shard_spec import part_of
+from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 COMMON, EACH = ("ringcomm", "common"), ("ringcomm", "ranks")
@@ -55,7 +55,7 @@ class _Facts:
 
 class Saving:
     def __init__(
-        self, flat: FlatModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
+        self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
     ) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
@@ -64,7 +64,7 @@ class Saving:
 
     def look(self) -> _Facts:
         """Refuses what cannot be saved."""
-        self.masters = {group: group.written_master("checkpoint") for group in self.flat.groups}
+        self.masters = {bucket: bucket.written_master("checkpoint") for bucket in self.flat.buckets}
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
         for name, module in with_extra_state(self.flat):
@@ -80,7 +80,7 @@ class Saving:
         for group, names in self._groups():
             facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
         for place in self.known.values():
-            if speaks_for(place.group, place.i):
+            if is_primary_copy(place.bucket, place.i):
                 facts.spoken.append(place.names[0])
         for p in [*(piece.param for piece in self.held.pieces), *self.held.plain.values()]:
             for key, value in self._state(p).items():
@@ -143,32 +143,32 @@ class Saving:
                     )
 
     def _parameters(self, out: Outgoing) -> None:
-        for group in self.flat.groups:
-            start, end = group.layout.shard_range(self.flat.ranks.rank)
-            for i, first, last in spans_of(group, start, end):
-                if not group.counts(i):
+        for bucket in self.flat.buckets:
+            start, end = bucket.layout.shard_range(self.flat.ranks.rank)
+            for i, first, last in spans_of(bucket, start, end):
+                if not bucket.counts(i):
                     continue
-                segment = group.layout.segments[i]
-                values = self.masters[group][first - group.start : last - group.start]
+                segment = bucket.layout.segments[i]
+                values = self.masters[bucket][first - bucket.start : last - bucket.start]
                 out.tensor(
-                    (name_of(group, i),), segment.shape, values, first - segment.offset, part_of(group.params[i])
+                    (name_of(bucket, i),), segment.shape, values, first - segment.offset, part_of(bucket.params[i])
                 )
 
     def _optimizer_state(self, out: Outgoing) -> None:
         for piece in self.held.pieces:
-            group = piece.group
-            start, end = group.layout.shard_range(self.flat.ranks.rank)
-            spans = spans_of(group, max(start, piece.start), min(end, piece.end))
-            spans = [each for each in spans if self.held.has_state(group, each[0]) and group.counts(each[0])]
+            bucket = piece.bucket
+            start, end = bucket.layout.shard_range(self.flat.ranks.rank)
+            spans = spans_of(bucket, max(start, piece.start), min(end, piece.end))
+            spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.counts(each[0])]
             for key, value in self._state(piece.param).items():
                 for i, first, last in spans:
-                    segment, cut = group.layout.segments[i], part_of(group.params[i])
-                    path = (*STATE, name_of(group, i), key)
+                    segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
+                    path = (*STATE, name_of(bucket, i), key)
                     if is_alike(key, value, piece.param):
                         values = value.reshape(-1)[first - piece.start : last - piece.start]
                         out.tensor(path, segment.shape, values, first - segment.offset, cut)
                         continue
-                    refuse_cut("save", self.rank, group, i, key, value)
+                    refuse_cut("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
                         self._other(out, path, value)  # of all that have it, one writes
 
@@ -185,10 +185,10 @@ class Saving:
             return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
 
         for place in self.known.values():
-            if speaks_for(place.group, place.i):
-                group, i = place.group, place.i
-                if not group.layout.segments[i].numel:
-                    out.tensor((place.names[0],), whole_shape(group, i), group.master[:0])
+            if is_primary_copy(place.bucket, place.i):
+                bucket, i = place.bucket, place.i
+                if not bucket.layout.segments[i].numel:
+                    out.tensor((place.names[0],), whole_shape(bucket, i), bucket.master[:0])
                 out.aliases[place.names[0]] = place.names[1:]
         for each in self.wholes:
             if is_first(("module", each.names[0])):
@@ -248,19 +248,19 @@ def joined(groups: list[list[list[str]]]) -> list[list[str]]:
     return [list(dict.fromkeys(name for names in each for name in names)) for each in zip(*groups, strict=True)]
 
 
-def refuse_cut(call: str, rank: int, group: FlatGroup, i: int, key: str, value: Any) -> None:
+def refuse_cut(call: str, rank: int, bucket: Bucket, i: int, key: str, value: Any) -> None:
     """Refuses state of another shape than its parameter's, of which no part can be told."""
-    if torch.is_tensor(value) and value.numel() > 1 and part_of(group.params[i]).is_cut:
+    if torch.is_tensor(value) and value.numel() > 1 and part_of(bucket.params[i]).is_cut:
         raise UnsupportedError(
-            f"{call}: rank {rank} got {key} of shape {tuple(value.shape)} of {name_of(group, i)}, which is cut over "
+            f"{call}: rank {rank} got {key} of shape {tuple(value.shape)} of {name_of(bucket, i)}, which is cut over "
             "the ranks of a tensor parallel group, expected state of the parameter's shape; use an optimizer that "
             "works element by element"
         )
 
 
-def spans_of(group: FlatGroup, start: int, end: int) -> list[tuple[int, int, int]]:
+def spans_of(bucket: Bucket, start: int, end: int) -> list[tuple[int, int, int]]:
     """Segments in a range of a group's buffer: which, the first of its elements there, one past the last."""
     return [
         (each.segment, start + each.offset, start + each.offset + each.numel)
-        for each in group.layout.fragments(start, end)
+        for each in bucket.layout.fragments(start, end)
     ]

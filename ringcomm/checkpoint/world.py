@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringcomm import errors
-from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.errors import EngineError, RingcommError
 
 
@@ -18,7 +18,7 @@ class World:
         axes: names and extents of what the ranks are laid out on, without axes of one.
     """
 
-    def __init__(self, ranks: Ranks, call: str) -> None:
+    def __init__(self, ranks: DataParallelGroup, call: str) -> None:
         self.ranks, self.call, mesh = ranks, call, ranks.mesh
         self.replica = 0 if ranks.replicas is None else ranks.replicas.rank
         self.rank = ranks.rank + ranks.world_size * self.replica if mesh is None else mesh.comm.rank

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.group import LAST_STAGE
+from ringcomm.data_parallel.bucket import LAST_STAGE
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.validation import Wanted, a, is_communicator, several, that, whole
 

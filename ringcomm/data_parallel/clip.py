@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.arguments import NORM, PARAMETERS
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.norm import total_norm
-from ringcomm.data_parallel.part import is_primary_copy, refuse_parts, renew_parts
 from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.shard_spec import is_primary_copy, refuse_parts, renew_parts
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.validation import FLAG, expects
 
@@ -52,18 +52,18 @@ def clip_grad_norm_(
         refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
-    picked: dict[FlatGroup, set[int]] = {}
+    picked: dict[Bucket, set[int]] = {}
     beside = [p for p in chosen if not _is_trained(p)]
     for place in (place_of(p) for p in chosen if _is_trained(p)):
         assert place is not None
-        picked.setdefault(place.group, set()).add(place.index)
-    which = sorted((group.number, i) for group, some in picked.items() for i in some)
+        picked.setdefault(place.bucket, set()).add(place.index)
+    which = sorted((bucket.number, i) for bucket, some in picked.items() for i in some)
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
-    for group in flat.order:
-        group.gradient.take_in("clip_grad_norm_")
-    count = sum(group.layout.segments[i].numel for group, some in picked.items() for i in some)
+    for bucket in flat.order:
+        bucket.gradient.adopt_user_grads("clip_grad_norm_")
+    count = sum(bucket.layout.segments[i].numel for bucket, some in picked.items() for i in some)
     count += sum(p.numel() for p in beside)
-    parts = [part for group in flat.order for part in _share(group, picked.get(group, set()))]
+    parts = [part for bucket in flat.order for part in _share(bucket, picked.get(bucket, set()))]
     plain = [p.grad for p in beside if p.grad is not None]
     mesh = flat.ranks.mesh
     if flat.ranks.rank == flat.ranks.root:
@@ -72,7 +72,7 @@ def clip_grad_norm_(
         alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
         norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
     else:
-        wide = any(group.gradient.dtype == torch.float64 for group in picked)
+        wide = any(bucket.gradient.dtype == torch.float64 for bucket in picked)
         dtype = torch.float64 if wide else torch.float32
         norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
     if beside and flat.ranks.replicas is not None and mesh is None:  # each replica has looked at its own
@@ -85,14 +85,14 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for attached in flat.optimizers:
         attached.host.refresh()
-    for group, some in picked.items():
-        _scale(flat, group, some, factor)
+    for bucket, some in picked.items():
+        _scale(flat, bucket, some, factor)
     for grad in plain:
         grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
 
 
-def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
+def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
     """The parameters that are meant, each once, and the flat model that they belong to."""
     own = None  # of a module, also of a stage that is frozen
     if isinstance(parameters, torch.Tensor):
@@ -115,37 +115,37 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], FlatModel | None]:
 
 
 def _is_trained(p: torch.Tensor) -> bool:
-    """Whether a parameter is in a flat group that has gradients."""
+    """Whether a parameter is in a bucket that has gradients."""
     place = place_of(p)
-    return place is not None and place.group.trainable
+    return place is not None and place.bucket.trainable
 
 
-def _ranges(group: FlatGroup, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
+def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
     """The parts of some segments, with a gradient, inside a range of the buffer."""
-    gradient = group.gradient
+    gradient = bucket.gradient
     if not gradient.has_reduced:
         return []
-    here = group.layout.fragments(start, end)
+    here = bucket.layout.fragments(start, end)
     return [
         (start + f.offset, start + f.offset + f.numel) for f in here if f.segment in some and f.segment in gradient.has
     ]
 
 
-def _share(group: FlatGroup, some: set[int]) -> list[torch.Tensor]:
+def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's; without what another rank
     of the mesh has too and counts."""
-    gradient = group.gradient
-    some = {i for i in some if group.counts(i)}
-    found = _ranges(group, some, *group.layout.shard_range(group.ranks.rank))
-    return [gradient.reduced[first - group.start : last - group.start] for first, last in found]
+    gradient = bucket.gradient
+    some = {i for i in some if bucket.counts(i)}
+    found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))
+    return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
 
 
-def _scale(flat: FlatModel, group: FlatGroup, some: set[int], factor: torch.Tensor) -> None:
-    gradient = group.gradient
+def _scale(flat: ShardedModel, bucket: Bucket, some: set[int], factor: torch.Tensor) -> None:
+    gradient = bucket.gradient
     gradient.changed()
-    copies = [attached.host.of(group) for attached in flat.optimizers]
-    for first, last in _ranges(group, some, group.start, group.end):
+    copies = [attached.host.of(bucket) for attached in flat.optimizers]
+    for first, last in _ranges(bucket, some, bucket.start, bucket.end):
         for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
-            held[first - group.start : last - group.start].mul_(factor.to(held.device, held.dtype))
+            held[first - bucket.start : last - bucket.start].mul_(factor.to(held.device, held.dtype))
     for attached in flat.optimizers:
-        attached.host.note(group)
+        attached.host.note(bucket)

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.errors import InvalidArgumentError
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
-class Bucket:
+class GradBucket:
     """A bucket's gradients before their reduction; it has the methods of torch.distributed.GradBucket.
 
     Args:
         number: its place in the order of reductions, the same in every pass.
     """
 
-    def __init__(self, group: FlatGroup, local: torch.Tensor, number: int, last: bool) -> None:
-        self._group, self._local, self._number, self._last = group, local, number, last
+    def __init__(self, bucket: Bucket, local: torch.Tensor, number: int, last: bool) -> None:
+        self._group, self._local, self._number, self._last = bucket, local, number, last
 
     def index(self) -> int:
         """The bucket's number, from 0 on."""
@@ -50,20 +50,20 @@ class Bucket:
 
 
 class Hook:
-    """What reduces one group's gradients.
+    """What reduces one bucket's gradients.
 
     Args:
-        number, last: see `Bucket`.
+        number, last: see `GradBucket`.
     """
 
-    def __init__(self, state: Any, hook: CommHook, group: FlatGroup, number: int, last: bool) -> None:
-        self.state, self.hook, self.group, self.number, self.last = state, hook, group, number, last
+    def __init__(self, state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool) -> None:
+        self.state, self.hook, self.bucket, self.number, self.last = state, hook, bucket, number, last
 
     def __call__(self, local: torch.Tensor) -> Answer:
         """Starts the reduction of ``local``."""
         own = local.clone()  # in memory of torch's: some hooks resize it for a while
-        bucket = Bucket(self.group, own, self.number, self.last)
-        return Answer(self, self.hook(self.state, bucket), local)
+        seen = GradBucket(self.bucket, own, self.number, self.last)
+        return Answer(self, self.hook(self.state, seen), local)
 
 
 class Answer:
@@ -87,6 +87,6 @@ class Answer:
         hook = self._hook
         what = f"{got.numel()} elements" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InvalidArgumentError(
-            f"communication hook: rank {hook.group.ranks.rank} got {what} from {getattr(hook.hook, '__name__', 'it')} "
+            f"communication hook: rank {hook.bucket.ranks.rank} got {what} from {getattr(hook.hook, '__name__', 'it')} "
             f"for bucket {hook.number}, expected {expected}; return what follows the reduction of bucket.buffer()"
         )

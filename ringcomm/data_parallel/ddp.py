@@ -26,22 +26,22 @@ from torch.utils._pytree import tree_map
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.process_group import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.comm_hook import CommHook, Hook
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.join import Join, join
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_state import keep_ordinary_state
 from ringcomm.data_parallel.optimizer import watch_optimizers
 from ringcomm.data_parallel.partition import (
-    Recipe,
+    BucketBuilder,
     facts_of,
     kept_in_their_type,
     measured_bucket_bytes,
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.data_parallel.unit import skipped
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
@@ -165,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module = module
 
     @property
-    def _flat(self) -> FlatModel:
+    def _flat(self) -> ShardedModel:
         """The wrapped module's state; made at its first use for a copy, and for a module that was unwrapped since."""
         if self._made is None or self._made.unwrapped:
             precision, sends, bucket_cap_mb = self._how
@@ -263,14 +263,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         where = f"register_comm_hook: rank {flat.ranks.rank}"
         if not callable(hook):
             raise InvalidArgumentError(f"{where} got {type(hook).__name__}, expected a function; pass (state, hook)")
-        if any(group.hook is not None for group in flat.groups):
+        if any(bucket.hook is not None for bucket in flat.buckets):
             raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
         if flat.stage:
             raise UnsupportedError(
                 f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
             )
-        for number, group in enumerate(flat.order):
-            group.hook = Hook(state, hook, group, number, number == len(flat.order) - 1)
+        for number, bucket in enumerate(flat.order):
+            bucket.hook = Hook(state, hook, bucket, number, number == len(flat.order) - 1)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -299,7 +299,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "module_name": type(self.module).__name__,
             "rank": flat.ranks.rank,
             "world_size": flat.ranks.world_size,
-            "bucket_sizes": ", ".join(str(sum(p.nbytes for p in group.params)) for group in flat.order),
+            "bucket_sizes": ", ".join(str(sum(p.nbytes for p in bucket.params)) for bucket in flat.order),
             "broadcast_buffers": int(flat.broadcast_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
         }
@@ -336,7 +336,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._flat.communication_seconds = value
 
     @property
-    def buckets(self) -> list[FlatGroup]:
+    def buckets(self) -> list[Bucket]:
         """The buckets, in the order of their reductions."""
         return list(self._flat.order)
 
@@ -394,7 +394,7 @@ def _only(device_ids: Devices | None, positional: Any) -> Any:
 
 def _ranks(
     module: nn.Module, comm: Communicator | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
-) -> Ranks:
+) -> DataParallelGroup:
     given = {"comm": comm, "process_group": group, "device_mesh": mesh}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
@@ -405,7 +405,7 @@ def _ranks(
         if mesh.ndim != 1:
             raise InvalidArgumentError(f"{CALL}: got a mesh of {mesh.ndim} axes, expected one; pass mesh[name]")
         return ranks_of_mesh(mesh, CALL, device)
-    return Ranks(comm if comm is not None else communicator_of(group, CALL, device))
+    return DataParallelGroup(comm if comm is not None else communicator_of(group, CALL, device))
 
 
 def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output: Any) -> torch.device | None:
@@ -430,12 +430,12 @@ def _unwrap(module: nn.Module) -> None:
 
 def _flat(
     module: nn.Module,
-    ranks: Ranks,
+    ranks: DataParallelGroup,
     bucket_cap_mb: float | None,
     precision: MixedPrecision,
     sends_buffers: bool,
     init_sync: bool,
-) -> FlatModel:
+) -> ShardedModel:
     """The module's one unit, at stage 0."""
     ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
@@ -448,7 +448,7 @@ def _flat(
         facts = facts_of(module, ignored, sends_buffers)
         ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    recipe = Recipe(
+    recipe = BucketBuilder(
         ranks=ranks,
         stage=0,
         precision=precision,
@@ -461,7 +461,7 @@ def _flat(
         send=init_sync,
     )
     unit = recipe.unit("", [module], params, False)
-    flat = FlatModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
+    flat = ShardedModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
     flat.ignore_buffers(ignored)
     keep_ordinary_state(flat)
     watch_optimizers()

@@ -25,15 +25,15 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.process_group import shared_communicator
 from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, RANKS
-from ringcomm.data_parallel.flat_model import FlatModel
-from ringcomm.data_parallel.group import LAST_STAGE
+from ringcomm.data_parallel.bucket import LAST_STAGE
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
 from ringcomm.data_parallel.module_state import keep_state_of
 from ringcomm.data_parallel.optimizer import watch_optimizers
-from ringcomm.data_parallel.partition import Recipe, kept_in_their_type, named_parameters
+from ringcomm.data_parallel.partition import BucketBuilder, kept_in_their_type, named_parameters
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.data_parallel.unit import Unit, UnitModule, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
@@ -120,7 +120,7 @@ class FSDPModule(UnitModule):
         modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
         return [each._ringcomm_unit for each in modules if isinstance(each, FSDPModule)]
 
-    def _everything(self, call: str, recurse: bool) -> FlatModel:
+    def _everything(self, call: str, recurse: bool) -> ShardedModel:
         """The flat model, of which this module must be all."""
         flat = self._ringcomm_unit.flat
         if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
@@ -274,7 +274,7 @@ def fully_shard(
     top = modules[0] if isinstance(module, nn.Module) else nn.ModuleList(modules)
     ranks = _ranks_for(comm, mesh, real_device(top))
     below = _below(top, modules, ranks)
-    taken = {id(p): p for unit in below for group in unit.groups for p in group.params}
+    taken = {id(p): p for unit in below for bucket in unit.buckets for p in bucket.params}
     ignored = list(ignored_params or ())
     params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored], meta=True)
     if not params and not taken:
@@ -288,7 +288,7 @@ def fully_shard(
     ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
     device = device_of(ranks.comm, top)
     waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
-    recipe = Recipe(
+    recipe = BucketBuilder(
         ranks=ranks,
         stage=LAST_STAGE,
         precision=precision,
@@ -307,7 +307,7 @@ def fully_shard(
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
     flat.unmade = waiting.left_in(flat, unmade)
     for each in modules:
-        keep_state_of(each, unit, unit.groups)
+        keep_state_of(each, unit, unit.buckets)
         mix_in(each, unit, FSDPModule)
     watch_optimizers()
     return module
@@ -332,8 +332,13 @@ def _refuse(**given: Any) -> None:
 
 
 def _join(
-    top: nn.Module, ranks: Ranks, precision: MixedPrecision, below: list[Unit], unit: Unit, broadcast_buffers: bool
-) -> FlatModel:
+    top: nn.Module,
+    ranks: DataParallelGroup,
+    precision: MixedPrecision,
+    below: list[Unit],
+    unit: Unit,
+    broadcast_buffers: bool,
+) -> ShardedModel:
     """Makes the flat model of the unit and those below it."""
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
@@ -343,14 +348,14 @@ def _join(
     paths = {id(m): name for name, m in top.named_modules()}
     for each in below:
         each.name = paths[id(each.modules[0])]
-        for group in each.groups:
-            group.rename(names)
-    flat = FlatModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
+        for bucket in each.buckets:
+            bucket.rename(names)
+    flat = ShardedModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
     flat.send_buffers()
     return flat
 
 
-def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]:
+def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -> list[Unit]:
     """The units of earlier calls on modules below, in the order of the modules."""
     wrong = next((m for m in modules if isinstance(m, FSDPModule)), None)
     if wrong is not None:
@@ -384,7 +389,7 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: Ranks) -> list[Unit]
 def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
     """Raises for a parameter of the unit that a module outside uses, where it would not be whole."""
     inside = {id(m) for each in unit.modules for m in each.modules()}
-    names = {id(p): name for group in unit.groups for p, name in zip(group.params, group.names, strict=True)}
+    names = {id(p): name for bucket in unit.buckets for p, name in zip(bucket.params, bucket.names, strict=True)}
     for path, m in top.named_modules():
         for key, p in m._parameters.items():
             if p is not None and id(p) in names and id(m) not in inside:
@@ -413,12 +418,12 @@ def _host(policy: Any) -> torch.device | None:
 
 # ---- ranks: the same communicator for every call -----------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[Ranks, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[DataParallelGroup, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def _ranks_for(
     comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
-) -> Ranks:
+) -> DataParallelGroup:
     """The ranks of an earlier call with the same arguments while its modules live, else new ones."""
     import torch.distributed as dist
 
@@ -442,11 +447,11 @@ def _ranks_for(
         if len(key) == len(theirs) and key[0] == theirs[0] and all(map(operator.is_, key[1:], theirs[1:])):
             return ranks
     if comm is not None:
-        ranks = Ranks(*source)
+        ranks = DataParallelGroup(*source)
     elif mesh is not None:
         ranks = ranks_of_mesh(mesh, "fully_shard", device, shared=True)
     else:
-        ranks = Ranks(shared_communicator(None, "fully_shard", device))
+        ranks = DataParallelGroup(shared_communicator(None, "fully_shard", device))
     with _lock:
         _known[ranks] = key
     return ranks

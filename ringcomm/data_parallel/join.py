@@ -21,12 +21,12 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import MODULE
 from ringcomm.data_parallel.clip import clip_grad_norm_
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.validation import FLAG, expects
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.optimizer import Attached
+    from ringcomm.data_parallel.optimizer import ShardedOptimizer
 
 # What a rank may be about to do; those of PHASES are announced also while all ranks have input.
 KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
@@ -77,7 +77,7 @@ def join(
         joining.leave()
 
 
-def _refuse(flat: FlatModel) -> None:
+def _refuse(flat: ShardedModel) -> None:
     if flat.ranks.joining is not None:
         raise InvalidArgumentError(
             f"join: rank {flat.ranks.rank} is inside of join for this model already; enter it once"
@@ -103,14 +103,14 @@ def _refuse(flat: FlatModel) -> None:
 class Join:
     """What one rank knows while it is inside of `join`."""
 
-    def __init__(self, flat: FlatModel, over_all: bool, throw: bool) -> None:
+    def __init__(self, flat: ShardedModel, over_all: bool, throw: bool) -> None:
         self.flat, self.over_all, self.throw = flat, over_all, throw
         self.with_input = list(range(flat.ranks.world_size))  # in the last round with any
         self.shadowing = False  # this rank has joined
         self._heard = torch.zeros(flat.ranks.world_size, dtype=torch.int64, device=flat.device)
 
     @staticmethod
-    def entered(flat: FlatModel, over_all: bool, throw: bool) -> Join:
+    def entered(flat: ShardedModel, over_all: bool, throw: bool) -> Join:
         """The ranks of a model may have different numbers of inputs from now on, until `leave`."""
         _refuse(flat)
         flat.ranks.joining = Join(flat, over_all, throw)
@@ -192,24 +192,24 @@ class Join:
         self.flat.send_buffers()
 
     def _gather(self, which: int, *_: Any) -> None:
-        group = self.flat.groups[which]
-        group.release()
-        group.start_gather()
-        group.release()
+        bucket = self.flat.buckets[which]
+        bucket.release()
+        bucket.start_gather()
+        bucket.release()
 
     def _reduce(self, which: int, had_reduced: bool, _: Any) -> None:
-        group = self.flat.groups[which]
+        bucket = self.flat.buckets[which]
         if not had_reduced:
             self._forget(which)
-        self.flat.launch(group)
+        self.flat.start_reduce(bucket)
 
     def _forget(self, which: int) -> None:
         """The others have forgotten what was reduced before: so does this rank."""
-        group = self.flat.groups[which]
-        gradient = group.gradient
+        bucket = self.flat.buckets[which]
+        gradient = bucket.gradient
         if gradient.has_reduced:
             gradient.drop()
-            for p in group.params:
+            for p in bucket.params:
                 p.grad = None
 
     def _used(self, *_: Any) -> None:
@@ -231,7 +231,7 @@ class Join:
     def _clip(self, which: int, flag: bool, wanted: Any) -> None:
         del which, flag
         picked, arguments = wanted
-        clip_grad_norm_([self.flat.groups[number].params[i] for number, i in picked], *arguments)
+        clip_grad_norm_([self.flat.buckets[number].params[i] for number, i in picked], *arguments)
 
     def _zero_grad(self, which: int, *_: Any) -> None:
         attached = self.flat.optimizer_of(which)
@@ -243,23 +243,23 @@ class Join:
     def _finish(self) -> None:
         """Leaves all ranks alike: what those that went on longest have."""
         flat, comm = self.flat, self.flat.ranks.comm
-        for group in flat.order:
-            group.gradient.reconcile()
-        mine = bytes(group.gradient.has_reduced for group in flat.order)
+        for bucket in flat.order:
+            bucket.gradient.reconcile()
+        mine = bytes(bucket.gradient.has_reduced for bucket in flat.order)
         theirs = comm.exchange(mine)[self.with_input[0]]
-        for group, kept in zip(flat.order, theirs, strict=True):
+        for bucket, kept in zip(flat.order, theirs, strict=True):
             if not kept:
-                self._forget(group.number)
+                self._forget(bucket.number)
         flat.send_buffers()
         if flat.stage == 0:
-            for group in flat.order:
-                self._send(group.whole)
-                if group.separate:
-                    self._send(group.master)
+            for bucket in flat.order:
+                self._send(bucket.whole)
+                if bucket.separate:
+                    self._send(bucket.master)
             for attached in flat.shared_optimizers():
                 self._send_state(attached)
 
-    def _send_state(self, attached: Attached) -> None:
+    def _send_state(self, attached: ShardedOptimizer) -> None:
         attached.settle()
         attached.close()
         for entry in attached.entries:

@@ -1,6 +1,6 @@
 """What a model keeps on each rank, as it is and as it would be at another stage or on other ranks; and what it sends.
 
-The plan is a rehearsal: the very groups, gradients and units of a step on torch's meta device, which has shapes and no
+The plan is a rehearsal: the very buckets, gradients and units of a step on torch's meta device, which has shapes and no
 memory, over a communicator that moves nothing. So it follows from the layouts and types alone.
 """
 
@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.arguments import MODULE, OPTIMIZER, STAGE
-from ringcomm.data_parallel.flat_model import IN_FLIGHT, FlatModel, flags_numel, flat_model_of
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.data_parallel.optimizer import is_elementwise, states_of
 from ringcomm.data_parallel.optimizer_size import state_nbytes
-from ringcomm.data_parallel.partition import Recipe, blocks_of, kept_in_their_type
+from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, kept_in_their_type
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.ranks import Ranks
 from ringcomm.data_parallel.shard import units_of
+from ringcomm.data_parallel.sharded_model import IN_FLIGHT, ShardedModel, flags_numel, flat_model_of
 from ringcomm.data_parallel.unit import Unit
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.validation import expects, whole
@@ -86,8 +86,8 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             totals["parameters"] += p.nbytes
             totals["gradients"] += 0 if p.grad is None else p.grad.nbytes
     if flat is not None:
-        for group in flat.groups:
-            totals.update(group.nbytes())
+        for bucket in flat.buckets:
+            totals.update(bucket.nbytes())
     optimizers = (
         [optimizer] if optimizer is not None else [] if flat is None else [a.optimizer for a in flat.optimizers]
     )
@@ -161,15 +161,15 @@ class Plan:
         self.stage, self.accumulation, self.no_sync = stage, accumulation, no_sync
         at = rank if rank is not None else 0 if flat is None else min(flat.ranks.rank, world_size - 1)
         self.ranks = _ranks_of(flat, at, world_size, background)
-        self._home: dict[int, tuple[FlatGroup, int]] = {}  # by id of the model's parameter
+        self._home: dict[int, tuple[Bucket, int]] = {}  # by id of the model's parameter
         if flat is not None:
             self.units, self.sends = self._units_of_sharded(flat), flat.broadcast_buffers
         else:
             self.units = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))
-        self.groups = [group for unit in self.units for group in unit.groups]
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         launched = [*reversed(self.units[:-1]), self.units[-1]]
-        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
         self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
         optimizers = self._optimizers(flat, optimizer)
@@ -180,30 +180,30 @@ class Plan:
         self.traffic = self.ranks.traffic
         self.memory = self._memory(optimizers)
 
-    # ---- the same groups, without memory ---------------------------------------------------------------------------
+    # ---- the same buckets, without memory ---------------------------------------------------------------------------
 
-    def _units_of_sharded(self, flat: FlatModel) -> list[Unit]:
+    def _units_of_sharded(self, flat: ShardedModel) -> list[Unit]:
         units = []
         for unit in flat.units:
-            groups = [self._group_again(group) for group in unit.groups]
-            made = Unit(unit.name, [], groups, unit.reshard_after_forward)
+            buckets = [self._bucket_again(bucket) for bucket in unit.buckets]
+            made = Unit(unit.name, [], buckets, unit.reshard_after_forward)
             made.reshard_after_backward = unit.reshard_after_backward
             units.append(made)
         return units
 
-    def _group_again(self, group: FlatGroup) -> FlatGroup:
-        """A group for these ranks: the same parameters, laid out anew."""
-        specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in group.layout.segments]
-        layout = FlatLayout.build(specs, group.layout.dtype, self.ranks.world_size, _atom_of(group.layout))
-        master = None if group.master_device is None else _META
-        kind = group.types.compute
+    def _bucket_again(self, bucket: Bucket) -> Bucket:
+        """A bucket for these ranks: the same parameters, laid out anew."""
+        specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in bucket.layout.segments]
+        layout = FlatLayout.build(specs, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout))
+        master = None if bucket.master_device is None else _META
+        kind = bucket.types.compute
         params = [
-            nn.Parameter(torch.empty(s.shape, dtype=kind, device=_META), group.trainable) for s in layout.segments
+            nn.Parameter(torch.empty(s.shape, dtype=kind, device=_META), bucket.trainable) for s in layout.segments
         ]
-        again = FlatGroup(
-            layout, params, self.ranks, group.types, self.stage, tree=group.tree, master_device=master, send=False
+        again = Bucket(
+            layout, params, self.ranks, bucket.types, self.stage, tree=bucket.tree, master_device=master, send=False
         )
-        self._home |= {id(p): (again, i) for i, p in enumerate(group.params)}
+        self._home |= {id(p): (again, i) for i, p in enumerate(bucket.params)}
         return again
 
     def _units_of_plain(
@@ -224,7 +224,7 @@ class Plan:
         memo: dict[int, Any] = {id(b): torch.empty_like(b, device=_META) for b in model.buffers()}
         twin = copy.deepcopy(model, memo | twins)
         numbers = {} if optimizer is None else _group_numbers(optimizer)
-        recipe = Recipe(
+        recipe = BucketBuilder(
             ranks=self.ranks,
             stage=self.stage,
             precision=mixed_precision or MixedPrecision(),
@@ -237,7 +237,7 @@ class Plan:
             send=False,
         )
         units = units_of(twin, recipe, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
-        places = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
+        places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
         return units
 
@@ -253,11 +253,11 @@ class Plan:
                     self.ranks.count("broadcast", sum(buffer.nbytes for buffer in some))
             self._forward(ahead or (k > 0 and self.ranks.background))
             self._backward(sync)
-        for group in self.order:
-            for _ in range(self.stepped[group] if self.stage in (1, 2) else 0):
-                group.publish()
-            group.gradient.drop()
-            for p in group.params:
+        for bucket in self.order:
+            for _ in range(self.stepped[bucket] if self.stage in (1, 2) else 0):
+                bucket.publish()
+            bucket.gradient.drop()
+            for p in bucket.params:
                 p.grad = None
 
     def _forward(self, ahead: bool) -> None:
@@ -275,7 +275,7 @@ class Plan:
 
     def _backward(self, sync: bool) -> None:
         inner, root = self.units[:-1], self.units[-1]
-        in_flight: deque[FlatGroup] = deque()
+        in_flight: deque[Bucket] = deque()
         root.gather()
         for i, unit in reversed(list(enumerate(inner))):
             unit.gather()
@@ -286,39 +286,39 @@ class Plan:
             self._reduce(unit, sync, in_flight)
         self._reduce(root, sync, in_flight)
         while in_flight:
-            in_flight.popleft().gradient.settle()
+            in_flight.popleft().gradient.finish_reduce()
         if sync and self.ranks.data_world_size > 1:
             self.ranks.count("flags", flags_numel(self.order, self.stage))
-        for group in self.order:
-            group.gradient.show()
+        for bucket in self.order:
+            bucket.gradient.expose_grads()
         for unit in self.units:
             if unit.reshard_after_backward:
                 unit.release()
 
-    def _reduce(self, unit: Unit, sync: bool, in_flight: deque[FlatGroup]) -> None:
-        for group in reversed(unit.groups):
-            if not group.trainable:
+    def _reduce(self, unit: Unit, sync: bool, in_flight: deque[Bucket]) -> None:
+        for bucket in reversed(unit.buckets):
+            if not bucket.trainable:
                 continue
             while sync and self.stage >= 2 and len(in_flight) >= IN_FLIGHT:
-                in_flight.popleft().gradient.settle()
-            gradient = group.gradient
+                in_flight.popleft().gradient.finish_reduce()
+            gradient = bucket.gradient
             gradient.open(set())
-            for p, segment in zip(group.params, group.layout.segments, strict=True):
+            for p, segment in zip(bucket.params, bucket.layout.segments, strict=True):
                 if p.grad is None:
-                    p.grad = torch.empty(segment.shape, dtype=group.types.compute, device=_META)
-            gradient.contributed |= set(range(len(group.params)))
-            gradient.collect()
+                    p.grad = torch.empty(segment.shape, dtype=bucket.types.compute, device=_META)
+            gradient.contributed |= set(range(len(bucket.params)))
+            gradient.pack()
             if not sync:
                 continue
-            gradient.launch()
-            in_flight.append(group)
+            gradient.start_reduce()
+            in_flight.append(bucket)
             if not self.ranks.background:
-                in_flight.popleft().gradient.settle()
+                in_flight.popleft().gradient.finish_reduce()
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def _optimizers(
-        self, flat: FlatModel | None, optimizer: torch.optim.Optimizer | None
+        self, flat: ShardedModel | None, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[torch.optim.Optimizer, dict[int, int]]]:
         """Optimizers, each with its group of every parameter, by id."""
         if flat is not None:
@@ -326,15 +326,15 @@ class Plan:
             return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
 
-    def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[FlatGroup]:
-        """How many optimizers step a group; without any, as if there was one of all parameters."""
+    def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[Bucket]:
+        """How many optimizers step a bucket; without any, as if there was one of all parameters."""
         homes = [{self._home[key][0] for key in numbers if key in self._home} for numbers in optimizers]
-        return Counter(group for each in homes or [{*self.groups}] for group in each)
+        return Counter(bucket for each in homes or [{*self.buckets}] for bucket in each)
 
     def _memory(self, optimizers: Iterable[tuple[torch.optim.Optimizer, dict[int, int]]]) -> Memory:
         totals: Counter[str] = Counter()
-        for group in self.groups:
-            totals.update(group.nbytes())
+        for bucket in self.buckets:
+            totals.update(bucket.nbytes())
         for p in self.ignored:
             totals.update(parameters=p.nbytes, gradients=p.nbytes if p.requires_grad else 0)
         state = sum(self._state_nbytes(optimizer, numbers) for optimizer, numbers in optimizers)
@@ -352,18 +352,18 @@ class Plan:
         for p in self.ignored:
             if p.requires_grad and id(p) in numbers:
                 total += state_nbytes(optimizer, numbers[id(p)], p.shape, p.dtype)
-        for group in self.groups:
-            if not group.trainable:
+        for bucket in self.buckets:
+            if not bucket.trainable:
                 continue
-            owners = [owner_of.get((group, i), -1) for i in range(len(group.params))]
-            master = group.types.master
+            owners = [owner_of.get((bucket, i), -1) for i in range(len(bucket.params))]
+            master = bucket.types.master
             if is_elementwise(optimizer):
-                for run in group.runs(owners):
+                for run in bucket.runs(owners):
                     total += state_nbytes(optimizer, run.group, (run.end - run.start,), master)
                 continue
-            for fragment in group.layout.fragments(group.start, group.end):
+            for fragment in bucket.layout.fragments(bucket.start, bucket.end):
                 if owners[fragment.segment] >= 0:
-                    shape = group.layout.segments[fragment.segment].shape
+                    shape = bucket.layout.segments[fragment.segment].shape
                     total += state_nbytes(optimizer, owners[fragment.segment], shape, master)
         return total
 
@@ -408,7 +408,7 @@ class _Still:
         """Nothing was started."""
 
 
-class _StillRanks(Ranks):
+class _StillRanks(DataParallelGroup):
     """Ranks over it, whose memory is on the meta device."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -416,7 +416,7 @@ class _StillRanks(Ranks):
         return torch.empty(numel, dtype=dtype, device=_META)
 
 
-def _ranks_of(flat: FlatModel | None, rank: int, world_size: int, background: bool | None) -> Ranks:
+def _ranks_of(flat: ShardedModel | None, rank: int, world_size: int, background: bool | None) -> DataParallelGroup:
     kind = "cpu" if flat is None else flat.ranks.comm.kind
     replicas: Any = None
     if flat is not None and flat.ranks.replicas is not None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.part import part_of
+from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.data_parallel.uncut import Room, uncut_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
-    from ringcomm.data_parallel.flat_model import FlatModel
-    from ringcomm.data_parallel.group import FlatGroup
-    from ringcomm.data_parallel.ranks import Ranks
+    from ringcomm.data_parallel.bucket import Bucket
+    from ringcomm.data_parallel.group import DataParallelGroup
+    from ringcomm.data_parallel.sharded_model import ShardedModel
     from ringcomm.data_parallel.unit import Unit
 
 InitFn = Callable[[nn.Module], Any]
@@ -118,25 +118,25 @@ class Waiting:
         if not self.modules:
             return
         self._make_buffers()
-        homes = {id(p): group for unit in units for group in unit.groups for p in group.params}
+        homes = {id(p): bucket for unit in units for bucket in unit.buckets for p in bucket.params}
         for unit in units:
-            self._open(unit.groups)
+            self._open(unit.buckets)
             for name, m in self.modules if self.init is not None else ():
-                if any(homes.get(key) in unit.groups for key in _ids(m)):
+                if any(homes.get(key) in unit.buckets for key in _ids(m)):
                     self._initialise(name, m, homes)
-            for group in unit.groups:
-                group.close(send=self.init is not None)
+            for bucket in unit.buckets:
+                bucket.close(send=self.init is not None)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
         for name, m in self.modules:  # with buffers alone
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)
 
-    def _open(self, groups: Sequence[FlatGroup]) -> None:
-        for group in groups:
-            group.open()
+    def _open(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.open()
 
-    def _initialise(self, name: str, m: nn.Module, homes: dict[int, FlatGroup]) -> None:
+    def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
         """Once for each parameter: of modules that share theirs the first counts."""
         mine = _ids(m)
         if self.params.intersection(mine):
@@ -171,13 +171,13 @@ class Waiting:
                 m._buffers[key] = new = made[id(buffer)]
                 self.buffers.append((m, key, new))
 
-    def left_in(self, flat: FlatModel, earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
+    def left_in(self, flat: ShardedModel, earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
         """What is to be loaded before the first forward pass; None: nothing.
 
         Args:
             earlier: what was left in parts of the model.
         """
-        places = [(group, i) for group in flat.groups for i, p in enumerate(group.params) if id(p) in self.params]
+        places = [(bucket, i) for bucket in flat.buckets for i, p in enumerate(bucket.params) if id(p) in self.params]
         found = [Unmade(places, self.buffers)] if self.init is None and self.modules else []
         found += {id(each): each for each in earlier if each is not None}.values()
         if not found:
@@ -188,17 +188,17 @@ class Waiting:
 class Unmade:
     """Parameters and buffers that were on meta, of which nobody has said yet what they are."""
 
-    def __init__(self, places: list[tuple[FlatGroup, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    def __init__(self, places: list[tuple[Bucket, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self.places, self.buffers = places, buffers
         self._versions = [made._version for _, _, made in buffers]
 
-    def check(self, ranks: Ranks, module: nn.Module, call: str) -> None:
+    def check(self, ranks: DataParallelGroup, module: nn.Module, call: str) -> None:
         """Raises where something was not written yet; a collective."""
         flags = torch.tensor([int(self._is_written(*place)) for place in self.places] or [1], dtype=torch.uint8)
         flags = flags.to(self.places[0][0].device) if self.places else flags
         ranks.reduce_over_all(flags, "max")
         written = zip(self.places, flags.tolist(), strict=False)
-        missing = [group.names[i] for (group, i), flag in written if not flag]
+        missing = [bucket.names[i] for (bucket, i), flag in written if not flag]
         owners = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
         for (m, key, made), version in zip(self.buffers, self._versions, strict=True):
             if _is_untouched(m._buffers[key], made, version):
@@ -211,10 +211,10 @@ class Unmade:
                 "or pass init_fn to ringcomm.shard"
             )
 
-    def _is_written(self, group: FlatGroup, i: int) -> bool:
+    def _is_written(self, bucket: Bucket, i: int) -> bool:
         """Whether this rank's part of a parameter has values."""
-        piece = group.piece(group.master, i)
-        return not group.layout.segments[i].numel or (piece.numel() > 0 and not is_unmade(piece))
+        piece = bucket.piece(bucket.master, i)
+        return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_unmade(piece))
 
 
 def _is_untouched(now: Any, made: Any, version: int) -> bool:

@@ -1,7 +1,7 @@
 """The user's own optimizer over a sharded model: it shows the model's parameters, and works on shards inside of step().
 
 Between two steps `optimizer.param_groups` holds what the user has passed. For the time of step() this rank's part of
-the flat groups takes the place of the sharded model's parameters:
+the buckets takes the place of the sharded model's parameters:
 
     element-wise optimizers     one long parameter for each run of segments of one parameter group
     other optimizers, stage 0   the model's own parameters, where these are the master weights
@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ringcomm.data_parallel.flat_model import FlatModel
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.optimizer_state import GroupState, State, WholeStates
+from ringcomm.data_parallel.optimizer_state import BucketState, State, WholeStates
 from ringcomm.data_parallel.options import SAME_OPTIONS, Options, SteppedOptions
 from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -145,38 +145,38 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
 # ---- which optimizer is sharded --------------------------------------------------------------------------------------
 
 
-def attached_of(optimizer: Any, call: str) -> Attached | None:
+def attached_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
     """What an optimizer is attached to; one over parameters that it cannot step by itself is attached now. None: to
     nothing."""
-    found: Attached | None = getattr(optimizer, "_ringcomm", None)
+    found: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if found is not None:
         return found
     flat = next((flat for flat in _flats_of(optimizer.param_groups) if _needs_shards(flat)), None)
     if flat is None:
         return None
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
-    return Attached(optimizer)
+    return ShardedOptimizer(optimizer)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     """The states that this rank holds."""
-    attached: Attached | None = getattr(optimizer, "_ringcomm", None)
+    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if attached is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
     whole = [state for states in attached._whole.values() for state in states.values()]
     return [state for state in attached.state.values() if isinstance(state, dict)] + whole
 
 
-def attach(optimizer: torch.optim.Optimizer, flat: FlatModel, call: str) -> None:
+def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> None:
     """Attaches an optimizer to a model, or one that is attached to others to this one too.
 
     Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: no shard can serve it.
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
     refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
-    attached: Attached | None = getattr(optimizer, "_ringcomm", None)
+    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if attached is None:
-        Attached(optimizer)
+        ShardedOptimizer(optimizer)
     elif flat in attached.flats:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer that is sharded already, expected a plain one; pass it "
@@ -209,15 +209,15 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         options.before_step()
 
 
-def _flats_of(param_groups: list[dict[str, Any]]) -> list[FlatModel]:
+def _flats_of(param_groups: list[dict[str, Any]]) -> list[ShardedModel]:
     """The models that have some of the parameters."""
     places = (place_of(p) for group in param_groups for p in group["params"])
     return [*dict.fromkeys(place.flat for place in places if place is not None)]
 
 
-def _needs_shards(flat: FlatModel) -> bool:
+def _needs_shards(flat: ShardedModel) -> bool:
     """Whether an optimizer cannot step the model's own parameters."""
-    return flat.stage > 0 or any(group.separate for group in flat.groups)
+    return flat.stage > 0 or any(bucket.separate for bucket in flat.buckets)
 
 
 # ---- an optimizer that is sharded ------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ class Entry:
         values, address: the part of the master weights that ``param`` is, and where it lies.
     """
 
-    group: FlatGroup
-    start: int  # in the group's buffer
+    bucket: Bucket
+    start: int  # in the bucket's buffer
     end: int
     segments: tuple[int, ...]
     param: nn.Parameter
@@ -242,10 +242,10 @@ class Entry:
     @property
     def is_own(self) -> bool:
         """Whether it is the model's own parameter."""
-        return self.param is self.group.params[self.segments[0]]
+        return self.param is self.bucket.params[self.segments[0]]
 
 
-class Attached:
+class ShardedOptimizer:
     """An optimizer over parameters of wrapped models, and others that stay as they are.
 
     Attributes:
@@ -260,18 +260,18 @@ class Attached:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self.elementwise = weakref.ref(optimizer), is_elementwise(optimizer)
-        self.flats: list[FlatModel] = []
+        self.flats: list[ShardedModel] = []
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
-        self._stepped: dict[FlatGroup, set[int]] = {}  # who ever had a gradient in a step
-        self._whole: dict[FlatGroup, dict[int, State]] = {}  # state that is by parameter now, until the next step
+        self._stepped: dict[Bucket, set[int]] = {}  # who ever had a gradient in a step
+        self._whole: dict[Bucket, dict[int, State]] = {}  # state that is by parameter now, until the next step
         self._seen = WholeStates(self)  # `optimizer.state` between two steps
         self._working = False
-        self._loading: dict[FlatGroup, GroupState] = {}
+        self._loading: dict[Bucket, BucketState] = {}
         self._watches = _watches
         self.options = Options(optimizer)
         optimizer.__dict__.pop("_ringcomm_options", None)
-        self.places: list[list[tuple[FlatGroup, int]]] = []
+        self.places: list[list[tuple[Bucket, int]]] = []
         self.entries: list[Entry] = []
         self.inside: list[list[nn.Parameter]] = []
         self._find("shard")
@@ -292,13 +292,13 @@ class Attached:
         return found
 
     @property
-    def flat(self) -> FlatModel:
+    def flat(self) -> ShardedModel:
         """The first of the wrapped models."""
         return self.flats[0]
 
     @property
-    def groups(self) -> list[FlatGroup]:
-        """The flat groups with parameters of the optimizer."""
+    def buckets(self) -> list[Bucket]:
+        """The buckets with parameters of the optimizer."""
         return list(self._mine)
 
     def _find(self, call: str) -> None:
@@ -314,11 +314,11 @@ class Attached:
             {k: p for k, (p, place) in enumerate(zip(group["params"], each, strict=True)) if place is None}
             for group, each in zip(groups, homes, strict=True)
         ]
-        self.group_of = {id(group.params[i]): n for n, each in enumerate(self.places) for group, i in each}
-        self._mine: dict[FlatGroup, set[int]] = {}
-        for group, i in chain.from_iterable(self.places):
-            self._mine.setdefault(group, set()).add(i)
-        if any(group.stage for group in self._mine):
+        self.group_of = {id(bucket.params[i]): n for n, each in enumerate(self.places) for bucket, i in each}
+        self._mine: dict[Bucket, set[int]] = {}
+        for bucket, i in chain.from_iterable(self.places):
+            self._mine.setdefault(bucket, set()).add(i)
+        if any(bucket.stage for bucket in self._mine):
             _tell(self.optimizer)
 
     def _join(self) -> None:
@@ -341,13 +341,13 @@ class Attached:
         return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
 
     def _place(self) -> None:
-        """Makes the entries for the flat groups' stage, without state."""
-        self._stepped = {group: set() for group in self._mine}
-        self.host.place(self.groups)
+        """Makes the entries for the buckets' stage, without state."""
+        self._stepped = {bucket: set() for bucket in self._mine}
+        self.host.place(self.buckets)
         self.entries = [
-            self._entry(group, start, end, segments)
-            for group in self._mine
-            for _, start, end, segments in self._pieces(group)
+            self._entry(bucket, start, end, segments)
+            for bucket in self._mine
+            for _, start, end, segments in self._pieces(bucket)
         ]
         self._line_up()
 
@@ -360,30 +360,30 @@ class Attached:
         ]
         for entry in self.entries:
             if not entry.is_own:
-                self.inside[self.group_of[id(entry.group.params[entry.segments[0]])]].append(entry.param)
+                self.inside[self.group_of[id(entry.bucket.params[entry.segments[0]])]].append(entry.param)
         self._sharded = {
-            id(group.params[i]): (group, i)
-            for group, i in chain.from_iterable(self.places)
-            if id(group.params[i]) not in own
+            id(bucket.params[i]): (bucket, i)
+            for bucket, i in chain.from_iterable(self.places)
+            if id(bucket.params[i]) not in own
         }
         self._shards = {id(entry.param) for entry in self.entries if not entry.is_own}
 
-    def _pieces(self, group: FlatGroup) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-        owners = [self.group_of.get(id(p), -1) for p in group.params]
+    def _pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        owners = [self.group_of.get(id(p), -1) for p in bucket.params]
         if self.elementwise:
-            yield from group.runs(owners)
+            yield from bucket.runs(owners)
             return
-        for i, start, end in self._tensors(group, group.stage):
+        for i, start, end in self._tensors(bucket, bucket.stage):
             if owners[i] >= 0:
                 yield owners[i], start, end, (i,)
 
-    def _tensors(self, group: FlatGroup, stage: int) -> Iterator[tuple[int, int, int]]:
+    def _tensors(self, bucket: Bucket, stage: int) -> Iterator[tuple[int, int, int]]:
         """Segments that lie on this rank at a stage."""
-        for fragment in group.layout.fragments(*group.owned(stage), empty=True):
-            segment = group.layout.segments[fragment.segment]
+        for fragment in bucket.layout.fragments(*bucket.owned(stage), empty=True):
+            segment = bucket.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(
-                    f"optimizer: rank {group.ranks.rank} got {type(self.optimizer).__name__}, which looks at whole "
+                    f"optimizer: rank {bucket.ranks.rank} got {type(self.optimizer).__name__}, which looks at whole "
                     f"tensors, and a part of {segment.name}; pass atom='tensor' to shard or fully_shard"
                 )
             yield fragment.segment, segment.offset, segment.end
@@ -392,39 +392,39 @@ class Attached:
         """Raises where the optimizer cannot go to a stage."""
         refuse_unusable(self.optimizer, call, self.flat.ranks.rank, stage)
         if not self.elementwise:
-            for group in self._mine:
-                for _ in self._tensors(group, stage):
+            for bucket in self._mine:
+                for _ in self._tensors(bucket, stage):
                     pass
 
-    def _entry(self, group: FlatGroup, start: int, end: int, segments: tuple[int, ...]) -> Entry:
-        values = group.master[start - group.start : end - group.start]
+    def _entry(self, bucket: Bucket, start: int, end: int, segments: tuple[int, ...]) -> Entry:
+        values = bucket.master[start - bucket.start : end - bucket.start]
         if self.elementwise:
             param = nn.Parameter(values)
         else:
-            shape, first = group.layout.segments[segments[0]].shape, group.params[segments[0]]
+            shape, first = bucket.layout.segments[segments[0]].shape, bucket.params[segments[0]]
             values = values.view(shape)
-            own = group.stage == 0 and not group.gradient.standing
+            own = bucket.stage == 0 and not bucket.gradient.uses_placeholders
             param = first if own else _like(first, values)
-        return Entry(group, start, end, segments, param, values, values.data_ptr())
+        return Entry(bucket, start, end, segments, param, values, values.data_ptr())
 
-    def separate(self, kind: Callable[[FlatGroup, int], Hashable]) -> None:
+    def separate(self, kind: Callable[[Bucket, int], Hashable]) -> None:
         """Cuts entries where neighbouring segments are of different kinds, such as with and without a gradient: each
         then has its own count of steps, and one without a gradient is left out of a step."""
         entries: list[Entry] = []
         for entry in self.entries:
-            stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.group))]
+            stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.bucket))]
             entries += [entry] if len(stretches) < 2 else self._cut(entry, stretches)
         if len(entries) > len(self.entries):
             self.entries = entries
             self._line_up()
 
     def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
-        starts = [entry.start, *(entry.group.layout.segments[some[0]].offset for some in stretches[1:])]
+        starts = [entry.start, *(entry.bucket.layout.segments[some[0]].offset for some in stretches[1:])]
         state = self.state.pop(entry.param, {})
         parts = []
         for some, start, end in zip(stretches, starts, [*starts[1:], entry.end], strict=True):
             piece = slice(start - entry.start, end - entry.start)
-            part = self._entry(entry.group, start, end, tuple(some))
+            part = self._entry(entry.bucket, start, end, tuple(some))
             if state:
                 self.state[part.param] = {key: _cut_state(v, entry.param, piece) for key, v in state.items()}
             parts.append(part)
@@ -445,10 +445,10 @@ class Attached:
         self.adopt_state()
 
     def rebuild(self, states: dict[Any, State] | None = None) -> None:
-        """Looks up the parameters anew, after a change of the optimizer's groups or of the models' flat groups.
+        """Looks up the parameters anew, after a change of the optimizer's groups or of the models' buckets.
 
         Args:
-            states: what `take_state` gave before that change; None: the flat groups are the same, and it is asked now.
+            states: what `take_state` gave before that change; None: the buckets are the same, and it is asked now.
         """
         for flat in _flats_of(self.optimizer.param_groups):
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
@@ -463,8 +463,8 @@ class Attached:
             else:
                 self._whole.setdefault(place[0], {})[place[1]] = state
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
-            group, i = self._sharded[id(p)]
-            self._whole.setdefault(group, {})[i] = self.state.pop(p)
+            bucket, i = self._sharded[id(p)]
+            self._whole.setdefault(bucket, {})[i] = self.state.pop(p)
         self._show_state()
         self.close()
 
@@ -472,8 +472,8 @@ class Attached:
         """The whole state of the models' parameters, to be given to `rebuild`; a collective."""
         self._recover()
         states: dict[Any, State] = {}
-        for group in self._mine:
-            states |= {group.params[i]: state for i, state in self.whole_state(group).items() if state}
+        for bucket in self._mine:
+            states |= {bucket.params[i]: state for i, state in self.whole_state(bucket).items() if state}
         self._whole.clear()
         for entry in self.entries:
             if entry.is_own and entry.param in self.state:
@@ -488,10 +488,10 @@ class Attached:
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        for group, i in chain.from_iterable(self.places):
-            p = group.params[i]
+        for bucket, i in chain.from_iterable(self.places):
+            p = bucket.params[i]
             if p in states:
-                states[p] = _in_type_of(group, states[p], settings[id(p)])
+                states[p] = _in_type_of(bucket, states[p], settings[id(p)])
         ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
@@ -503,7 +503,7 @@ class Attached:
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def place_of(self, p: Any) -> tuple[FlatGroup, int] | None:
+    def place_of(self, p: Any) -> tuple[Bucket, int] | None:
         """Where a parameter is whose state is in shards."""
         return self._sharded.get(id(p))
 
@@ -522,45 +522,45 @@ class Attached:
         known = self._known()
         yield from [key for key in self.state if id(key) not in known]
 
-    def _has_state(self, group: FlatGroup, i: int) -> bool:
-        whole = self._whole.get(group)
-        return i in self._stepped[group] if whole is None else bool(whole.get(i))
+    def _has_state(self, bucket: Bucket, i: int) -> bool:
+        whole = self._whole.get(bucket)
+        return i in self._stepped[bucket] if whole is None else bool(whole.get(i))
 
-    def whole_state(self, group: FlatGroup) -> dict[int, State]:
-        """The whole state of a group's parameters; what is written into it counts. A collective from stage 1 on."""
-        if group not in self._whole:
-            found = self._gathered(group)
-            self._whole[group] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
+    def whole_state(self, bucket: Bucket) -> dict[int, State]:
+        """The whole state of a bucket's parameters; what is written into it counts. A collective from stage 1 on."""
+        if bucket not in self._whole:
+            found = self._gathered(bucket)
+            self._whole[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
             for entry in self.entries:
-                if entry.group is group and not entry.is_own:
+                if entry.bucket is bucket and not entry.is_own:
                     self.state.pop(entry.param, None)
-        return self._whole[group]
+        return self._whole[bucket]
 
-    def _gathered(self, group: FlatGroup) -> GroupState:
-        if not self._stepped[group]:
-            return GroupState(group)
-        entries = [entry for entry in self.entries if entry.group is group and not entry.is_own]
+    def _gathered(self, bucket: Bucket) -> BucketState:
+        if not self._stepped[bucket]:
+            return BucketState(bucket)
+        entries = [entry for entry in self.entries if entry.bucket is bucket and not entry.is_own]
         pieces = [(entry, self.state.get(entry.param, {})) for entry in entries]
-        return GroupState.gathered(group, pieces, self._stepped[group])
+        return BucketState.gathered(bucket, pieces, self._stepped[bucket])
 
     def clear_state(self) -> None:
         """Forgets all state; no collective."""
         self.state.clear()
         self._whole.clear()
-        self._stepped = {group: set() for group in self._mine}
+        self._stepped = {bucket: set() for bucket in self._mine}
 
     def close(self) -> None:
         """Gives every rank its part of the state that is by parameter."""
-        for group in list(self._whole):
-            states = {i: state for i, state in self._whole[group].items() if state}
-            self._put(group, GroupState.of(group, states, group.ranks.rank, checked=False))
-            del self._whole[group]
+        for bucket in list(self._whole):
+            states = {i: state for i, state in self._whole[bucket].items() if state}
+            self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
+            del self._whole[bucket]
 
-    def _put(self, group: FlatGroup, whole: GroupState) -> None:
-        self._stepped[group] = set(whole.present)
-        self.separate(lambda other, i: other is not group or whole.kind(i))
+    def _put(self, bucket: Bucket, whole: BucketState) -> None:
+        self._stepped[bucket] = set(whole.present)
+        self.separate(lambda other, i: other is not bucket or whole.kind(i))
         for entry in self.entries:
-            if entry.group is group and not entry.is_own:
+            if entry.bucket is bucket and not entry.is_own:
                 self.state.pop(entry.param, None)
                 state = whole.piece(entry.start, entry.end, entry.segments, entry.param)
                 if state:
@@ -577,28 +577,28 @@ class Attached:
             return
         if found is not self.state:
             self.state = defaultdict(dict)
-            self._whole = {group: {} for group in self._mine}
+            self._whole = {bucket: {} for bucket in self._mine}
             for key, value in found.items():
                 place = self._sharded.get(id(key))
                 if place is None:
                     self.state[key] = value
                 else:
                     self._whole[place[0]][place[1]] = _in_master_type(place[0], value)
-            self._whole = {group: states for group, states in self._whole.items() if states or self._stepped[group]}
+            self._whole = {bucket: states for bucket, states in self._whole.items() if states or self._stepped[bucket]}
         self._show_state()
 
     def before_state_dict(self) -> None:
         """Puts the whole state in, of which torch makes the ordinary state dict; a collective."""
         self.settle()
         states: dict[Any, Any] = {}
-        for group in self._mine:
-            whole = self._whole.get(group)
-            found = self._gathered(group) if whole is None else None
-            for i in sorted(self._mine[group]):
-                if id(group.params[i]) in self._sharded:
+        for bucket in self._mine:
+            whole = self._whole.get(bucket)
+            found = self._gathered(bucket) if whole is None else None
+            for i in sorted(self._mine[bucket]):
+                if id(bucket.params[i]) in self._sharded:
                     state = whole.get(i) if whole is not None else found.of_parameter(i) if found is not None else None
                     if state:
-                        states[group.params[i]] = state
+                        states[bucket.params[i]] = state
         ordered = {
             p: states.get(p, self.state.get(p))
             for p in chain.from_iterable(self.outside)
@@ -620,7 +620,7 @@ class Attached:
                 f"load_state_dict: rank {self.flat.ranks.rank} got an optimizer's state for groups of {got} "
                 f"parameters, expected {expected}; load the state of the same model and groups"
             )
-        found: dict[FlatGroup, dict[int, State]] = {group: {} for group in self._mine}
+        found: dict[Bucket, dict[int, State]] = {bucket: {} for bucket in self._mine}
         rest = dict(state_dict["state"])
         for group, params in zip(groups, self.outside, strict=True):
             for index, p in zip(group["params"], params, strict=True):
@@ -631,7 +631,7 @@ class Attached:
                     found[place[0]][place[1]] = _loaded(place[0], state, on_device)
         known = _is_torchs(type(self.optimizer))
         self._loading = {
-            home: GroupState.of(home, each, home.ranks.rank, checked=known) for home, each in found.items()
+            home: BucketState.of(home, each, home.ranks.rank, checked=known) for home, each in found.items()
         }
         return {**state_dict, "state": rest}
 
@@ -640,8 +640,8 @@ class Attached:
         loading, self._loading = self._loading, {}
         self.adopt_state()
         self._whole.clear()
-        for group, whole in loading.items():
-            self._put(group, whole)
+        for bucket, whole in loading.items():
+            self._put(bucket, whole)
         self._enter()  # some optimizers bring an older state into their own form
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
@@ -663,15 +663,15 @@ class Attached:
     def _take_in(self) -> None:
         """What users have changed since the last step counts."""
         self.settle()
-        for group in self._mine:
-            group.gradient.take_in("step")
+        for bucket in self._mine:
+            bucket.gradient.adopt_user_grads("step")
 
     def _begin_work(self) -> None:
         self.close()
-        for group in self._mine:
-            group.adopt_writes("step")
-        if any(0 < len(group.gradient.has) < len(group.params) for group in self._mine):
-            self.separate(lambda group, i: i in group.gradient.has)
+        for bucket in self._mine:
+            bucket.adopt_writes("step")
+        if any(0 < len(bucket.gradient.has) < len(bucket.params) for bucket in self._mine):
+            self.separate(lambda bucket, i: i in bucket.gradient.has)
         self.host.refresh()
         self.host.arrive()
         self._enter()
@@ -684,16 +684,16 @@ class Attached:
             group["params"][:] = params
         self.optimizer.state = self.state
         for entry in self.entries:
-            gradient = entry.group.gradient
+            gradient = entry.bucket.gradient
             if not entry.is_own:
                 has = gradient.has_reduced and not gradient.has.isdisjoint(entry.segments)
                 entry.param.grad = self._gradient_of(entry) if has else None
 
     def _gradient_of(self, entry: Entry) -> torch.Tensor:
         """Its part of the reduced gradient."""
-        group, host = entry.group, self.host.of(entry.group)
-        reduced = group.gradient.reduced if host is None else host
-        return reduced[entry.start - group.start : entry.end - group.start].view(entry.values.shape)
+        bucket, host = entry.bucket, self.host.of(entry.bucket)
+        reduced = bucket.gradient.reduced if host is None else host
+        return reduced[entry.start - bucket.start : entry.end - bucket.start].view(entry.values.shape)
 
     def _leave(self) -> None:
         """The model's parameters come back, with whatever step() has set them to."""
@@ -748,30 +748,30 @@ class Attached:
                 flat.ranks.announce("step", flat.number_of(self), more=self._options())
         self._begin_work()
         self.options.steps += 1
-        for group, mine in self._mine.items():
-            if group.gradient.has_reduced:
-                self._stepped[group] |= group.gradient.has & mine
+        for bucket, mine in self._mine.items():
+            if bucket.gradient.has_reduced:
+                self._stepped[bucket] |= bucket.gradient.has & mine
 
     def after_step(self) -> None:
         """The model gets what the step has computed."""
         self._leave()
-        works = [(group, group.publish()) for group in self._mine]
-        for group, work in works:
-            group.unit.flat.timed(work.wait)
+        works = [(bucket, bucket.publish()) for bucket in self._mine]
+        for bucket, work in works:
+            bucket.unit.flat.timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
         """Raises for gradients that no reduction has seen: the step would leave them out."""
-        for group, mine in self._mine.items():
-            ranks, gradient = group.ranks, group.gradient
+        for bucket, mine in self._mine.items():
+            ranks, gradient = bucket.ranks, bucket.gradient
             if ranks.joining is not None and ranks.joining.shadowing:  # go with the others' next reduction
                 continue
             if gradient.has_reduced and not gradient.has_local:
                 continue
-            put = [i for i in mine if group.params[i].grad is not None]
+            put = [i for i in mine if bucket.params[i].grad is not None]
             if put:
                 raise InvalidArgumentError(
-                    f"step: rank {ranks.rank} got a gradient of {group.names[min(put)]} that was not reduced, expected "
-                    "the mean over all ranks; call the last backward() before a step outside of no_sync"
+                    f"step: rank {ranks.rank} got a gradient of {bucket.names[min(put)]} that was not reduced, "
+                    "expected the mean over all ranks; call the last backward() before a step outside of no_sync"
                 )
 
     # ---- options --------------------------------------------------------------------------------------------------
@@ -793,14 +793,14 @@ class Attached:
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # which asks for nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
             zero_grad(self.optimizer, set_to_none=set_to_none)
-        for group in self._mine:
-            group.gradient.reconcile()
+        for bucket in self._mine:
+            bucket.gradient.reconcile()
 
 
 class _Hooks:
     """What puts `Attached` between an optimizer and its users."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: ShardedOptimizer) -> None:
         optimizer = attached.optimizer
         self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
         after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
@@ -840,10 +840,10 @@ def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
     optimizer._ringcomm.zero_grad(set_to_none)
 
 
-def _place_of(p: Any) -> tuple[FlatGroup, int] | None:
+def _place_of(p: Any) -> tuple[Bucket, int] | None:
     """Where a parameter of a wrapped model is that is trained."""
     place = place_of(p)
-    return None if place is None or not place.group.trainable else (place.group, place.index)
+    return None if place is None or not place.bucket.trainable else (place.bucket, place.index)
 
 
 def _like(p: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
@@ -860,34 +860,34 @@ def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
     return (value[piece] if value.shape == param.shape else value).clone()
 
 
-def _in_master_type(group: FlatGroup, state: Any) -> Any:
+def _in_master_type(bucket: Bucket, state: Any) -> Any:
     """A parameter's state as torch leaves it, cast to the parameter's type, in the type of the master weights."""
     if not isinstance(state, dict):
         return state
-    narrow, wide = group.types.compute, group.types.master
+    narrow, wide = bucket.types.compute, bucket.types.master
     return {
         key: value.to(wide) if key != "step" and torch.is_tensor(value) and value.dtype == narrow else value
         for key, value in state.items()
     }
 
 
-def _in_type_of(group: FlatGroup, state: State, settings: dict[str, Any]) -> State:
+def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State:
     """A parameter's state for a plain optimizer: on the parameter's device, in its type where that of the master
     weights is another."""
     on_host = not (settings.get("capturable") or settings.get("fused"))
-    wide, own = group.types.master, group.dtype
+    wide, own = bucket.types.master, bucket.dtype
     return {
         key: value
         if not torch.is_tensor(value) or (key == "step" and on_host)
-        else value.to(group.device, own if value.dtype == wide and key != "step" else value.dtype)
+        else value.to(bucket.device, own if value.dtype == wide and key != "step" else value.dtype)
         for key, value in state.items()
     }
 
 
-def _loaded(group: FlatGroup, state: State, on_device: bool) -> State:
+def _loaded(bucket: Bucket, state: State, on_device: bool) -> State:
     """A parameter's state as torch loads it, where the parameter is a master weight. What is no float keeps its type:
     it may be quantised."""
-    device = group.master.device
+    device = bucket.master.device
 
     def one(key: Any, value: Any) -> Any:
         if isinstance(value, dict):
@@ -897,6 +897,6 @@ def _loaded(group: FlatGroup, state: State, on_device: bool) -> State:
         if key == "step":
             return value.to(dtype=torch.float32, device=device) if on_device else value.clone()
         floats = type(value) is torch.Tensor and value.is_floating_point()
-        return value.to(device, group.types.master if floats else value.dtype)
+        return value.to(device, bucket.types.master if floats else value.dtype)
 
     return {key: one(key, value) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""An optimizer's state between its two forms: by parameter, as torch keeps it, and by flat group, as the shards do."""
+"""An optimizer's state between its two forms: by parameter, as torch keeps it, and by bucket, as the shards do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.group import FlatGroup
-    from ringcomm.data_parallel.optimizer import Attached
+    from ringcomm.data_parallel.bucket import Bucket
+    from ringcomm.data_parallel.optimizer import ShardedOptimizer
 
 State = dict[str, Any]
 _MOMENTS = {  # torch's names of what has a value for each element
@@ -26,7 +26,7 @@ _MOMENTS = {  # torch's names of what has a value for each element
 
 
 class Piece(Protocol):
-    """The part of a group that one of the optimizer's parameters covers."""
+    """The part of a bucket that one of the optimizer's parameters covers."""
 
     start: int
     end: int
@@ -35,24 +35,24 @@ class Piece(Protocol):
 
 
 @dataclass
-class GroupState:
-    """The whole state of a flat group.
+class BucketState:
+    """The whole state of a bucket.
 
     Attributes:
-        alike: state of one value for each element, such as moments, as long as the group's buffer.
+        alike: state of one value for each element, such as moments, as long as the bucket's buffer.
         other: by segment, everything else: counters, factored moments.
         present: segments that have any state.
         holders: by key of ``alike``, the segments that have it.
     """
 
-    group: FlatGroup
+    bucket: Bucket
     alike: dict[str, torch.Tensor] = field(default_factory=dict)
     other: dict[int, State] = field(default_factory=dict)
     present: set[int] = field(default_factory=set)
     holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(group: FlatGroup, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> GroupState:
+    def gathered(bucket: Bucket, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> BucketState:
         """From every rank's pieces; a collective.
 
         Args:
@@ -65,13 +65,13 @@ class GroupState:
             for key, value in state.items():
                 if _is_alike(key, value, piece.param):
                     if key not in owned:
-                        owned[key] = torch.zeros(group.end - group.start, dtype=value.dtype, device=value.device)
-                    owned[key][piece.start - group.start : piece.end - group.start] = value.reshape(-1)
+                        owned[key] = torch.zeros(bucket.end - bucket.start, dtype=value.dtype, device=value.device)
+                    owned[key][piece.start - bucket.start : piece.end - bucket.start] = value.reshape(-1)
                     holders.setdefault(key, set()).update(stepped & {*piece.segments})
                 else:
                     if len(piece.segments) > 1 and not _is_number(value) and torch.is_tensor(value):
                         raise UnsupportedError(
-                            f"optimizer state: rank {group.ranks.rank} got {key} of shape {tuple(value.shape)} for "
+                            f"optimizer state: rank {bucket.ranks.rank} got {key} of shape {tuple(value.shape)} for "
                             f"{len(piece.segments)} parameters that are stepped as one of shape "
                             f"{tuple(piece.param.shape)}, expected that shape or one number; use stage 0 without "
                             "ringcomm.shard(model, optimizer)"
@@ -79,24 +79,24 @@ class GroupState:
                     for segment in stepped & {*piece.segments}:
                         other.setdefault(segment, {})[key] = value
         known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
-        if group.stage > 0:
-            keys, other, known, holders = _shared(group, owned, other, known, holders)
+        if bucket.stage > 0:
+            keys, other, known, holders = _shared(bucket, owned, other, known, holders)
             for key, dtype in keys:
                 if key not in owned:
-                    owned[key] = torch.zeros(group.end - group.start, dtype=dtype, device=group.master.device)
-            owned = {key: group.gather_owned(owned[key]) for key, _ in keys}
-        return GroupState(group, owned, other, known, holders)
+                    owned[key] = torch.zeros(bucket.end - bucket.start, dtype=dtype, device=bucket.master.device)
+            owned = {key: bucket.gather_owned(owned[key]) for key, _ in keys}
+        return BucketState(bucket, owned, other, known, holders)
 
     @staticmethod
-    def of(group: FlatGroup, parameters: dict[int, State], rank: int, checked: bool) -> GroupState:
+    def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> BucketState:
         """From the state of each parameter.
 
         Args:
             checked: whether moments must be of their parameter's shape.
         """
-        found = GroupState(group, present=set(parameters))
+        found = BucketState(bucket, present=set(parameters))
         for i, state in parameters.items():
-            segment = group.layout.segments[i]
+            segment = bucket.layout.segments[i]
             for key, value in state.items():
                 if not _is_alike(key, value, segment):
                     if checked:
@@ -104,9 +104,9 @@ class GroupState:
                     found.other.setdefault(i, {})[key] = value
                     continue
                 if key not in found.alike:
-                    device = group.master.device
-                    found.alike[key] = torch.zeros(group.layout.numel, dtype=value.dtype, device=device)
-                found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(group.master.device)
+                    device = bucket.master.device
+                    found.alike[key] = torch.zeros(bucket.layout.numel, dtype=value.dtype, device=device)
+                found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(bucket.master.device)
                 found.holders.setdefault(key, set()).add(i)
         return found
 
@@ -123,9 +123,9 @@ class GroupState:
         for i in here:
             for key, value in self.other.get(i, {}).items():
                 if key in state and not _same(state[key], value):
-                    names = [self.group.names[j] for j in here]
+                    names = [self.bucket.names[j] for j in here]
                     raise InvalidArgumentError(
-                        f"optimizer state: got {key} {value} for {self.group.names[i]} and {state[key]} for a "
+                        f"optimizer state: got {key} {value} for {self.bucket.names[i]} and {state[key]} for a "
                         f"parameter that travels with it ({names[0]}), expected equal ones; put the two into parameter "
                         "groups of their own"
                     )
@@ -142,7 +142,7 @@ class GroupState:
         """The state of one parameter, in its shape; without ``copy`` what every element has is a part of ours."""
         if i not in self.present:
             return {}
-        segment = self.group.layout.segments[i]
+        segment = self.bucket.layout.segments[i]
         alike = {
             key: value[segment.offset : segment.end].view(segment.shape)
             for key, value in self.alike.items()
@@ -192,7 +192,7 @@ def unpacked(payload: bytes, device: torch.device) -> Any:
 
 
 def _shared(
-    group: FlatGroup,
+    bucket: Bucket,
     owned: dict[str, torch.Tensor],
     other: dict[int, State],
     known: set[int],
@@ -206,8 +206,8 @@ def _shared(
     merged: dict[int, State] = {}
     present: set[int] = set()
     having: dict[str, set[int]] = {}
-    for payload in group.ranks.exchange(buffer.getvalue()):
-        theirs_keys, theirs, theirs_known, theirs_holders = unpacked(payload, group.device)
+    for payload in bucket.ranks.exchange(buffer.getvalue()):
+        theirs_keys, theirs, theirs_known, theirs_holders = unpacked(payload, bucket.device)
         keys.update(theirs_keys)
         for i, state in theirs.items():
             merged.setdefault(i, {}).update(state)
@@ -225,12 +225,12 @@ class WholeStates(defaultdict[Any, Any]):
     written alike. Other keys are those of the optimizer's own mapping.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: ShardedOptimizer) -> None:
         super().__init__(dict)
         self._weak = weakref.ref(attached)  # which holds this, and which the optimizer holds
 
     @property
-    def _attached(self) -> Attached:
+    def _attached(self) -> ShardedOptimizer:
         found = self._weak()
         assert found is not None
         return found

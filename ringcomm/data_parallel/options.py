@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.flat_model import FlatModel
+    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 SAME_OPTIONS = (
     "step optimizers on every rank or on none, and schedulers with a value that all ranks have, such as the mean of "
@@ -68,7 +68,7 @@ class SteppedOptions(Options):
     have others, as those that step a part of the parameters each and send them around. So they are told, not refused.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[FlatModel]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
         super().__init__(optimizer)
         self._flats = [*map(weakref.ref, flats)]
         self._told = False

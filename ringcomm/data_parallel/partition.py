@@ -1,4 +1,4 @@
-"""How a module is cut into units and flat groups: by its structure alone, the same at every stage and on every rank."""
+"""How a module is cut into units and buckets: by its structure alone, the same at every stage and on every rank."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.group import FlatGroup
+from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec, up
-from ringcomm.data_parallel.part import part_of, renew_parts
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision, Types
-from ringcomm.data_parallel.ranks import Ranks
+from ringcomm.data_parallel.shard_spec import part_of, renew_parts
 from ringcomm.data_parallel.unit import Unit
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 LATENCY_SHARE = 0.25  # of a reduction's time, at the bucket size chosen
-HOST_SECONDS = 2e-4  # of Python for each group and step, which count as latency
+HOST_SECONDS = 2e-4  # of Python for each bucket and step, which count as latency
 PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the messages that are timed
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20  # larger blocks come from the system anew each time
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BucketBuilder:
     """What all units of a model have in common."""
 
-    ranks: Ranks
+    ranks: DataParallelGroup
     stage: int
     precision: MixedPrecision
     bucket_bytes: int
@@ -44,9 +44,9 @@ class Recipe:
     def unit(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
     ) -> Unit:
-        """A unit with its flat groups: one for each element type, whether trained, and device, and bucket."""
-        groups = [group for some in self._alike(params) for group in self._buckets(some)]
-        return Unit(name, modules, groups, reshard)
+        """A unit with its buckets: one for each element type, whether trained, and device, and bucket."""
+        buckets = [bucket for some in self._alike(params) for bucket in self._buckets(some)]
+        return Unit(name, modules, buckets, reshard)
 
     def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
@@ -59,7 +59,7 @@ class Recipe:
         kept = id(p) in self.kept
         return (MixedPrecision(reduce_dtype=self.precision.reduce_dtype) if kept else self.precision).types_of(p.dtype)
 
-    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[FlatGroup]:
+    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[Bucket]:
         """In order, at most ``bucket_bytes`` each unless one parameter is more."""
         types = self._types(params[0][1])
         each = types.compute.itemsize
@@ -71,14 +71,14 @@ class Recipe:
             cut[-1].append((name, p))
         return [self._group(some) for some in cut]
 
-    def _group(self, params: list[tuple[str, nn.Parameter]]) -> FlatGroup:
+    def _group(self, params: list[tuple[str, nn.Parameter]]) -> Bucket:
         types = self._types(params[0][1])
         specs = [Spec(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)  # its alignment holds for both
         layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
         by_name = dict(params)
         ordered = [by_name[segment.name] for segment in layout.segments]
-        return FlatGroup(
+        return Bucket(
             layout,
             ordered,
             self.ranks,
@@ -253,7 +253,7 @@ def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> 
 # ---- buckets -----------------------------------------------------------------------------------------------------
 
 
-def measured_bucket_bytes(ranks: Ranks) -> int:
+def measured_bucket_bytes(ranks: DataParallelGroup) -> int:
     """The message from which on latency is a small part of a reduction's time; the same on every rank. A collective.
 
     Two sizes are timed: time = a + b * bytes, with a the latency. The least size with a <= LATENCY_SHARE of the time.

@@ -6,30 +6,30 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.flat_model import FlatModel
-    from ringcomm.data_parallel.group import FlatGroup
+    from ringcomm.data_parallel.bucket import Bucket
+    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 
 class Place:
-    """Where a parameter lies: segment ``index`` of a group of a model. The parameter does not keep them alive, and a
+    """Where a parameter lies: segment ``index`` of a bucket of a model. The parameter does not keep them alive, and a
     copy of it does not have this."""
 
     __slots__ = ("_flat", "_group", "data", "index")
 
-    def __init__(self, flat: FlatModel, group: FlatGroup, index: int) -> None:
-        self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(group), index
+    def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
+        self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(bucket), index
         self.data: Any = None  # at stage 3, what views share that were made since the last `p.data = other`
 
     @property
-    def flat(self) -> FlatModel:
+    def flat(self) -> ShardedModel:
         """The wrapped model."""
         found = self._flat()
         assert found is not None
         return found
 
     @property
-    def group(self) -> FlatGroup:
-        """The flat group."""
+    def bucket(self) -> Bucket:
+        """The bucket."""
         found = self._group()
         assert found is not None
         return found
@@ -43,7 +43,7 @@ class Place:
     @property
     def name(self) -> str:
         """The parameter's name in the model."""
-        return self.group.names[self.index]
+        return self.bucket.names[self.index]
 
     def __reduce__(self) -> Any:
         return set, ()  # nothing, of a class that torch.load takes with weights_only=True
@@ -52,4 +52,4 @@ class Place:
 def place_of(p: Any) -> Place | None:
     """The place of a wrapped model's parameter; None for anything else, also for a view of one."""
     place: Place | None = getattr(p, "_ringcomm", None)
-    return place if place and place.alive and place.group.params[place.index] is p else None
+    return place if place and place.alive and place.bucket.params[place.index] is p else None

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringcomm.data_parallel.part import refuse_parts
+from ringcomm.data_parallel.shard_spec import refuse_parts
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.validation import expects, that
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.flat_model import FlatModel
+    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -144,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
         found: tuple[torch.Tensor, torch.Tensor] = super()._check_scale_growth_tracker(funcname)
         return found
 
-    def _refuse_unscaled(self, flats: Sequence[FlatModel]) -> None:
+    def _refuse_unscaled(self, flats: Sequence[ShardedModel]) -> None:
         """Raises where no rank has called scale(), or not this one, and no other stage's may have."""
         pipelined = next((flat for flat in flats if _has_stages(flat)), None)
         scaled = not self._guessed
@@ -185,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def _has_stages(flat: FlatModel) -> bool:
+def _has_stages(flat: ShardedModel) -> bool:
     """Whether the ranks have stages of a pipeline."""
     mesh = flat.ranks.mesh
     return mesh is not None and any(n > 1 for name, n in zip(mesh.names, mesh.shape, strict=True) if name == "pp")

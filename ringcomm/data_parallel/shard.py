@@ -13,14 +13,13 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.process_group import communicator_of
 from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
 from ringcomm.data_parallel.module_state import keep_ordinary_state
 from ringcomm.data_parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
-from ringcomm.data_parallel.part import part_of
 from ringcomm.data_parallel.partition import (
-    Recipe,
+    BucketBuilder,
     blocks_of,
     facts_of,
     kept_in_their_type,
@@ -31,7 +30,8 @@ from ringcomm.data_parallel.partition import (
 )
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.ranks import Ranks, ranks_of_mesh
+from ringcomm.data_parallel.shard_spec import part_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.data_parallel.unit import Unit, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
@@ -148,7 +148,7 @@ class _Wish:
         named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
         return [f"{name}={value}" for name, value in named.items()]
 
-    def refuse_other(self, flat: FlatModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
+    def refuse_other(self, flat: ShardedModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
         """Refuses what a module was not wrapped with. What is left out is as it was."""
         defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
         over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
@@ -168,10 +168,10 @@ class _Wish:
 def _wrap(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    ranks: Ranks,
+    ranks: DataParallelGroup,
     wish: _Wish,
     init_fn: InitFn | Literal[False] | None,
-) -> FlatModel:
+) -> ShardedModel:
     blocks = _blocks(module, wish.units)
     params = _checked(module, [block for _, block in blocks], optimizer, ranks, wish, wish.facts(blocks))
     device = device_of(ranks.comm, module)
@@ -181,7 +181,7 @@ def _wrap(
     if _is_one_unit(params, wish, cap):
         blocks = []
     groups = [] if optimizer is None else optimizer.param_groups
-    recipe = Recipe(
+    recipe = BucketBuilder(
         ranks=ranks,
         stage=wish.stage,
         precision=wish.mixed_precision,
@@ -196,7 +196,7 @@ def _wrap(
     units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
     waiting.initialise(units)
     later = optimizer is None  # it may come later, as with fully_shard
-    flat = FlatModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
+    flat = ShardedModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
     for unit in units:
         for each in unit.modules:
             mix_in(each, unit)
@@ -213,7 +213,7 @@ def _checked(
     module: nn.Module,
     units: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    ranks: Ranks,
+    ranks: DataParallelGroup,
     wish: _Wish,
     asks: list[str],
 ) -> list[tuple[str, nn.Parameter]]:
@@ -233,7 +233,7 @@ def _checked(
         )
     if optimizer is not None:
         refuse_foreign(optimizer, module, "shard", ranks.rank)
-    lonely = ranks.mesh is None and any(part_of(p).is_lonely for _, p in params)
+    lonely = ranks.mesh is None and any(part_of(p).is_partial for _, p in params)
     ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if lonely else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
@@ -256,7 +256,7 @@ def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) 
 
 def units_of(
     module: nn.Module,
-    recipe: Recipe,
+    recipe: BucketBuilder,
     params: list[tuple[str, nn.Parameter]],
     blocks: list[tuple[str, nn.Module]],
     reshard: bool,
@@ -285,15 +285,15 @@ def units_of(
 
 def _ranks(
     comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | Mesh | None, module: nn.Module
-) -> Ranks:
+) -> DataParallelGroup:
     if comm is not None and mesh is not None:
         raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
     device = real_device(module)
     if mesh is not None:
         return ranks_of_mesh(mesh, "shard", device)
     if isinstance(comm, tuple):
-        return Ranks(*comm)
-    return Ranks(comm if comm is not None else communicator_of(None, "shard", device))
+        return DataParallelGroup(*comm)
+    return DataParallelGroup(comm if comm is not None else communicator_of(None, "shard", device))
 
 
 def _host(offload: bool | str | torch.device) -> torch.device | None:
@@ -316,7 +316,7 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     return [(names[id(each)], each) for each in units]
 
 
-def _wrapped(module: nn.Module, call: str) -> FlatModel:
+def _wrapped(module: nn.Module, call: str) -> ShardedModel:
     flat = flat_model_of(module)
     if flat is None:
         raise InvalidArgumentError(
@@ -368,7 +368,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
     mine = {id(p) for p in inner.parameters()}
     for each in flats.values():
-        named = [pair for group in each.groups for pair in zip(group.names, group.params, strict=True)]
+        named = [pair for bucket in each.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
         missing = [name for name, p in named if id(p) not in mine]
         if missing:
             raise InvalidArgumentError(
@@ -406,7 +406,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     """
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}
-    units = [unit for unit in flat.units if any(id(p) in mine for group in unit.groups for p in group.params)]
+    units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     sharded = [unit for unit in flat.units if not unit.is_whole]
     if sharded:
         flat.timed(flat.ranks.meet)
@@ -416,8 +416,8 @@ def whole(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), flat.holding():
             yield
     finally:
-        for group in [group for unit in units for group in unit.groups]:
-            if group.is_whole:
-                group.adopt_writes("whole")
+        for bucket in [bucket for unit in units for bucket in unit.buckets]:
+            if bucket.is_whole:
+                bucket.adopt_writes("whole")
         for unit in sharded if not flat.keeps_gathered else ():
             unit.release()

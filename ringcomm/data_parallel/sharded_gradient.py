@@ -5,7 +5,7 @@ What a rank does with it, and what is sent:
     p.grad.mul_(0.5)                element-wise and in place: each rank works on its piece, nothing is sent
     p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees it whole
     p.grad[0] = 0, p.grad.t().t_()  other changes: made on the whole gradient, of which each rank keeps its piece
-    torch._foreach_norm(grads)      one flat group after another, so that one group is whole at a time
+    torch._foreach_norm(grads)      one bucket after another, so that one bucket is whole at a time
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ringcomm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.gradient import Gradient
+    from ringcomm.data_parallel.grad_buffer import GradBuffer
 
 _ELEMENTWISE = {
     *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
@@ -36,8 +36,8 @@ class ShardedGradient(torch.Tensor):
     """Stands for the gradient of a parameter, and is used as that gradient.
 
     Shape, type, device and `print` need no other rank. Reading values is a collective: every rank reads the same
-    gradients in the same order, as it calls `backward` and `step`. The gradient is then gathered with its flat group,
-    which stays whole until something changes it or another group is read. Operations in place with numbers, or with
+    gradients in the same order, as it calls `backward` and `step`. The gradient is then gathered with its bucket,
+    which stays whole until something changes it or another bucket is read. Operations in place with numbers, or with
     tensors that fit the gradient's shape, work on this rank's piece and send nothing. Results have the bits that they
     have at stage 0.
 
@@ -52,13 +52,13 @@ class ShardedGradient(torch.Tensor):
 
     _name: str
     # Not held, for Python's garbage collector does not see what p.grad holds; but of a gradient that was forgotten.
-    _owner: Callable[[], Gradient | None]
+    _owner: Callable[[], GradBuffer | None]
     _index: int
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
 
     @staticmethod
-    def of(p: torch.Tensor, name: str, gradient: Gradient, index: int) -> ShardedGradient:
-        """The one that stands for the gradient of ``p``: segment ``index`` of a flat group's gradient."""
+    def of(p: torch.Tensor, name: str, gradient: GradBuffer, index: int) -> ShardedGradient:
+        """The one that stands for the gradient of ``p``: segment ``index`` of a bucket's gradient."""
         return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
 
     @staticmethod
@@ -68,8 +68,8 @@ class ShardedGradient(torch.Tensor):
         return made
 
     @property
-    def _home(self) -> Gradient:
-        """The gradient of the flat group."""
+    def _home(self) -> GradBuffer:
+        """The gradient of the bucket."""
         home = self._owner()
         if home is None:
             raise InvalidArgumentError(
@@ -106,7 +106,7 @@ class ShardedGradient(torch.Tensor):
         return whole
 
     def _read(self) -> torch.Tensor:
-        """Its values; a collective, unless the group was read just now."""
+        """Its values; a collective, unless the bucket was read just now."""
         return self._through(self._home.whole(self._index).to(self.dtype))
 
     def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ def _one_of(func: Any, args: Any, kwargs: Any, k: int, whole: torch.Tensor) -> t
     return func(whole, *args, **kwargs)[k]
 
 
-def _owner_of(grad: ShardedGradient) -> Gradient | None:
+def _owner_of(grad: ShardedGradient) -> GradBuffer | None:
     return grad._owner()
 
 
@@ -231,7 +231,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation that writes: on whole gradients, of which each rank keeps its piece."""
-    bases: dict[tuple[Gradient, int], torch.Tensor] = {}
+    bases: dict[tuple[GradBuffer, int], torch.Tensor] = {}
     name = func._schema.name.split("::")[1]
     if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
         raise InvalidArgumentError(
@@ -265,10 +265,10 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_group(func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch._foreach_...`: one flat group after another, so that one group is whole at a time."""
+    """`torch._foreach_...`: one bucket after another, so that one bucket is whole at a time."""
     everything = (args, kwargs)
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
-    homes: dict[Gradient | None, list[int]] = {}
+    homes: dict[GradBuffer | None, list[int]] = {}
     for k, row in enumerate(zip(*lists, strict=True)):
         homes.setdefault(next((x._home for x in row if isinstance(x, ShardedGradient)), None), []).append(k)
     found: dict[int, Any] = {}

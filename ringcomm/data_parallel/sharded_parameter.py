@@ -1,9 +1,9 @@
 """A parameter of stage 3 while its values are in the ranks' shards, and views of it.
 
 p.shape, p.stride()          answered without values
-p.norm(), p.mul_(2)          the ranks gather the parameter's group; what was written is kept; the group goes
-v = p[0], p.t()              a view has its shape, strides and offset in the group's buffer, and a copy of the values
-v.zero_(), v + 1             the group is gathered, and the operation is done in its buffer
+p.norm(), p.mul_(2)          the ranks gather the parameter's bucket; what was written is kept; the bucket goes
+v = p[0], p.t()              a view has its shape, strides and offset in the bucket's buffer, and a copy of the values
+v.zero_(), v + 1             the bucket is gathered, and the operation is done in its buffer
 p[0] while autograd records  reads use the copy; writes go to the parameter and to the copy
 """
 
@@ -21,8 +21,8 @@ from ringcomm.data_parallel.place import Place
 from ringcomm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.flat_model import FlatModel
-    from ringcomm.data_parallel.group import FlatGroup
+    from ringcomm.data_parallel.bucket import Bucket
+    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 # What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
@@ -49,7 +49,7 @@ _COPIES = _ARRAYS | {"__dlpack__"}
 
 
 class Window(NamedTuple):
-    """Where a view lies in the memory of a group that is whole."""
+    """Where a view lies in the memory of a bucket that is whole."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -83,9 +83,9 @@ class _Data:
         self._whole: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
-        """A buffer as the group's, with these values; a collective the first time."""
+        """A buffer as the bucket's, with these values; a collective the first time."""
         if self._whole is None:
-            layout, ranks, index = self._place.group.layout, self._place.flat.ranks, self._place.index
+            layout, ranks, index = self._place.bucket.layout, self._place.flat.ranks, self._place.index
             start, end = layout.shard_range(ranks.rank)
             owned, self._whole = self.piece.new_zeros(layout.shard_numel), self.piece.new_empty(layout.numel)
             layout.piece(owned, start, index)[0].copy_(self.piece)
@@ -95,17 +95,17 @@ class _Data:
 
     def put_back(self) -> None:
         """`p.data = kept`: the parameter shares the views' memory again, which may have been written into."""
-        group = self._place.group
-        group.release()
+        bucket = self._place.bucket
+        bucket.release()
         replace_data(self._place)
-        group.piece(group.weight, self._place.index).copy_(self.piece)
+        bucket.piece(bucket.weight, self._place.index).copy_(self.piece)
         self._place.data, self.piece, self._whole = self, None, None
 
 
 def replace_data(place: Place) -> None:
     """Before a parameter gets other values as its data: the views that there are keep what it has now."""
     if place.data is not None:
-        place.data.piece = place.group.piece(place.group.weight, place.index).clone()
+        place.data.piece = place.bucket.piece(place.bucket.weight, place.index).clone()
     place.data = None
 
 
@@ -160,7 +160,7 @@ class ShardedView(torch.Tensor):
     def _copy(self) -> torch.Tensor:
         """The values, as a plain parameter or tensor; a collective."""
         place, values = self._ringcomm, self.detach().clone()
-        return nn.Parameter(values, self.requires_grad) if self is place.group.params[place.index] else values
+        return nn.Parameter(values, self.requires_grad) if self is place.bucket.params[place.index] else values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
@@ -218,7 +218,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
             f"{values.device} for {place.name}, expected {tuple(p.shape)} {p.dtype} on {p.device}; change the module "
             "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
         )
-    place.group.set_data(place.index, values.clone() if isinstance(values, ShardedView) else values)
+    place.bucket.set_data(place.index, values.clone() if isinstance(values, ShardedView) else values)
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -244,13 +244,13 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
-    groups: dict[FlatModel, dict[int, FlatGroup]] = {}  # a model after the other, in an order that all ranks have
+    buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # a model after the other, in an order that all ranks have
     for place in places:
-        groups.setdefault(place.flat, {})[place.group.number] = place.group
+        buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
     with ExitStack() as borrowed:
         stays = {
             flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
-            for flat, found in groups.items()
+            for flat, found in buckets.items()
         }
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
@@ -260,7 +260,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name in _ARRAYS:
             result.flags.writeable = False  # what is written into a copy would be lost
         originals = {id(values[id(x)]): x for x in given}
-        homes = {place.group.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
+        homes = {place.bucket.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
 
         def shown(x: Any) -> Any:
             if id(x) in originals:
@@ -310,7 +310,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             there = tree_leaves(func(*args, **kwargs))
         for at, (x, y) in enumerate(zip(found, there, strict=True)):
-            if _shares(x, memories):  # y is a plain tensor where the group stays, and of data that was replaced
+            if _shares(x, memories):  # y is a plain tensor where the bucket stays, and of data that was replaced
                 view = memories[x.untyped_storage()._cdata]
                 found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
     return tree_unflatten(found, structure)
@@ -332,10 +332,10 @@ def _values(x: Any) -> torch.Tensor:
     """The values of a parameter that was collected, as the parameter itself if it can be computed with, or of a
     view."""
     window, place, replaced = _window(x), x._ringcomm, _replaced(x)
-    whole = place.group.whole if replaced is None else replaced.whole()
+    whole = place.bucket.whole if replaced is None else replaced.whole()
     if window is not None:
         return window.on(whole)
-    return x if x is place.group.params[place.index] else place.group.part(whole, place.index).detach()
+    return x if x is place.bucket.params[place.index] else place.bucket.part(whole, place.index).detach()
 
 
 def _has_gradient(x: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.part import copy_part, part_of
+from ringcomm.data_parallel.shard_spec import copy_part, part_of
 
 ALIGNED = 64  # bytes
 

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ringcomm.data_parallel.group import LAST_STAGE, FlatGroup
+from ringcomm.data_parallel.bucket import LAST_STAGE, Bucket
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.flat_model import FlatModel
     from ringcomm.data_parallel.precision import MixedPrecision
+    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _classes: dict[tuple[type, type], type] = {}
@@ -141,16 +141,16 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
 
 
 class Unit:
-    """Modules that are called one after the other, and their flat groups.
+    """Modules that are called one after the other, and their buckets.
 
     Args:
         reshard_after_forward: whether stage 3 lets go of the parameters between forward and backward.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], groups: Sequence[FlatGroup], reshard_after_forward: bool
+        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool
     ) -> None:
-        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.name, self.modules, self.buckets = name, list(modules), list(buckets)
         self.reshard_after_forward = reshard_after_forward
         self.asked_reshard: bool | None = None  # of `fully_shard`
         self.reshard_after_backward = True
@@ -166,7 +166,7 @@ class Unit:
         self.came_twice = False  # whether a gradient has come twice where this was not expected
         self.calling: nn.Module | None = None  # whose call runs
         self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
-        self.flat: FlatModel
+        self.flat: ShardedModel
 
     @property
     def repeats(self) -> bool:
@@ -180,7 +180,7 @@ class Unit:
     @property
     def accumulators(self) -> list[Any]:
         """The nodes of autograd that add up the parameters' gradients."""
-        return [node for group in self.groups for node in group.accumulators]
+        return [node for bucket in self.buckets for node in bucket.accumulators]
 
     def forget_calls(self) -> None:
         """A new forward pass begins, after a backward pass."""
@@ -194,28 +194,28 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether the parameters can be read."""
-        return all(group.is_whole for group in self.groups)
+        return all(bucket.is_whole for bucket in self.buckets)
 
     def start_gather(self) -> None:
         """Stage 3: starts to collect the parameters."""
-        for group in self.groups:
-            group.start_gather()
+        for bucket in self.buckets:
+            bucket.start_gather()
 
     def gather(self) -> None:
         """Collects the parameters, and waits for them."""
         self.start_gather()
-        for group in self.groups:
-            group.finish_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
 
     def release(self) -> None:
         """Lets go of them."""
-        for group in self.groups:
-            group.release()
+        for bucket in self.buckets:
+            bucket.release()
 
     def unwrap(self) -> None:
         """Makes the modules and parameters plain ones; a collective."""
-        for group in self.groups:
-            group.give_back()
+        for bucket in self.buckets:
+            bucket.give_back()
         for take_away in self.undo:
             take_away()
         for module in self.modules:

@@ -20,11 +20,11 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.process_group import communicator_of
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
 from ringcomm.data_parallel.place import place_of
-from ringcomm.data_parallel.ranks import Ranks
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
 
@@ -75,7 +75,7 @@ class _Buffer:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], number: dict[int, int], ranks: Ranks, atom: Atom, views: bool
+        self, params: Sequence[torch.Tensor], number: dict[int, int], ranks: DataParallelGroup, atom: Atom, views: bool
     ) -> None:
         self.ranks = ranks
         first = params[0]
@@ -251,7 +251,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.optim = optimizer_class(given, **defaults)
         super().__init__([_group_of(group) for group in self.optim.param_groups], self.optim.defaults)
         device = self.param_groups[0]["params"][0].device
-        self.ranks = Ranks(comm if comm is not None else communicator_of(process_group, _CALL, device))
+        self.ranks = DataParallelGroup(comm if comm is not None else communicator_of(process_group, _CALL, device))
         refuse_unusable(self.optim, _CALL, self.ranks.rank)
         self._views = parameters_as_bucket_view
         self._atom: Atom = "element" if is_elementwise(self.optim) else "tensor"
@@ -290,7 +290,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _refuse_unusable(self, p: torch.Tensor) -> None:
         place = place_of(p)
         flat = None if place is None else place.flat
-        master = flat is not None and any(group.separate for group in flat.groups)
+        master = flat is not None and any(bucket.separate for bucket in flat.buckets)
         if flat is not None and (flat.stage > 0 or self._views or master):
             raise InvalidArgumentError(
                 f"{_CALL}: rank {self.ranks.rank} got parameters that are in flat buffers already, at stage "

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from ringcomm.data_parallel.part import note
+from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.absent import Absent, Maker, Reads, any_absent, find, lose, weightless, writable, writes
 from ringcomm.pipeline_parallel.beside import (

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.flat_model import FlatModel, flat_model_of
 from ringcomm.data_parallel.meta import device_of
 from ringcomm.data_parallel.partition import facts_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.pipeline_parallel.absent import Absent
@@ -338,7 +338,7 @@ class _Step:
         pipe: Pipeline,
         inputs: Sequence[MicroBatch],
         scaler: torch.amp.GradScaler | None,
-        flat: FlatModel | None,
+        flat: ShardedModel | None,
         train: bool,
         computes: bool,
     ) -> None:
@@ -347,7 +347,7 @@ class _Step:
         self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
         self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.standins)
+        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.placeholders)
         self.kept = {*self.often}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []

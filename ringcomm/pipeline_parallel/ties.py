@@ -56,7 +56,7 @@ class Ties:
         self.unsent = later
 
     @property
-    def standins(self) -> set[int]:
+    def placeholders(self) -> set[int]:
         """In a step: ids of what forward passes use."""
         return {id(held.standin) for held in self.held}
 
@@ -120,19 +120,21 @@ class _Held(ABC):
         param = self._present()
         place = place_of(param)
         if place is not None:
-            place.group.adopt_writes("Pipeline")
+            place.bucket.adopt_writes("Pipeline")
         if self.at_home:
             value = (
-                param if place is None else place.group.part(place.group.gather_owned(place.group.master), place.index)
+                param
+                if place is None
+                else place.bucket.part(place.bucket.gather_owned(place.bucket.master), place.index)
             )
             for rank in self.others:
                 self._send(value.detach().to(self.messages.device), rank)
         elif place is None:
             param.detach().copy_(self._received(param, self.home))
         else:
-            like = torch.empty((), dtype=place.group.master.dtype, device=self.messages.device).expand(param.shape)
-            place.group.load(place.index, self._received(like, self.home))
-            place.group.publish().wait()
+            like = torch.empty((), dtype=place.bucket.master.dtype, device=self.messages.device).expand(param.shape)
+            place.bucket.load(place.index, self._received(like, self.home))
+            place.bucket.publish().wait()
 
     def _present(self) -> torch.nn.Parameter:
         """The parameter as it is now: load_state_dict(assign=True) makes another one."""

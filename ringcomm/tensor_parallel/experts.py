@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ringcomm.data_parallel.part import renew_parts
+from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.layers import cut, own_part, refuse_hooks
 from ringcomm.tensor_parallel.regions import Region, f, f_bar

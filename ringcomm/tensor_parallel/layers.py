@@ -1,6 +1,6 @@
 """Linear layers and embeddings whose weights are cut over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
 2019). Inputs and outputs are plain tensors. A layer keeps the names of the layer that it takes the place of; its
-parameters are this rank's parts, and know which (`ringcomm.data_parallel.part`).
+parameters are this rank's parts, and know which (`ringcomm.data_parallel.shard_spec`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import DEVICE, DTYPE
-from ringcomm.data_parallel.part import Part, note, renew_parts, take
+from ringcomm.data_parallel.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.outputs import CutOutputs
@@ -26,7 +26,7 @@ DIM = whole(-64, 64, "a dimension")
 PARTS = several("a list of extents", whole(1))
 
 
-def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> Part:
+def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> ShardSpec:
     """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
 
     Args:
@@ -49,10 +49,10 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
         first = min(extent, region.rank * each)
         pieces.append((offset + first, min(each, extent - first)))
         offset += extent
-    return Part(0, offset, tuple(pieces))
+    return ShardSpec(0, offset, tuple(pieces))
 
 
-def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: Part, dim: int = 0, length: int = 0) -> None:
+def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0) -> None:
     """Gives a module this rank's part, along ``dim``, of a whole parameter.
 
     Args:

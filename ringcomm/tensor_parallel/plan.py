@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import MODULE, matches
-from ringcomm.data_parallel.part import Part, copy_part, part_of
+from ringcomm.data_parallel.shard_spec import ShardSpec, copy_part, part_of
 from ringcomm.data_parallel.uncut import keep_uncut
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.tensor_parallel.dropout import ShardedDropout
@@ -490,7 +490,7 @@ def _made(
     return None
 
 
-def _part_of_vector(p: Any, region: Region, name: str) -> Part:
+def _part_of_vector(p: Any, region: Region, name: str) -> ShardSpec:
     """This rank's values of a parameter with one for each head."""
     if p.dim() != 1 or (p.is_meta and "." not in name):
         where = " on meta and of the module itself" if p.is_meta else ""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.flat_model import IN_FLIGHT
 from ringcomm.data_parallel.memory import traffic
 from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.sharded_model import IN_FLIGHT
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.pipeline_parallel.check import COSTS, times
 from ringcomm.pipeline_parallel.schedules import Kind, schedule_of

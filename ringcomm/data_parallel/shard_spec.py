@@ -15,7 +15,7 @@ from ringcomm.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSpec:
     """A parameter's place in the tensor of the whole model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
         return self.dim is not None and self.pieces != ((0, self.extent),)
 
     @property
-    def is_lonely(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether this rank's parameters are not those of the whole model."""
         return self.is_cut or self.copy or self.staged
 
@@ -63,10 +63,10 @@ class Part:
             at += length
 
 
-PLAIN = Part()
+PLAIN = ShardSpec()
 
 
-def part_of(p: torch.Tensor) -> Part:
+def part_of(p: torch.Tensor) -> ShardSpec:
     """A parameter's place; `PLAIN` where nothing was cut."""
     return getattr(p, "_ringcomm_part", PLAIN)
 
@@ -77,7 +77,7 @@ def is_primary_copy(p: torch.Tensor, mesh: Mesh | None) -> bool:
     return not part.copy and (mesh is None or part.dim is not None or mesh.counts)
 
 
-def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
+def take(whole: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
     """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
     assert part.dim is not None
     made = whole.new_empty(*whole.shape[: part.dim], length, *whole.shape[part.dim + 1 :])
@@ -85,7 +85,7 @@ def take(whole: torch.Tensor, part: Part, length: int) -> torch.Tensor:
     return made
 
 
-def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
+def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: ShardSpec) -> None:
     """Writes this rank's part of a whole tensor into its own, and zeros into the padding."""
     assert part.dim is not None
     at = 0
@@ -98,7 +98,7 @@ def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
 def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
     """Raises for parameters that other ranks have the rest of, where nothing says which ranks: ``what`` would be this
     rank's alone."""
-    if any(part_of(p).is_lonely for p in params):
+    if any(part_of(p).is_partial for p in params):
         raise InvalidArgumentError(
             f"{call}: got parameters of a pipeline's stage or of tensor parallel layers that no mesh was named for, "
             f"expected those of a sharded model: {what} needs the other ranks; call ringcomm.shard(model, optimizer, "

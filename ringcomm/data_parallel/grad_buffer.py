@@ -1,11 +1,11 @@
-"""A flat group's gradient: from what autograd leaves in `p.grad` to the mean over all ranks, whole or this rank's
-shard.
+"""A bucket's gradient: from what autograd leaves in `p.grad` to the mean over all ranks, whole or this rank's shard.
 
-    autograd   p.grad of every parameter, in the type of the forward pass
-    collect    packed and cast into `local`: this rank's sums over one or more backward passes
-    launch     `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
-    settle     `reduced` += the mean; p.grad is a view of it (stage 0), or a ShardedGradient
-    take_in    what the user has put into p.grad counts
+    autograd           p.grad of every parameter, in the type of the forward pass
+    pack               packed and cast into `local`: this rank's sums over one or more backward passes
+    start_reduce       `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
+    finish_reduce      `reduced` += the mean
+    expose_grads       p.grad is a view of it (stage 0), or a ShardedGradient
+    adopt_user_grads   what the user has put into p.grad counts
 
 Means are added to what was reduced before, and local sums to local sums, so every stage does the same arithmetic.
 """
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringcomm.data_parallel.ranks import uses
+from ringcomm.data_parallel.group import uses
 from ringcomm.data_parallel.sharded_gradient import ShardedGradient
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ringcomm.data_parallel.group import FlatGroup
+    from ringcomm.data_parallel.bucket import Bucket
 
 
 _OWN_REFERENCES = next(map(sys.getrefcount, [object()]))  # to what only a list holds, seen in such a map
@@ -36,7 +36,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 _layout_of = operator.attrgetter("layout")
 
 
-def _same(gradient: Gradient | None) -> Gradient | None:
+def _same(gradient: GradBuffer | None) -> GradBuffer | None:
     return gradient
 
 
@@ -45,8 +45,8 @@ def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
 
 
-class Gradient:
-    """Buffers and state of one group's gradient.
+class GradBuffer:
+    """Buffers and state of one bucket's gradient.
 
     Args:
         tree: add the backward passes between two reductions up in a balanced binary tree, as the ranks are. With a
@@ -59,31 +59,31 @@ class Gradient:
         base: how many there were when a step of a pipeline began.
     """
 
-    def __init__(self, group: FlatGroup, stage: int, tree: bool) -> None:
-        self.group, self.stage, self.tree = group, stage, tree
-        self.ranks, self.layout = group.ranks, group.layout
-        self.dtype = group.types.master
-        self.start, self.end = group.owned(stage)
+    def __init__(self, bucket: Bucket, stage: int, tree: bool) -> None:
+        self.bucket, self.stage, self.tree = bucket, stage, tree
+        self.ranks, self.layout = bucket.ranks, bucket.layout
+        self.dtype = bucket.types.master
+        self.start, self.end = bucket.owned(stage)
         numel = self.layout.numel if stage < 2 else self.layout.shard_numel
-        self._lie_in(self.ranks.empty(numel, self.dtype, group.device))
+        self._lie_in(self.ranks.empty(numel, self.dtype, bucket.device))
         self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
         self._addresses: list[int] = []  # of these
-        self.plain = group.types.compute == self.dtype  # autograd can add into our buffers
+        self.plain = bucket.types.compute == self.dtype  # autograd can add into our buffers
         # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
-        alone = len(group.params) == 1 and group.layout.used_numel == group.layout.numel
+        alone = len(bucket.params) == 1 and bucket.layout.used_numel == bucket.layout.numel
         self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
         self.views: list[torch.Tensor] | None = None
         # Whether `p.grad` is not what was reduced: that has another type, or is a part of what the model's ranks have.
-        self.standing = stage > 0 or not self.plain or self.ranks.cuts_model
-        named = zip(group.params, group.names, strict=True)
-        self.standins = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
+        self.uses_placeholders = stage > 0 or not self.plain or self.ranks.cuts_model
+        named = zip(bucket.params, bucket.names, strict=True)
+        self.placeholders = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
         self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
-        self.counts = [0] * len(group.params)
+        self.counts = [0] * len(bucket.params)
         self.base = 0
         self.has_reduced = False
         self.contributed: set[int] = set()  # who has a gradient in the local sums
         self.has: set[int] = set()  # who has one in what was reduced
-        self.shown: list[torch.Tensor | None] = [None] * len(group.params)  # what `show` has put into p.grad
+        self.shown: list[torch.Tensor | None] = [None] * len(bucket.params)  # what `show` has put into p.grad
         self.in_place = False  # whether autograd adds to the local sums
         self.work: Any = None
 
@@ -118,7 +118,7 @@ class Gradient:
     @property
     def opened(self) -> bool:
         """Whether a backward pass adds gradients now."""
-        return len(self.group.noted) > 0
+        return len(self.bucket.noted) > 0
 
     def open(self, arrived: set[int]) -> None:
         """Before the first gradient of a backward pass arrives: shows autograd what to add to.
@@ -126,23 +126,23 @@ class Gradient:
         Args:
             arrived: gets the parameters whose gradients arrive.
         """
-        self.take_in("backward", own=True)
-        self.group.noted[:] = arrived, self.contributed
+        self.adopt_user_grads("backward", own=True)
+        self.bucket.noted[:] = arrived, self.contributed
         self.in_place = self.plain and not self.tree and self.has_local
         if self.has_reduced or self.has_local:
             self._put(self._local_views() if self.in_place else [None] * len(self.shown))
 
-    def collect(self, apart: bool = False, leaf: int | None = None) -> None:
+    def pack(self, apart: bool = False, leaf: int | None = None) -> None:
         """After the last gradient of a backward pass: adds them to the local sums.
 
         Args:
             apart: whether the pass is a part of one: parameters without a gradient get theirs from another part.
             leaf: with ``apart``, of which micro-batch of the step; None: each parameter's next.
         """
-        params = self.group.params
+        params = self.bucket.params
         with torch._C.DisableTorchFunctionSubclass():
             fresh = self._fresh([*map(_grad_of, params)])
-        self.group.noted.clear()
+        self.bucket.noted.clear()
         if not fresh:
             return
         if self.tree and apart and not self._fills_a_level(fresh, leaf):
@@ -178,16 +178,16 @@ class Gradient:
                 continue
             if grad.layout != torch.strided:
                 raise InvalidArgumentError(
-                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.group.names[i]}, expected a "
+                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self.bucket.names[i]}, expected a "
                     "dense one; build its module with sparse=False"
                 )
             fresh.append((i, grad.detach() if grad.requires_grad else grad))
         return fresh
 
-    def show(self) -> None:
+    def expose_grads(self) -> None:
         """Between backward passes: what users see as `p.grad`."""
         if self.has_reduced and len(self.has) == len(self.shown):
-            self.shown = [*(self.standins if self.standing else self._all_means())]
+            self.shown = [*(self.placeholders if self.uses_placeholders else self._all_means())]
         else:
             self.shown = [self._shown(i) for i in range(len(self.shown))]
         if self.has_reduced or self.has_local:
@@ -197,24 +197,24 @@ class Gradient:
         """Makes them what `p.grad` is."""
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                for p, grad in zip(self.group.params, grads, strict=True):
+                for p, grad in zip(self.bucket.params, grads, strict=True):
                     p.grad = grad
         except RuntimeError:
-            self.group.rebound("backward")  # raises where forward has cast a parameter
+            self.bucket.rebound("backward")  # raises where forward has cast a parameter
             raise
 
     def _shown(self, i: int) -> torch.Tensor | None:
         if self.has_reduced and i in self.has:
-            return self.standins[i] if self.standing else self._all_means()[i]
+            return self.placeholders[i] if self.uses_placeholders else self._all_means()[i]
         if self.has_local and i in self.contributed:
-            return self._local_views()[i] if self.plain and not self.tree else self.standins[i]
+            return self._local_views()[i] if self.plain and not self.tree else self.placeholders[i]
         return None
 
     def _local_views(self) -> list[torch.Tensor]:
         """Parts of the only local sums there are."""
         if self.views is None:
             assert self.levels[0] is not None
-            self.views = self.group.parts(self.levels[0])
+            self.views = self.bucket.parts(self.levels[0])
         return self.views
 
     def _all_means(self) -> list[torch.Tensor]:
@@ -242,7 +242,7 @@ class Gradient:
         self._give_back(*self.levels)
         self._no_levels()
         self.views = None
-        self.group.noted.clear()
+        self.bucket.noted.clear()
         self.has_reduced = False
         self.contributed.clear()
         self.has.clear()
@@ -255,8 +255,8 @@ class Gradient:
             if i in forgotten and i in self.has:
                 self._means[i].data = self._means[i].clone()
                 self._means[i] = self._new_mean(i)
-        kept: Gradient | None = None
-        for i in _kept(self.standins) if self.standing or self.tree else ():  # else they are never shown
+        kept: GradBuffer | None = None
+        for i in _kept(self.placeholders) if self.uses_placeholders or self.tree else ():  # else they are never shown
             if i not in forgotten:
                 continue
             if kept is None and i in self.has:
@@ -264,8 +264,8 @@ class Gradient:
                 kept.buffer = kept.reduced = self.reduced.clone()
                 kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
                 kept.views, kept._means, kept.shown = None, [], []
-            self.standins[i]._owner = partial(_same, kept if i in self.has else None)
-            self.standins[i] = ShardedGradient.of(self.group.params[i], self.group.names[i], self, i)
+            self.placeholders[i]._owner = partial(_same, kept if i in self.has else None)
+            self.placeholders[i] = ShardedGradient.of(self.bucket.params[i], self.bucket.names[i], self, i)
 
     def reconcile(self) -> None:
         """Forgets what the user has set to None."""
@@ -273,7 +273,7 @@ class Gradient:
             return
         held = self.has | self.contributed
         with torch._C.DisableTorchFunctionSubclass():
-            gone = [i for i in held if self.group.params[i].grad is None]
+            gone = [i for i in held if self.bucket.params[i].grad is None]
         if gone and len(gone) == len(held):
             return self.drop()
         for i in gone:
@@ -286,14 +286,14 @@ class Gradient:
             self.contributed.discard(i)
             self._zero(i)
 
-    def take_in(self, call: str, own: bool = False) -> None:
+    def adopt_user_grads(self, call: str, own: bool = False) -> None:
         """What the user has put in the place of a gradient counts; what was set to None is forgotten.
 
         Args:
             own: whether it is this rank's own sum where there is neither a mean nor a sum: backward adds to it.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [*map(_grad_of, self.group.params)]
+            grads = [*map(_grad_of, self.bucket.params)]
             if self._unchanged(grads):
                 return
             if {*map(type, grads)} == {type(None)}:  # the common case, in few steps of Python
@@ -304,7 +304,7 @@ class Gradient:
             others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
             if len(others) > 1:  # they may have been exchanged
                 others = [
-                    (i, g if g is self.standins[i] or g.layout != torch.strided else g.clone()) for i, g in others
+                    (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
             if own and others and not (self.has_reduced or self.has_local):
                 fresh = self._fresh(grads)
@@ -317,7 +317,7 @@ class Gradient:
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.shown)):
             return False
-        if self.standing or not self.has_reduced:
+        if self.uses_placeholders or not self.has_reduced:
             return True
         if len(self.has) < len(grads):
             return all(map(self._is_shown, range(len(grads)), grads))
@@ -327,24 +327,24 @@ class Gradient:
         """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
         if grad is not self.shown[i]:
             return False
-        return grad is None or self.standing or i not in self.has or grad.data_ptr() == self._addresses[i]
+        return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self._addresses[i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
         if grad.layout != torch.strided:
             raise InvalidArgumentError(
-                f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self.group.names[i]}, "
+                f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self.bucket.names[i]}, "
                 "expected a dense one; assign grad.to_dense()"
             )
         if not (self.has_reduced or self.has_local):
             self.buffer.zero_()
             self.has_reduced = True
         (self.has if self.has_reduced else self.contributed).add(i)
-        if grad is not self.standins[i]:
+        if grad is not self.placeholders[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
         if self._means:  # the one before may have been given other memory
             self._means[i] = self._new_mean(i)
-        self.shown[i] = self.group.params[i].grad = self._shown(i)
+        self.shown[i] = self.bucket.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
@@ -360,17 +360,17 @@ class Gradient:
             parts = [self._part(level, i) for level in self.levels if level is not None]
             return reduce(lambda sums, level: level + sums, parts)  # as `_folded` adds
         if self.ranks.read is None or self.ranks.read[0] is not self:
-            self.ranks.read = None  # one group is whole at a time
+            self.ranks.read = None  # one bucket is whole at a time
             if self.stage > 0:
                 self.ranks.count("gradient all_gather", self.layout.numel * self.dtype.itemsize)
-            self.ranks.read = self, self.group.gather_owned(self.reduced)
+            self.ranks.read = self, self.bucket.gather_owned(self.reduced)
         return self._part(self.ranks.read[1], i)
 
     def given_back(self) -> dict[int, torch.Tensor]:
         """What users see as `p.grad`, whole, in memory of its own and the type of the module; a collective. Means of
         all ranks, and before a reduction this rank's sums."""
-        self.take_in("unshard")
-        dtype = self.group.dtype
+        self.adopt_user_grads("unshard")
+        dtype = self.bucket.dtype
         return {i: self.whole(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
 
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
@@ -379,7 +379,7 @@ class Gradient:
             levels = [level for level in self.levels if level is not None]
             if len(levels) > 1:
                 raise InvalidArgumentError(
-                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self.group.names[i]}, which is a "
+                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self.bucket.names[i]}, which is a "
                     f"tree of {len(levels)} sums that were not reduced, expected a reduced one; change it after the "
                     "last backward"
                 )
@@ -406,7 +406,7 @@ class Gradient:
         """Takes this rank's piece of new values for a parameter's gradient."""
         if values.shape != self.layout.segments[i].shape:
             raise InvalidArgumentError(
-                f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self.group.names[i]}, "
+                f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self.bucket.names[i]}, "
                 f"expected {self.layout.segments[i].shape}; keep its shape"
             )
         piece, start = self.piece(i)
@@ -420,19 +420,19 @@ class Gradient:
             if joining is not None and joining.some_have_joined and self.stage > 0:
                 raise UnsupportedError(
                     f"grad: rank {self.ranks.rank} is inside of join, where ranks that have joined do not hear of a "
-                    f"use of the gradient of {self.group.names[i]}, expected none; use ringcomm.clip_grad_norm_"
+                    f"use of the gradient of {self.bucket.names[i]}, expected none; use ringcomm.clip_grad_norm_"
                 )
             return False
         if self.has_local and i in self.contributed and not self.opened:
             return True
         raise InvalidArgumentError(
-            f"grad: rank {self.ranks.rank} got the gradient of {self.group.names[i]}, which is forgotten or not "
+            f"grad: rank {self.ranks.rank} got the gradient of {self.bucket.names[i]}, which is forgotten or not "
             "complete, expected one that backward has left; read p.grad after backward"
         )
 
     # ---- between ranks --------------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
+    def start_reduce(self) -> None:
         """Starts the reduction of the local sums; of zeros where this rank has none."""
         local = self._folded()
         if local is None:
@@ -442,10 +442,10 @@ class Gradient:
         if self.views is not None:  # nobody but users sees the local sums in these from now on
             self.views, self.shown = None, [None] * len(self.shown)
             with torch._C.DisableTorchFunctionSubclass():
-                for p in self.group.params:
+                for p in self.bucket.params:
                     p.grad = None
-        if self.group.hook is not None:
-            self.work = (self.group.hook(local), local, local, None)
+        if self.bucket.hook is not None:
+            self.work = (self.bucket.hook(local), local, local, None)
             return
         wire, scales = self._on_the_wire(local)
         op = self.ranks.mean_op(wire.dtype)
@@ -454,10 +454,10 @@ class Gradient:
         else:
             direct = not self.has_reduced and wire.dtype == self.dtype
             numel = self.layout.shard_numel
-            out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.group.device)
+            out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.bucket.device)
             self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         """Waits for the reduction, and adds its result to what was reduced before."""
         work, wire, out, scales = self.work
         work.wait()
@@ -465,7 +465,7 @@ class Gradient:
         self.ranks.average_replicas(out)
         target = self.buffer if self.stage == 0 else self.reduced
         mean = out if out.dtype == self.dtype else out.to(self.dtype)
-        if self.group.hook is None:
+        if self.bucket.hook is None:
             self.ranks.correct(mean, wire.dtype)
         if out.data_ptr() != target.data_ptr():
             if scales is not None:
@@ -487,7 +487,7 @@ class Gradient:
     def _new_whole(self) -> torch.Tensor:
         if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.levels):
             return self.buffer
-        return self.ranks.take(self.layout.numel, self.dtype, self.group.device)
+        return self.ranks.take(self.layout.numel, self.dtype, self.bucket.device)
 
     def _give_back(self, *lent: torch.Tensor | None) -> None:
         """Returns what was taken from the pool, each once."""
@@ -504,7 +504,7 @@ class Gradient:
         if self.sent_as_it_is and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
         whole = self._new_whole()
-        self.group.pack(fresh, whole)
+        self.bucket.pack(fresh, whole)
         return whole
 
     def _push(self, sums: torch.Tensor) -> None:
@@ -591,14 +591,14 @@ class Gradient:
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums in the type that travels, and by what each parameter's mean is to be multiplied."""
-        dtype = self.group.types.wire
+        dtype = self.bucket.types.wire
         if dtype == local.dtype:
             return local, None
         wire = self.ranks.take(local.numel(), dtype, local.device)
         if dtype.itemsize > 1:
             self.ranks.comm.pack([local], wire)
             return wire, None
-        parts = [self._part(local, i) for i in range(len(self.group.params))]
+        parts = [self._part(local, i) for i in range(len(self.bucket.params))]
         zero = local.new_zeros(())
         largest = torch.stack([part.abs().amax() if part.numel() else zero for part in parts]).to(torch.float32)
         self.ranks.reduce_over_all(largest, "max")

@@ -1,7 +1,7 @@
-"""A module whose parameters live in flat groups: what happens in forward and backward, at every stage.
+"""A module whose parameters live in buckets: what happens in forward and backward, at every stage.
 
-    stage   parameters   gradients               optimizer   when a group is reduced
-    0       whole        whole                   whole       its gradients and those of all groups before it are there
+    stage   parameters   gradients               optimizer   when a bucket is reduced
+    0       whole        whole                   whole       its gradients and those of all buckets before it are there
     1       whole        whole until reduced     shard       the same
     2       whole        shard                   shard       the same, or backward has passed the units
     3       shard        shard                   shard       backward has passed its unit
@@ -33,17 +33,17 @@ import torch
 from torch import nn
 
 from ringcomm import _C
-from ringcomm.data_parallel.group import LAST_STAGE, FlatGroup, in_transform
+from ringcomm.data_parallel.bucket import LAST_STAGE, Bucket, in_transform
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.place import Place, place_of
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.ranks import Ranks
 from ringcomm.data_parallel.sharded_parameter import Window
 from ringcomm.data_parallel.unit import Unit, eager
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringcomm.data_parallel.meta import Unmade
-    from ringcomm.data_parallel.optimizer import Attached
+    from ringcomm.data_parallel.optimizer import ShardedOptimizer
     from ringcomm.data_parallel.options import Options
 
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its o
 class _Calling(threading.local):
     """The models of stage 3 whose calls run in this thread."""
 
-    flats: Sequence[FlatModel] = ()
+    flats: Sequence[ShardedModel] = ()
 
 
 _calling = _Calling()
@@ -84,12 +84,12 @@ class BackwardPass:
         accumulates: whether it is one of backward, not of torch.autograd.grad.
         makes_graph: whether it does, by create_graph.
         reached: the units that it has come to and not passed.
-        passed: at stage 2, the groups of the units that it has passed.
-        arrived: by group, the parameters whose gradients have come on this rank. The last one is added when something
+        passed: at stage 2, the buckets of the units that it has passed.
+        arrived: by bucket, the parameters whose gradients have come on this rank. The last one is added when something
             else comes in the same thread: that costs less than a second hook.
-        launched: the groups whose reduction has begun.
-        next: where in the order of groups the first one is that is not launched.
-        in_flight: those of the launched groups that were not waited for.
+        launched: the buckets whose reduction has begun.
+        next: where in the order of buckets the first one is that is not launched.
+        in_flight: those of the launched buckets that were not waited for.
     """
 
     scheduled: bool = False
@@ -98,11 +98,11 @@ class BackwardPass:
     accumulates: bool = False
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
-    passed: set[FlatGroup] = field(default_factory=set)
-    arrived: dict[FlatGroup, set[int]] = field(default_factory=dict)
-    launched: set[FlatGroup] = field(default_factory=set)
+    passed: set[Bucket] = field(default_factory=set)
+    arrived: dict[Bucket, set[int]] = field(default_factory=dict)
+    launched: set[Bucket] = field(default_factory=set)
     next: int = 0
-    in_flight: deque[FlatGroup] = field(default_factory=deque)
+    in_flight: deque[Bucket] = field(default_factory=deque)
 
     @property
     def is_dead(self) -> bool:
@@ -110,7 +110,7 @@ class BackwardPass:
         return self.scheduled and self.end() is None
 
 
-class FlatModel:
+class ShardedModel:
     """The state of a wrapped module.
 
     Args:
@@ -122,7 +122,7 @@ class FlatModel:
     def __init__(
         self,
         module: nn.Module,
-        ranks: Ranks,
+        ranks: DataParallelGroup,
         stage: int,
         precision: MixedPrecision,
         units: Sequence[Unit],
@@ -133,16 +133,16 @@ class FlatModel:
         self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
         ranks.order = 0  # some ranks may still have those of a model that is gone on others
         self.units, self.root = list(units), units[-1]
-        self.groups = [group for unit in units for group in unit.groups]
-        for number, group in enumerate(self.groups):
-            group.number = number
+        self.buckets = [bucket for unit in units for bucket in unit.buckets]
+        for number, bucket in enumerate(self.buckets):
+            bucket.number = number
         self._set_order()
-        self.device = self.groups[0].device
+        self.device = self.buckets[0].device
         self.broadcast_buffers = broadcast_buffers
         self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
         self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
-        self._optimizers: list[weakref.ref[Attached]] = []  # they came in this order on every rank
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # they came in this order on every rank
         self.stepped: set[Options] = set()  # of optimizers that came or stepped since the last message
         self.options_differ = False  # whether a backward pass found that ranks have others, until a step has looked
         self._heard: torch.Tensor | None = None  # on a device, the last message's header
@@ -173,29 +173,29 @@ class FlatModel:
         self._look_inside()
         for unit in self.units:
             unit.flat = self
-            for group in unit.groups:
-                group.unit = unit
-                for i, p in enumerate(group.params):
-                    p._ringcomm = Place(self, group, i)
-        for group in self.order:
-            self._watch(group)
+            for bucket in unit.buckets:
+                bucket.unit = unit
+                for i, p in enumerate(bucket.params):
+                    p._ringcomm = Place(self, bucket, i)
+        for bucket in self.order:
+            self._watch(bucket)
         self.find_homes()
 
     def find_homes(self) -> None:
         """Groups of stage 3 by the memory of their whole buffer."""
-        self._homes = {group.whole.untyped_storage()._cdata: group for group in self.groups}
+        self._homes = {bucket.whole.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
     def _set_order(self) -> None:
         """About the order in which backward finishes; the module's own parameters are used at both of its ends."""
         launched = [*reversed(self.units[:-1]), self.root]
-        self.order = [group for unit in launched for group in reversed(unit.groups) if group.trainable]
+        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
-    def _watch(self, group: FlatGroup) -> None:
+    def _watch(self, bucket: Bucket) -> None:
         """Notices the arrival of gradients."""
-        here, home = weakref.ref(self), weakref.ref(group)
+        here, home = weakref.ref(self), weakref.ref(bucket)
         prepare = partial(_prepare, here, home)
-        for i, node in enumerate(group.accumulators):
-            hook = self.arrivals.hook(group.number, len(group.params), i, group.noted, prepare)
+        for i, node in enumerate(bucket.accumulators):
+            hook = self.arrivals.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
             self._handles.append(node.register_prehook(hook))
 
     @property
@@ -210,29 +210,29 @@ class FlatModel:
         self._look_inside()
 
     @property
-    def optimizers(self) -> list[Attached]:
+    def optimizers(self) -> list[ShardedOptimizer]:
         """Those that are attached, and not dropped on this rank."""
         return [attached for attached in (ref() for ref in self._optimizers) if attached is not None]
 
-    def add_optimizer(self, attached: Attached) -> None:
+    def add_optimizer(self, attached: ShardedOptimizer) -> None:
         """Another one is attached."""
         attached.options.number = len(self._optimizers)
         self._optimizers.append(weakref.ref(attached))
         self.stepped.add(attached.options)
 
-    def remove_optimizer(self, attached: Attached) -> None:
+    def remove_optimizer(self, attached: ShardedOptimizer) -> None:
         """One is attached no more."""
         del self._optimizers[self.number_of(attached)]
 
-    def number_of(self, attached: Attached) -> int:
+    def number_of(self, attached: ShardedOptimizer) -> int:
         """The number by which all ranks know an optimizer."""
         return next(i for i, ref in enumerate(self._optimizers) if ref() is attached)
 
-    def optimizer_of(self, number: int) -> Attached | None:
+    def optimizer_of(self, number: int) -> ShardedOptimizer | None:
         """The optimizer of a number; None: it is not attached on this rank, or was dropped."""
         return self._optimizers[number]() if number < len(self._optimizers) else None
 
-    def shared_optimizers(self) -> list[Attached]:
+    def shared_optimizers(self) -> list[ShardedOptimizer]:
         """Those that no rank has dropped, which Python's collector may do at another time on each; the others are
         attached no more. A collective."""
         if self._optimizers:
@@ -376,8 +376,8 @@ class FlatModel:
         self._depth -= 1
         self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
-            for group in self.groups if not done else [g for g in self.groups if g.borrowed and self._depth == 0]:
-                self._release(group)
+            for bucket in self.buckets if not done else [g for g in self.buckets if g.borrowed and self._depth == 0]:
+                self._release(bucket)
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
         """A call has returned: what was brought goes. Returns the number of the last call that began before, for hooks
@@ -399,7 +399,7 @@ class FlatModel:
             if unit.reshard_after_forward or not torch.is_grad_enabled():
                 self._release(unit)
 
-    def _release(self, held: Unit | FlatGroup) -> None:
+    def _release(self, held: Unit | Bucket) -> None:
         if not (self.keeps_gathered or self.holders):
             held.release()
 
@@ -433,24 +433,24 @@ class FlatModel:
             hooks.__exit__(None, None, None)
 
     @contextmanager
-    def borrowing(self, groups: Sequence[FlatGroup], name: str, call: str) -> Iterator[bool]:
-        """Inside, the groups' parameters can be read, wherever the program is; a collective. Gives whether they stay
+    def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
+        """Inside, the buckets' parameters can be read, wherever the program is; a collective. Gives whether they stay
         afterwards, as they do inside of a forward or backward pass."""
         backward = torch._C._current_graph_task_id() >= 0
         stays = backward or self._depth > 0
         if stays and not backward:
             self._advise(name, call)
-        missing = [group for group in groups if not group.is_whole]
+        missing = [bucket for bucket in buckets if not bucket.is_whole]
         if missing and not stays:
             self.timed(self.ranks.meet)
-        for group in missing:
-            group.start_gather()
-        for group in groups:
-            group.finish_gather()
-            group.borrowed |= group in missing
-            if group.unit.first_call is None and torch.is_grad_enabled():
+        for bucket in missing:
+            bucket.start_gather()
+        for bucket in buckets:
+            bucket.finish_gather()
+            bucket.borrowed |= bucket in missing
+            if bucket.unit.first_call is None and torch.is_grad_enabled():
                 self._calls += 1
-                group.unit.first_call = self._calls
+                bucket.unit.first_call = self._calls
         self._start_packing()
         self._depth += 1
         try:
@@ -458,8 +458,8 @@ class FlatModel:
         finally:
             self._depth -= 1
             self._stop_packing()
-            for group in missing if not stays else ():
-                group.release()
+            for bucket in missing if not stays else ():
+                bucket.release()
 
     def _advise(self, name: str, call: str) -> None:
         if not self._advised:
@@ -493,7 +493,7 @@ class FlatModel:
         self.backward.task = torch._C._current_graph_task_id()
         for unit in self.units:
             unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
-        end = partial(FlatModel._finish, self)
+        end = partial(ShardedModel._finish, self)
         self.backward.end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._will_accumulate():
@@ -507,7 +507,7 @@ class FlatModel:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
-        return any(will_run(node) for group in self.order for node in group.accumulators)
+        return any(will_run(node) for bucket in self.order for node in bucket.accumulators)
 
     def reach(self, unit: Unit, number: int) -> None:
         """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
@@ -539,28 +539,28 @@ class FlatModel:
         """Ends what came after a call in forward, and is done in backward."""
         done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
-            if all(self._is_complete(group) for group in unit.groups):
+            if all(self._is_complete(bucket) for bucket in unit.buckets):
                 self.backward.reached.remove(unit)
                 unit.in_backward = False
                 if unit.reshard_after_backward:
                     self._release(unit)
                 self.flush(unit)
 
-    def _is_complete(self, group: FlatGroup) -> bool:
-        """Whether no gradient of the group is still to come in this pass."""
-        if self.arrivals.adding_elsewhere() == group.number:
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Whether no gradient of the bucket is still to come in this pass."""
+        if self.arrivals.adding_elsewhere() == bucket.number:
             return False
-        arrived = self.backward.arrived.get(group, ())
-        if len(arrived) == len(group.accumulators):
+        arrived = self.backward.arrived.get(bucket, ())
+        if len(arrived) == len(bucket.accumulators):
             return True
-        return not any(will_run(node) for i, node in enumerate(group.accumulators) if i not in arrived)
+        return not any(will_run(node) for i, node in enumerate(bucket.accumulators) if i not in arrived)
 
-    def _waits(self, group: FlatGroup) -> bool:
-        """Whether a group is reduced at the end of the backward pass alone: its gradients may come more than once."""
-        unit = group.unit
+    def _waits(self, bucket: Bucket) -> bool:
+        """Whether a bucket is reduced at the end of the backward pass alone: its gradients may come more than once."""
+        unit = bucket.unit
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
-    def prepare(self, group: FlatGroup, i: int) -> None:
+    def prepare(self, bucket: Bucket, i: int) -> None:
         """A parameter's gradient is about to be added to `p.grad`, and that was not expected."""
         backward = self.backward
         if not (backward.scheduled and backward.accumulates) or backward.is_dead:
@@ -568,83 +568,83 @@ class FlatModel:
             self._accumulate()
             backward = self.backward
         self._see_to_complete()
-        if group in backward.launched:
-            self._reenters = group.unit.came_twice = True  # from the next pass on it waits
+        if bucket in backward.launched:
+            self._reenters = bucket.unit.came_twice = True  # from the next pass on it waits
             raise InvalidArgumentError(
-                f"backward: rank {self.ranks.rank} got a gradient of {group.names[i]} after its unit's had been "
+                f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
-        if not group.gradient.opened:
-            group.gradient.open(backward.arrived.setdefault(group, set()))
+        if not bucket.gradient.opened:
+            bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self._reenters = True  # by a reentrant checkpoint
         self.arrivals.expected = task
 
     def _see_to_complete(self) -> None:
-        """Where the gradient that this thread has added was the last one of its group, the group goes on its way."""
+        """Where the gradient that this thread has added was the last one of its bucket, the bucket goes on its way."""
         number = self.arrivals.take_complete()
         if number < 0:
             return
-        group = self.groups[number]
-        if self._waits(group):
+        bucket = self.buckets[number]
+        if self._waits(bucket):
             return
         if not self.syncs:
-            self._collect(group)
+            self._collect(bucket)
         elif self.stage < LAST_STAGE:
             self._launch_ready()
 
-    def _collect(self, group: FlatGroup) -> None:
-        group.gradient.collect(self.held, self.leaf)
+    def _collect(self, bucket: Bucket) -> None:
+        bucket.gradient.pack(self.held, self.leaf)
 
     def _launch_ready(self) -> None:
         """Launches what is complete, in the order that all ranks keep."""
         while self.backward.next < len(self.order):
-            group = self.order[self.backward.next]
-            arrived = len(self.backward.arrived.get(group, ()))
-            if self._waits(group) or (group not in self.backward.passed and arrived < len(group.params)):
+            bucket = self.order[self.backward.next]
+            arrived = len(self.backward.arrived.get(bucket, ()))
+            if self._waits(bucket) or (bucket not in self.backward.passed and arrived < len(bucket.params)):
                 return
-            self.launch(group)
+            self.start_reduce(bucket)
 
-    def launch(self, group: FlatGroup) -> None:
-        """Starts a group's reduction."""
-        gradient = group.gradient
+    def start_reduce(self, bucket: Bucket) -> None:
+        """Starts a bucket's reduction."""
+        gradient = bucket.gradient
         while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
             self._settle()
         if gradient.opened:
-            gradient.collect()
+            gradient.pack()
         else:
-            gradient.take_in("backward", own=True)  # nothing has arrived
-        self.backward.launched.add(group)
+            gradient.adopt_user_grads("backward", own=True)  # nothing has arrived
+        self.backward.launched.add(bucket)
         while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
             self.backward.next += 1
-        self.ranks.announce("reduce", group.number, gradient.has_reduced)
-        self.timed(gradient.launch)
-        self.backward.in_flight.append(group)
+        self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
+        self.timed(gradient.start_reduce)
+        self.backward.in_flight.append(bucket)
         # The future of a hook may send more, from another thread, at another time on each rank.
-        if not self.ranks.background or (group.hook is not None and group.device.type == "cpu"):
+        if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
             self._settle()
 
     def _settle(self) -> None:
-        group = self.backward.in_flight.popleft()
-        self.timed(group.gradient.settle)
+        bucket = self.backward.in_flight.popleft()
+        self.timed(bucket.gradient.finish_reduce)
         for attached in self.optimizers:
-            attached.host.reduced(group)
+            attached.host.reduced(bucket)
 
     def flush(self, unit: Unit) -> None:
         """Backward has passed a unit, whose gradients are as complete as they will be."""
         if not self.backward.accumulates:
             return
-        for group in reversed(unit.groups):
-            if not group.trainable or group in self.backward.launched or self._waits(group):
+        for bucket in reversed(unit.buckets):
+            if not bucket.trainable or bucket in self.backward.launched or self._waits(bucket):
                 continue
             if not self.syncs:
-                if group.gradient.opened:
-                    self._collect(group)
+                if bucket.gradient.opened:
+                    self._collect(bucket)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
-                self.launch(group)
+                self.start_reduce(bucket)
             else:  # a rank may have left some out
-                self.backward.passed.add(group)
+                self.backward.passed.add(bucket)
                 self._launch_ready()
 
     @eager
@@ -655,9 +655,9 @@ class FlatModel:
             return
         try:
             if self.syncs:
-                for group in self.order:
-                    if group not in self.backward.launched:
-                        self.launch(group)
+                for bucket in self.order:
+                    if bucket not in self.backward.launched:
+                        self.start_reduce(bucket)
                 self.ranks.announce("used")
             self.conclude()
         except BaseException:
@@ -665,27 +665,27 @@ class FlatModel:
             raise
 
     def conclude(self) -> None:
-        """All groups are on their way: waits for them, and shows their gradients."""
+        """All buckets are on their way: waits for them, and shows their gradients."""
         if self.syncs:
-            used = self._start_used_params()  # behind all groups: some ranks have launched them before
+            used = self._start_used_params()  # behind all buckets: some ranks have launched them before
             while self.backward.in_flight:
                 self._settle()
             self._finish_used_params(used)
-        for group in self.order:
-            if group.gradient.opened:
-                self._collect(group)
-            elif group not in self.backward.launched and group not in self.backward.arrived:
-                group.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
-            group.gradient.show()
+        for bucket in self.order:
+            if bucket.gradient.opened:
+                self._collect(bucket)
+            elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
+                bucket.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
+            bucket.gradient.expose_grads()
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
         """Starts the message in which every trainable parameter that this rank has a gradient of is a 1. Gives it, the
         memory in which the host gets the ranks' largest bytes, that of the device, and the work."""
         said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
-        for group in self.order:
-            has = group.gradient.contributed | group.gradient.has
-            numel = len(group.params)
+        for bucket in self.order:
+            has = bucket.gradient.contributed | bucket.gradient.has
+            numel = len(bucket.params)
             said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
             said += _with_complement(self.ranks.order)
@@ -706,7 +706,7 @@ class FlatModel:
         on_cpu = self.device.type == "cpu"
         if on_cpu and heard == said:  # the common case; checksums have complements, so all ranks' are equal
             return
-        missing = any(len(group.gradient.has) < len(group.params) for group in self.order)
+        missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
         if on_cpu:
             values = [*heard]
             self._read_header(values)
@@ -725,8 +725,8 @@ class FlatModel:
                 "some ranks run into no unit of its own"
             )
         users = iter(values[HEADER_NBYTES:])
-        for group in self.order if missing else ():
-            group.gradient.has |= {i for i in range(len(group.params)) if next(users)}
+        for bucket in self.order if missing else ():
+            bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
 
     def _options_checksum(self) -> bytes:
         """Of the optimizers' options; zeros of a rank that has joined, whose options follow the others' at each
@@ -785,8 +785,8 @@ class FlatModel:
         self._sync_buffers = self.sync and torch.is_grad_enabled()
         for unit in self.units:
             self.timed(unit.gather)
-        for group in self.order:
-            group.gradient.begin_parts()
+        for bucket in self.order:
+            bucket.gradient.begin_parts()
         before, self.sync, self.held = self.sync, False, True
         self.leaf, self._leaves = None, 0
         try:
@@ -797,8 +797,8 @@ class FlatModel:
             self._abandon()
             raise
         self.sync, self.held = before, False
-        for group in self.order:
-            group.gradient.end_parts(self._leaves)
+        for bucket in self.order:
+            bucket.gradient.end_parts(self._leaves)
         if torch.is_grad_enabled() and self.sync:
             self.backward.accumulates = True
             self._finish()
@@ -826,14 +826,14 @@ class FlatModel:
 
     def forget_gradients(self) -> None:
         """As zero_grad() does."""
-        for group in self.order:
-            for p in group.params:
+        for bucket in self.order:
+            for p in bucket.params:
                 p.grad = None
-            group.gradient.drop()
+            bucket.gradient.drop()
 
     def restage(self, stage: int) -> None:
         """Moves everything to another stage."""
-        if stage and any(group.hook is not None for group in self.groups):
+        if stage and any(bucket.hook is not None for bucket in self.buckets):
             raise UnsupportedError(
                 f"restage: rank {self.ranks.rank} got stage={stage} for a module with a communication hook, which "
                 "gives whole gradients, expected 0; train it without the hook"
@@ -844,8 +844,8 @@ class FlatModel:
         states = [attached.take_state() for attached in optimizers]
         self.forget_gradients()
         self.stage = stage
-        for group in self.groups:
-            group.restage(stage)
+        for bucket in self.buckets:
+            bucket.restage(stage)
         self.find_homes()
         for attached, state in zip(optimizers, states, strict=True):
             attached.rebuild(state)
@@ -877,8 +877,8 @@ class FlatModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for group in self.groups:
-            for p in group.params:
+        for bucket in self.buckets:
+            for p in bucket.params:
                 del p._ringcomm
 
     # ---- what must not change -------------------------------------------------------------------------------------
@@ -891,21 +891,21 @@ class FlatModel:
                 f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
                 "the parameters as they were; ringcomm.unshard the module, change it and wrap it again"
             )
-        for group in self.groups:
-            if group.stage < LAST_STAGE:
-                group.rebound("forward")
+        for bucket in self.buckets:
+            if bucket.stage < LAST_STAGE:
+                bucket.rebound("forward")
         if self.unmade is not None:
             self._check_unmade(self.unmade, "forward")
         self._unfreeze()
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [*map(_requires_grad, chain.from_iterable(group.params for group in self.order))]
+            trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in self.order))]
         if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
             self._trained = trained
             self._reenters = self._reenters or None
 
     def _check_unmade(self, unmade: Unmade, call: str) -> None:
-        for group in self.groups:
-            group.adopt_writes(call)
+        for bucket in self.buckets:
+            bucket.adopt_writes(call)
         unmade.check(self.ranks, self.module, call)
         self.unmade = None
 
@@ -913,7 +913,7 @@ class FlatModel:
         """The name of a parameter that the module did not have. Other modules without parameters may come and go."""
         if _C.addresses(self._dicts) == self._members:
             return None
-        known = {id(p) for group in self.groups for p in group.params}
+        known = {id(p) for bucket in self.buckets for p in bucket.params}
         named = self.module.named_parameters()
         new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
         if new is None:
@@ -921,14 +921,14 @@ class FlatModel:
         return new
 
     def _unfreeze(self) -> None:
-        """Trains groups that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
-        thawed = [g for g in self.groups if not g.trainable and any(p.requires_grad for p in g.params)]
+        """Trains buckets that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
+        thawed = [g for g in self.buckets if not g.trainable and any(p.requires_grad for p in g.params)]
         if not thawed:
             return
-        self.ranks.agree("forward", [f"trains {name}" for group in thawed for name in group.names])
-        for group in thawed:
-            group.thaw()
-            self._watch(group)
+        self.ranks.agree("forward", [f"trains {name}" for bucket in thawed for name in bucket.names])
+        for bucket in thawed:
+            bucket.thaw()
+            self._watch(bucket)
         self._set_order()
         for attached in self.shared_optimizers():
             attached.rebuild()
@@ -964,24 +964,24 @@ class SavedParameter:
     """What autograd keeps of a parameter of stage 3, in place of its memory. It must not hold the model, which may hold
     the graph."""
 
-    home: weakref.ref[FlatGroup]
+    home: weakref.ref[Bucket]
     number: int  # of the last call when it was saved
     window: Window
 
     def values(self) -> torch.Tensor:
-        """Those of the parameter; a collective where its group is not gathered."""
-        group = self.home()
-        if group is None or group.unit is None:
+        """Those of the parameter; a collective where its bucket is not gathered."""
+        bucket = self.home()
+        if bucket is None or bucket.unit is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
-        if group.is_whole:
-            return group.window(self.window)
+        if bucket.is_whole:
+            return bucket.window(self.window)
         if torch._C._current_graph_task_id() >= 0:
-            group.unit.flat.reach(group.unit, self.number)
-            return group.window(self.window)
-        with group.unit.flat.borrowing([group], group.unit.name, "a saved tensor"):  # somebody looks at the graph
-            return group.window(self.window).clone()
+            bucket.unit.flat.reach(bucket.unit, self.number)
+            return bucket.window(self.window)
+        with bucket.unit.flat.borrowing([bucket], bucket.unit.name, "a saved tensor"):  # somebody looks at the graph
+            return bucket.window(self.window).clone()
 
 
 def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -990,9 +990,9 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
         for flat in _calling.flats:
-            group = flat._homes.get(memory)
-            if group is not None:
-                return SavedParameter(weakref.ref(group), flat._calls, Window.of(x))
+            bucket = flat._homes.get(memory)
+            if bucket is not None:
+                return SavedParameter(weakref.ref(bucket), flat._calls, Window.of(x))
         return pack(x)
 
     return packed
@@ -1022,20 +1022,20 @@ def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @eager
-def _prepare(flat: weakref.ref[FlatModel], group: weakref.ref[FlatGroup], i: int) -> None:
-    here, home = flat(), group()
+def _prepare(flat: weakref.ref[ShardedModel], bucket: weakref.ref[Bucket], i: int) -> None:
+    here, home = flat(), bucket()
     if here is not None and home is not None:
         here.prepare(home, i)
 
 
-def flags_numel(groups: Sequence[FlatGroup], stage: int) -> int:
+def flags_numel(buckets: Sequence[Bucket], stage: int) -> int:
     """Bytes of the message that ends a synchronised backward pass: the header, which parameters were used, and at stage
     3 the units' order."""
-    used = sum(len(group.params) for group in groups)
+    used = sum(len(bucket.params) for bucket in buckets)
     return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
 
 
-def flat_model_of(module: nn.Module) -> FlatModel | None:
+def flat_model_of(module: nn.Module) -> ShardedModel | None:
     """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
     parameters."""
     for p in module.parameters():
