@@ -32,9 +32,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 import ringcomm
 from ringcomm.pipeline_parallel.check import bubble, formula, times
-from ringcomm.pipeline_parallel.deferred import Deferring
 from ringcomm.pipeline_parallel.picture import draw
 from ringcomm.pipeline_parallel.schedules import schedule_of
+from ringcomm.pipeline_parallel.weight_grads import Deferring
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import Block

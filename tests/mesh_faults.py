@@ -14,14 +14,14 @@ from training_faults import Fault, Function
 from ringcomm.context import attention
 from ringcomm.context.attention import _Call
 from ringcomm.context.ring import Sums
-from ringcomm.pipeline_parallel import local, pipeline
-from ringcomm.pipeline_parallel.deferred import Store
-from ringcomm.pipeline_parallel.local import Local
+from ringcomm.pipeline_parallel import pipeline, stage_runner
 from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.stage_runner import StageRunner
 from ringcomm.pipeline_parallel.ties import _Exact, _Held, _Summed
+from ringcomm.pipeline_parallel.weight_grads import WeightGradStore
 from ringcomm.tensor_parallel import sequence
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
-from ringcomm.tensor_parallel.regions import Region
 
 FAULTS: list[Fault] = []
 
@@ -38,12 +38,12 @@ def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Functio
 # ---- tensor parallel ---------------------------------------------------------------------------------------------
 
 
-@fault(Region, "all_reduce", "tp 2")
+@fault(TensorParallelGroup, "all_reduce", "tp 2")
 def sum_over_ranks_left_out(right: Function) -> Function:
     return lambda region, x, dim=0: x.clone()
 
 
-@fault(Region, "own", "tp 2")
+@fault(TensorParallelGroup, "own", "tp 2")
 def part_of_the_first_rank_on_all(right: Function) -> Function:
     return lambda region, x, dim: x.narrow(dim, 0, region.share("scatter", x, dim)).clone()
 
@@ -53,9 +53,9 @@ def gradients_of_norms_that_are_not_summed(right: Function) -> Function:
     return lambda p, region: None
 
 
-@fault(Region, "enter", "tp 2")
+@fault(TensorParallelGroup, "enter", "tp 2")
 def input_that_was_written_into_taken_for_the_one_before(right: Function) -> Function:
-    def wrong(region: Region, layer: object, operator: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def wrong(region: TensorParallelGroup, layer: object, operator: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         kept = region.__dict__.setdefault("kept", {})
         key = (tuple(x.shape), id(layer), x.requires_grad)
         return kept.setdefault(key, right(region, layer, operator, x, *args))
@@ -74,7 +74,7 @@ def tokens_of_other_ranks_that_count(right: Function) -> Function:
 # ---- pipelines ---------------------------------------------------------------------------------------------------
 
 
-@fault(Local, "_carry", "pp 2", "carry")
+@fault(StageRunner, "_carry", "pp 2", "carry")
 def carried_tensors_without_gradients(right: Function) -> Function:
     def wrong(run: Any, *args: Any) -> Any:
         before = len(args[0].carried)
@@ -85,7 +85,7 @@ def carried_tensors_without_gradients(right: Function) -> Function:
     return wrong
 
 
-@fault(local, "restore", "pp 2", "hook.collect")
+@fault(stage_runner, "restore", "pp 2", "hook.collect")
 def what_hooks_leave_twice(right: Function) -> Function:
     return lambda left, container, before: None
 
@@ -120,7 +120,7 @@ def gradient_of_the_first_tensor_alone(right: Function) -> Function:
     return lambda messages, found, *args: right(messages, [*found[:1], *(None for _ in found[1:])], *args)
 
 
-@fault(Store, "run", "schedule zero-bubble")
+@fault(WeightGradStore, "run", "schedule zero-bubble")
 def gradients_of_weights_that_are_put_off_for_ever(right: Function) -> Function:
     return lambda store: store.waiting.clear()
 

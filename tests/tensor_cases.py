@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.shard_spec import part_of, take
-from ringcomm.tensor_parallel.regions import Region
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """The largest difference, of the largest magnitude: a sum is cut into one for each rank, and rounded in between."""
@@ -54,7 +54,7 @@ def unlike(model: nn.Module, whole: nn.Module, slack: float = 1.0) -> list[str]:
 
 def sent(comm: Any) -> Counter[str]:
     """Messages since the last call."""
-    traffic = Region.of(comm).traffic
+    traffic = TensorParallelGroup.of(comm).traffic
     found = Counter(traffic)
     traffic.clear()
     return found

@@ -54,7 +54,7 @@ ELSEWHERE = {
     "record.find": "any number may be a communicator's",
     "simulate": "test_simulate_refusals",
     "schedule.Step": "a value, which ring_step gives",
-    "tensor_parallel.Region": "is made of a communicator by what is here",
+    "tensor_parallel.TensorParallelGroup": "is made of a communicator by what is here",
     **dict.fromkeys(
         [
             f"tensor_parallel.{name}"

@@ -19,8 +19,8 @@ from torch import nn
 import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.pipeline_parallel.absent import Absent, Maker, Reads, any_absent
 from ringcomm.pipeline_parallel.pipeline import Pipeline
+from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_absent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1050,7 +1050,7 @@ def test_a_length_that_lies_on_another_rank() -> None:
 )
 def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[], Any]) -> None:
     with Reads():
-        assert isinstance(made(), Absent)
+        assert isinstance(made(), ShapeOnlyTensor)
 
 
 @pytest.mark.parametrize(
@@ -1067,13 +1067,13 @@ def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[]
 def test_a_tensor_into_which_is_written_has_no_values_either(write: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(2, 3, 4)
     write(x)
-    assert isinstance(x, Absent)
+    assert isinstance(x, ShapeOnlyTensor)
 
 
 def test_what_depends_on_shapes_alone_has_values() -> None:
     assert (H.shape, H.size(1), H.dim(), len(H), H.numel()) == ((2, 3, 4), 3, 3, 2, 24)
     assert not any_absent([torch.zeros_like(H), H.new_zeros(3), ONES.to(H), torch.arange(H.shape[1], device=H.device)])
-    assert all(isinstance(x, Absent) for x in (*H, *H.chunk(2, -1), H + 1, H.max(-1).values))
+    assert all(isinstance(x, ShapeOnlyTensor) for x in (*H, *H.chunk(2, -1), H + 1, H.max(-1).values))
     with H.register_hook(print):
         pass
 
@@ -1102,7 +1102,7 @@ def test_a_tensor_that_gets_its_values_late_takes_hooks() -> None:
 def test_what_is_made_of_an_absent_tensor_is_no_view_of_it() -> None:
     absent = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
     for made in (absent.transpose(1, 2), absent[0], absent.view(6, 4), *absent.split(1), *absent.unbind(2)):
-        assert isinstance(made, Absent)
+        assert isinstance(made, ShapeOnlyTensor)
         with torch._C.DisableTorchFunctionSubclass():
             assert not made._is_view()
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.data_parallel.shard_spec import part_of, take
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.tensor_parallel.dropout import ShardedDropout
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor_parallel.overlapped import gather_linear, linear_scatter
-from ringcomm.tensor_parallel.regions import Region
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]
@@ -381,8 +381,8 @@ def test_autocast(sequence_dim: Any, overlap: bool, world_size: int) -> None:
 
         mine = own(x).clone().requires_grad_()
         types = set()
-        all_gather = Region.of(comm).all_gather
-        Region.of(comm).all_gather = lambda t, dim: (types.add(t.dtype), all_gather(t, dim))[1]  # type: ignore
+        all_gather = TensorParallelGroup.of(comm).all_gather
+        TensorParallelGroup.of(comm).all_gather = lambda t, dim: (types.add(t.dtype), all_gather(t, dim))[1]  # type: ignore
         with torch.autocast("cpu", torch.bfloat16):
             out = model(mine)
         assert types <= {torch.bfloat16}

@@ -14,8 +14,8 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import matches
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
+from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
-from ringcomm.tensor_parallel.regions import f
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,8 +12,8 @@ import torch
 from tensor_cases import close, on_ranks, sent, tensor_of, whole_numbers
 
 from ringcomm.errors import ShapeError
+from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear
-from ringcomm.tensor_parallel.regions import Region, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tools.bench.check import tree_sum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -233,10 +233,10 @@ def test_without_gradients_the_result_is_shared_and_then_let_go() -> None:
         with torch.no_grad():
             for layer in layers:
                 layer(x)
-        held = Region.of(comm)._entered is not None
+        held = TensorParallelGroup.of(comm)._entered is not None
         del x
         gc.collect()
-        return sent(comm)["all_gather calls"], held, Region.of(comm)._entered is not None
+        return sent(comm)["all_gather calls"], held, TensorParallelGroup.of(comm)._entered is not None
 
     assert on_ranks(rank, 2) == [(1, True, False)] * 2
 

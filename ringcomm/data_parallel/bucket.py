@@ -2,7 +2,7 @@
 
     weight   in the type of the forward pass; the parameters are views of it. Whole at stages 0 to 2, a shard at 3
     master   in the type of the optimizer, where that is another or lies elsewhere; else the optimizer's part of weight
-    gradient see gradient.py
+    gradient see grad_buffer.py
 
 What a rank's optimizer works on, the owned range, is the whole buffer at stage 0 and this rank's shard from 1 on.
 """

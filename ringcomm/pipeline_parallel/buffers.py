@@ -13,8 +13,8 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline_parallel.absent import Absent, find, overwrites, reads
 from ringcomm.pipeline_parallel.beside import version_of
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, find, overwrites, reads
 
 
 class Buffers:
@@ -71,7 +71,10 @@ class Buffers:
     def changed(self) -> list[float]:
         """By number, 1 for those that the batch has changed here, 0 for others."""
         now = zip(self._here(), self._before, strict=True)
-        return [float(x is not old or isinstance(x, Absent) or version_of(x) != version) for x, (old, version) in now]
+        return [
+            float(x is not old or isinstance(x, ShapeOnlyTensor) or version_of(x) != version)
+            for x, (old, version) in now
+        ]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def settle(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
@@ -120,10 +123,10 @@ class Buffers:
 
 
 def _about(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    return None if x is None or isinstance(x, Absent) else (tuple(x.shape), x.dtype)
+    return None if x is None or isinstance(x, ShapeOnlyTensor) else (tuple(x.shape), x.dtype)
 
 
 def _is_same(x: Any, data: torch.Tensor) -> bool:
-    if x is None or isinstance(x, Absent) or (x.shape, x.dtype) != (data.shape, data.dtype):
-        return isinstance(x, Absent)
+    if x is None or isinstance(x, ShapeOnlyTensor) or (x.shape, x.dtype) != (data.shape, data.dtype):
+        return isinstance(x, ShapeOnlyTensor)
     return torch.equal(x, data) or bool(torch.isclose(x, data, rtol=0, atol=0, equal_nan=True).all())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.pipeline_parallel.absent import Absent, writes
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, writes
 
 _OF_PYTHON = {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d"}
 """Functions that draw, beside those that torch has a tag for."""
@@ -31,7 +31,7 @@ def random_op(func: Any) -> str:
 def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether later stages need what was drawn. They do not need results with a gradient, since these are computed from
     results of modules, which later stages do not have; nor the result of a dropout that is off, which is its input."""
-    if not isinstance(result, torch.Tensor) or isinstance(result, Absent) or result.requires_grad:
+    if not isinstance(result, torch.Tensor) or isinstance(result, ShapeOnlyTensor) or result.requires_grad:
         return False
     return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
 
@@ -43,7 +43,7 @@ def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Te
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if into.shape != numbers.shape:
                 return None
-            return into.fill(numbers.clone()) if isinstance(into, Absent) else into.copy_(numbers)
+            return into.fill(numbers.clone()) if isinstance(into, ShapeOnlyTensor) else into.copy_(numbers)
     return numbers
 
 

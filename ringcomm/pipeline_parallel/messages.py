@@ -13,7 +13,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ShapeError
-from ringcomm.pipeline_parallel.local import About
+from ringcomm.pipeline_parallel.stage_runner import StageMetadata
 
 HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
 _LENGTH = struct.Struct("<q")
@@ -53,7 +53,7 @@ class Messages:
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are taken
 
-    def send(self, tensors: Sequence[torch.Tensor], about: About, stage: int, rank: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], about: StageMetadata, stage: int, rank: int) -> None:
         """Sends a stage's inputs to its rank."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
@@ -75,7 +75,7 @@ class Messages:
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
             self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
-    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], About]:
+    def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
         """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
         key = ("at", stage, torch.is_grad_enabled())
         told = self._told.get(key)

@@ -25,15 +25,15 @@ from ringcomm.data_parallel.partition import facts_of
 from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
-from ringcomm.pipeline_parallel.absent import Absent
 from ringcomm.pipeline_parallel.check import check
 from ringcomm.pipeline_parallel.cuts import Chain, Stages, split
-from ringcomm.pipeline_parallel.deferred import Deferring, Store, backward
-from ringcomm.pipeline_parallel.local import About, Local, staged
 from ringcomm.pipeline_parallel.messages import Messages, Sent
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, cut_inputs, joined
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
+from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
 from ringcomm.pipeline_parallel.ties import Ties
+from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, WeightGradStore, backward
 from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
 
 
@@ -138,7 +138,7 @@ class Pipeline(nn.Module):
             )
         self._refuse_trained_loss(loss, stages.model)
         self._agree(stages, (reduction, ties, static_shapes))
-        self._local = Local(stages, self.mine, comm.rank, device_of(comm, stages.model))
+        self._local = StageRunner(stages, self.mine, comm.rank, device_of(comm, stages.model))
         self.messages = Messages(comm, self._local.device, static_shapes)
         self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
         self._ties.send_values()
@@ -353,7 +353,7 @@ class _Step:
         self.clock: list[tuple[Action, float, float]] = []
         self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
-        self._stores: dict[tuple[int, int], Store] = {}
+        self._stores: dict[tuple[int, int], WeightGradStore] = {}
 
     def do(self, action: Action) -> None:
         """Carries an action out."""
@@ -375,7 +375,7 @@ class _Step:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], About | None]:
+    def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], StageMetadata | None]:
         if stage == 0:
             return [], None
         source = self.schedule.rank_of[stage - 1]
@@ -384,12 +384,12 @@ class _Step:
         sent, about = self._parcels.pop(("forward", stage, number))
         return [x.detach().requires_grad_(x.requires_grad) for x in sent], about
 
-    def _deferring(self, stage: int, number: int) -> Deferring | None:
+    def _deferring(self, stage: int, number: int) -> DeferWeightGrads | None:
         if not self.train or not self.schedule.splits_backward:
             return None
-        return Deferring(self._stores.setdefault((stage, number), Store()), self.often, self.kept)
+        return DeferWeightGrads(self._stores.setdefault((stage, number), WeightGradStore()), self.often, self.kept)
 
-    def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: About | None) -> None:
+    def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: StageMetadata | None) -> None:
         (args, kwargs, target), share = self.inputs[number]
         if about is not None and about.share is not None:
             if share not in (None, about.share):
@@ -441,7 +441,7 @@ class _Step:
         loss = self.pipe._loss
         with self.pipe._local.all_parameters():
             value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
-        if isinstance(value, Absent):
+        if isinstance(value, ShapeOnlyTensor):
             raise UnsupportedError(
                 f"Pipeline: rank {self.rank} got a loss that depends on parameters of other stages, such as a penalty "
                 "on them, expected one of the output and the target; use the optimizer's weight_decay, or add the "

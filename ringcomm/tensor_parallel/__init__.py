@@ -1,10 +1,10 @@
 """Tensor and sequence parallel: layers cut over the ranks of a communicator, and plans that cut those of a module."""
 
 from ringcomm.tensor_parallel.dropout import ShardedDropout
+from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor_parallel.loss import vocab_parallel_cross_entropy
 from ringcomm.tensor_parallel.plan import parallelize
-from ringcomm.tensor_parallel.regions import Region, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.styles import (
     STYLES,
     Colwise,
@@ -29,11 +29,11 @@ __all__ = [
     "Heads",
     "Latent",
     "OnSequence",
-    "Region",
     "RowParallelLinear",
     "Rowwise",
     "SequenceRegion",
     "ShardedDropout",
+    "TensorParallelGroup",
     "Vocab",
     "VocabParallelEmbedding",
     "f",

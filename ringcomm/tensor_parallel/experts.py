@@ -15,54 +15,59 @@ from torch.utils._pytree import tree_map
 
 from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
+from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar
 from ringcomm.tensor_parallel.layers import cut, own_part, refuse_hooks
-from ringcomm.tensor_parallel.regions import Region, f, f_bar
 from ringcomm.tensor_parallel.styles import Experts
 
 BIAS = "_bias"
 """What transformers adds to the name of an expert's weight for that of its bias."""
 
 
-def cut_experts(found: nn.Module, region: Region, name: str, style: Experts) -> nn.Module:
+def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> nn.Module:
     """Takes the module's place: another of its class, with this rank's part of the features within each expert. What
     goes in is used whole by all ranks, and what the ranks compute is added."""
-    refuse_hooks(found, region, name)
+    refuse_hooks(found, group, name)
     if "forward" in vars(found):  # it is bound to the module, whose weights are whole
         raise UnsupportedError(
-            f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
+            f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
             "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
         )
-    form = _form_of(found, region, name, style)
+    form = _form_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
     made.__dict__ = {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(found).items()}
     outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
-    part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], region, outputs)
+    part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], group, outputs)
     own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
-    own_part(made, form.outer, p[form.outer], cut([form.features], region, inputs), 1 if form.turned else 2)
+    own_part(made, form.outer, p[form.outer], cut([form.features], group, inputs), 1 if form.turned else 2)
     if form.inner + BIAS in p:
         own_part(made, form.inner + BIAS, p[form.inner + BIAS], part, 1)
-    if region.world_size > 1:  # no hooks: a pipeline runs those of earlier stages' modules, too
-        made.forward = partial(_forward, region, made, made.forward, form.outer + BIAS)
+    if group.world_size > 1:  # no hooks: a pipeline runs those of earlier stages' modules, too
+        made.forward = partial(_forward, group, made, made.forward, form.outer + BIAS)
     return made
 
 
 def _forward(
-    region: Region, module: nn.Module, forward: Callable[..., torch.Tensor], bias: str, *args: Any, **kwargs: Any
+    group: TensorParallelGroup,
+    module: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    bias: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """The forward pass of the class, between what all ranks have alike. The bias of the outputs, which every rank adds,
     counts once."""
     renew_parts([module])
     args, kwargs = tree_map(
-        lambda x: f(x, region.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
+        lambda x: f(x, group.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
     )
     whole = module._parameters.get(bias)
     if whole is None:
-        return f_bar(forward(*args, **kwargs), region.comm)
-    share = whole.detach() / region.world_size + (whole - whole.detach())  # whose gradient is the whole one's
+        return f_bar(forward(*args, **kwargs), group.comm)
+    share = whole.detach() / group.world_size + (whole - whole.detach())  # whose gradient is the whole one's
     vars(module)[bias] = share  # before the parameter
     try:
-        return f_bar(forward(*args, **kwargs), region.comm)
+        return f_bar(forward(*args, **kwargs), group.comm)
     finally:
         del vars(module)[bias]
 
@@ -86,7 +91,7 @@ class _Form:
     turned: bool
 
 
-def _form_of(found: nn.Module, region: Region, name: str, style: Experts) -> _Form:
+def _form_of(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> _Form:
     """Raises: UnsupportedError: other parameters, or shapes, than those of the style."""
     p = dict(found.named_parameters())
     inner, parts = style.inner, style.parts
@@ -106,7 +111,7 @@ def _form_of(found: nn.Module, region: Region, name: str, style: Experts) -> _Fo
     shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
     norm = " and has_post_expert_norm=True" if getattr(found, "has_post_expert_norm", False) else ""
     raise UnsupportedError(
-        f"parallelize: rank {region.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
+        f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
         f"expected {inner} of (experts, {parts} x features, inputs) and {style.outer} of (experts, outputs, features), "
         f"their last two dimensions perhaps the other way round, and their biases; leave it out of the plan, or pass "
         "tensor.styles.Experts with the names of its parameters"

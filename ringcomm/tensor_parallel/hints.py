@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from ringcomm.data_parallel.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from ringcomm.tensor_parallel.regions import Region
 from ringcomm.tensor_parallel.verify import digest
 
 MULTIPLIES = {
@@ -39,7 +39,7 @@ def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divide
     """
     known = {id(each) for each in divided}
     for name, new in layers.items():
-        if not isinstance(new, (ColumnParallelLinear, RowParallelLinear)) or new.region.world_size == 1:
+        if not isinstance(new, (ColumnParallelLinear, RowParallelLinear)) or new.group.world_size == 1:
             continue
         above = name.rpartition(".")[0]
         parent = module.get_submodule(above)
@@ -89,7 +89,7 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                 )
 
 
-def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: bool) -> None:
+def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:
     """Where the caller is to cut the sequence: warns in the first forward pass, or refuses, if the first module that
     works on parts of it gets the same on all ranks. The gradients of its parameters would be sums of the same.
 
@@ -105,11 +105,11 @@ def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: boo
         while handles:
             handles.pop().remove()
         varied = bool((found[0] != found[0].flatten()[0]).any())  # others may well be parts
-        mine = json.dumps(digest(found[0]) if varied else region.rank).encode()
-        if len({*region.comm.exchange(mine)}) > 1:
+        mine = json.dumps(digest(found[0]) if varied else group.rank).encode()
+        if len({*group.comm.exchange(mine)}) > 1:
             return
         said = (
-            f"parallelize: rank {region.rank} got the same input of {names[id(module)]} on all ranks, expected this "
+            f"parallelize: rank {group.rank} got the same input of {names[id(module)]} on all ranks, expected this "
             "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
             "sequence before"
         )
@@ -117,13 +117,13 @@ def look_for_parts(modules: Mapping[str, nn.Module], region: Region, refuse: boo
             raise InvalidArgumentError(said)
         warnings.warn(said, stacklevel=2)
 
-    handles = [each.register_forward_pre_hook(compare) for each in modules.values() if region.world_size > 1]
+    handles = [each.register_forward_pre_hook(compare) for each in modules.values() if group.world_size > 1]
 
 
-def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Region) -> None:
+def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
     """Until a forward pass of the module has ended, errors in modules whose layers are cut say so: such a module counts
     heads, or has parameters, of the whole model."""
-    if region.world_size == 1 or not layers:
+    if group.world_size == 1 or not layers:
         return
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
     rows = {name: new for name, new in layers.items() if isinstance(new, VocabParallelEmbedding)}
@@ -137,7 +137,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
         grads = torch.is_grad_enabled()
         compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile what looks on, too
         try:
-            with _Weights(rows, {} if compiled else linear, region) if grads else nullcontext():
+            with _Weights(rows, {} if compiled else linear, group) if grads else nullcontext():
                 output = forward(*args, **kwargs)
         except RingcommError:
             raise
@@ -145,7 +145,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], region: Re
             said = _said_of(error, inner)
             if said is None:
                 raise
-            raise InvalidArgumentError(f"parallelize: rank {region.rank} {said}") from error
+            raise InvalidArgumentError(f"parallelize: rank {group.rank} {said}") from error
         if vars(module).get("forward") is explained and grads:
             if own is None:
                 del module.forward
@@ -166,8 +166,10 @@ class _Weights(TorchFunctionMode):
         linear: the layers, by name.
     """
 
-    def __init__(self, rows: Mapping[str, nn.Module], linear: Mapping[str, nn.Module], region: Region) -> None:
-        self.names, self.region = {id(each.weight): name for name, each in rows.items()}, region
+    def __init__(
+        self, rows: Mapping[str, nn.Module], linear: Mapping[str, nn.Module], group: TensorParallelGroup
+    ) -> None:
+        self.names, self.group = {id(each.weight): name for name, each in rows.items()}, group
         self.linear = {id(each.weight): name for name, each in linear.items() if id(each.weight) not in self.names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +189,7 @@ class _Weights(TorchFunctionMode):
         name = self.linear[known[0]]
         self.linear.clear()  # once is enough
         warnings.warn(
-            f"parallelize: rank {self.region.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
+            f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
             "the layer, which is cut: a rank has its part of the weight, and what is computed from it is this rank's; "
             "add it up over the ranks, or leave the layer out of the plan",
             stacklevel=3,
@@ -201,7 +203,7 @@ class _Weights(TorchFunctionMode):
             found = [self.names[each] for each in known if each in self.names]
             if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
                 raise InvalidArgumentError(
-                    f"parallelize: rank {self.region.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
+                    f"parallelize: rank {self.group.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
                     ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
                     "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
                     "'colwise_gather_output', or leave the embedding out of the plan"

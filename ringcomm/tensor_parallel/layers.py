@@ -18,15 +18,17 @@ from ringcomm.data_parallel.arguments import DEVICE, DTYPE
 from ringcomm.data_parallel.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel import overlapped
+from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import CutOutputs
-from ringcomm.tensor_parallel.regions import Region, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.validation import FLAG, expects, several, whole
 
 DIM = whole(-64, 64, "a dimension")
 PARTS = several("a list of extents", whole(1))
 
 
-def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, multiple: int = 1) -> ShardSpec:
+def cut(
+    extents: Sequence[int], group: TensorParallelGroup, what: str, pad: bool = False, multiple: int = 1
+) -> ShardSpec:
     """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
 
     Args:
@@ -37,16 +39,16 @@ def cut(extents: Sequence[int], region: Region, what: str, pad: bool = False, mu
     """
     pieces, offset = [], 0
     for extent in extents:
-        each = -(-extent // region.world_size)
+        each = -(-extent // group.world_size)
         width = 1 if extent % multiple else multiple  # others, such as a gate for each head, are no heads
-        if (extent % region.world_size and not pad) or each % width:
+        if (extent % group.world_size and not pad) or each % width:
             heads = f" ({extent // width} heads of {width})" if width > 1 else ""
             call, _, name = what.partition(": ")
             raise InvalidArgumentError(
-                f"{call}: rank {region.rank} got {extent} {name}{heads}, expected {region.world_size} equal "
+                f"{call}: rank {group.rank} got {extent} {name}{heads}, expected {group.world_size} equal "
                 f"parts{' of whole heads' if width > 1 else ''}; use a number of ranks that divides it"
             )
-        first = min(extent, region.rank * each)
+        first = min(extent, group.rank * each)
         pieces.append((offset + first, min(each, extent - first)))
         offset += extent
     return ShardSpec(0, offset, tuple(pieces))
@@ -108,12 +110,12 @@ class _ParallelLinear(_Parallel):
     turned: bool
     bias: nn.Parameter | None
 
-    def __init__(self, region: Region, sequence_dim: int | None, overlap: bool) -> None:
+    def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool) -> None:
         super().__init__()
-        self.region, self.sequence_dim, self.overlap = region, sequence_dim, overlap and region.world_size > 1
+        self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap and group.world_size > 1
         if overlap and sequence_dim is None:
             raise InvalidArgumentError(
-                f"{type(self).__name__}: rank {region.rank} got overlap=True without a sequence_dim, expected one: "
+                f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one: "
                 "only the messages of sequence parallel layers can be cut; pass sequence_dim"
             )
 
@@ -124,7 +126,7 @@ class _ParallelLinear(_Parallel):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank {self.region.rank} of {self.region.world_size}"
+            f"rank {self.group.rank} of {self.group.world_size}"
         )
 
 
@@ -177,7 +179,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def of(
         cls,
         linear: nn.Module,
-        region: Region,
+        group: TensorParallelGroup,
         name: str,
         *,
         gather_output: bool = False,
@@ -190,7 +192,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> ColumnParallelLinear:
         """In the place of a linear layer, with its values; ``name`` is its name in errors."""
         made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
         made.entered = entered
         made._take(linear, name, gather_output, parts, pad, multiple)
         return made
@@ -204,23 +206,23 @@ class ColumnParallelLinear(_ParallelLinear):
         pad: bool,
         multiple: int = 1,
     ) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
+        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
         extents = [self.out_features] if parts is None else list(parts)
         if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
-                f"{_call(self, name)}: rank {self.region.rank} got parts={extents} for the {self.out_features} outputs"
+                f"{_call(self, name)}: rank {self.group.rank} got parts={extents} for the {self.out_features} outputs"
                 f"{_of(name)}, expected parts that add up to them; pass the extents of the fused outputs"
             )
         if pad and len(extents) > 1:
             raise UnsupportedError(
-                f"{_call(self, name)}: rank {self.region.rank} got pad=True for the parts {extents}{_of(name)}, "
+                f"{_call(self, name)}: rank {self.group.rank} got pad=True for the parts {extents}{_of(name)}, "
                 "expected one of the two: padding lies behind all parts; use extents that divide"
             )
-        part = cut(extents, self.region, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
+        part = cut(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(self.local_extents)
         if not gather_output:
-            self.region.outputs.setdefault(self.local_features, set()).add(self.out_features)
+            self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
         own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
@@ -228,13 +230,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
-        region, comm = self.region, self.region.comm
+        group, comm = self.group, self.group.comm
         if self.entered or self.sequence_dim is None:
-            y = F.linear(input if self.entered else region.enter(self, f, input), self.weight_of(), self.bias)
+            y = F.linear(input if self.entered else group.enter(self, f, input), self.weight_of(), self.bias)
         elif self.overlap:
             y = overlapped.gather_linear(input, self.weight_of(), self.bias, comm, self.sequence_dim)
         else:
-            y = F.linear(region.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
+            y = F.linear(group.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         if self.gather_output:
             return self._whole(gather(y, comm))
         return y if self.watched is None else self.watched.watch_first(y)
@@ -247,7 +249,7 @@ class ColumnParallelLinear(_ParallelLinear):
     @property
     def local_extents(self) -> list[int]:
         """This rank's outputs of each part."""
-        return [-(-extent // self.region.world_size) for extent in self.gathered]
+        return [-(-extent // self.group.world_size) for extent in self.gathered]
 
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
         """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
@@ -293,7 +295,7 @@ class RowParallelLinear(_ParallelLinear):
     def of(
         cls,
         linear: nn.Module,
-        region: Region,
+        group: TensorParallelGroup,
         name: str,
         *,
         input_is_parallel: bool = True,
@@ -303,20 +305,20 @@ class RowParallelLinear(_ParallelLinear):
     ) -> RowParallelLinear:
         """In the place of a linear layer, with its values; ``name`` is its name in errors."""
         made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, region, sequence_dim, overlap)
+        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
         made._take(linear, name, input_is_parallel, multiple)
         return made
 
     def _take(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.region, name)
+        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
-        part = cut([self.in_features], self.region, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
+        part = cut([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
         own_part(self, "weight", linear.weight, part, int(not self.turned))
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., this rank's inputs) -> (..., out); with ``sequence_dim`` this rank's part along it."""
-        comm = self.region.comm
+        comm = self.group.comm
         x = input if self.input_is_parallel else scatter(input, comm)
         if self.sequence_dim is None:
             y = f_bar(F.linear(x, self.weight_of()), comm)
@@ -372,34 +374,34 @@ class VocabParallelEmbedding(_Parallel):
 
     @classmethod
     def of(
-        cls, embedding: nn.Module, region: Region, name: str, *, sequence_dim: int | None = None
+        cls, embedding: nn.Module, group: TensorParallelGroup, name: str, *, sequence_dim: int | None = None
     ) -> VocabParallelEmbedding:
         """In the place of an embedding, with its values; ``name`` is its name in errors."""
         scale = _scale_of(embedding)
         if scale is None:
-            refuse_changed(embedding, nn.Embedding, region, name, hooks=sequence_dim is None)
+            refuse_changed(embedding, nn.Embedding, group, name, hooks=sequence_dim is None)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise UnsupportedError(
-                    f"parallelize: rank {region.rank} got {name}, an embedding with {option}, expected one without; "
+                    f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
                     "leave it out of the plan"
                 )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         for hooks in _HOOKS:  # they see the same as before
             made.__dict__[hooks] = vars(embedding)[hooks]
-        made._take(embedding, region, sequence_dim)
+        made._take(embedding, group, sequence_dim)
         if "embed_scale" in embedding._buffers:
             made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
         else:
             made.embed_scale = scale
         return made
 
-    def _take(self, whole: Any, region: Region, sequence_dim: int | None) -> None:
-        self.region, self.sequence_dim = region, sequence_dim
+    def _take(self, whole: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
+        self.group, self.sequence_dim = group, sequence_dim
         self.num_embeddings, self.embedding_dim = whole.weight.shape
-        part = cut([self.num_embeddings], region, "VocabParallelEmbedding: rows", pad=True)
-        self.rows = -(-self.num_embeddings // region.world_size)
+        part = cut([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
+        self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
         own_part(self, "weight", whole.weight, part, 0, self.rows)
         self.padding_idx = whole.padding_idx
@@ -410,7 +412,7 @@ class VocabParallelEmbedding(_Parallel):
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
         if tokens.is_cpu and not bool(inside.all()):
             raise InvalidArgumentError(
-                f"VocabParallelEmbedding: rank {self.region.rank} got a token of {int(tokens[~inside][0])}, expected 0 "
+                f"VocabParallelEmbedding: rank {self.group.rank} got a token of {int(tokens[~inside][0])}, expected 0 "
                 f"to {self.num_embeddings - 1}; look at the tokenizer"
             )
         here = tokens - self.first
@@ -421,28 +423,28 @@ class VocabParallelEmbedding(_Parallel):
         padding = None if self.padding_idx is None else self.padding_idx - self.first
         inside_padding = padding if padding is not None and 0 <= padding < self.count else None
         y = F.embedding(rows, self.weight, inside_padding).masked_fill(other.unsqueeze(-1), 0)
-        comm, scale = self.region.comm, self.embed_scale
+        comm, scale = self.group.comm, self.embed_scale
         y = f_bar(y, comm) if self.sequence_dim is None else g_bar(y, comm, self.sequence_dim)
         if scale is None:
             return y
         return y * (scale.to(y.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.region.rank} of {self.region.world_size}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.group.rank} of {self.group.world_size}"
 
 
 # ---- helpers -----------------------------------------------------------------------------------------------------
 
 
-def form_of(linear: Any, region: Region, name: str = "") -> tuple[bool, int, int]:
+def form_of(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
     """Of a linear layer: whether its weight lies (in, out), and how many inputs and outputs it has.
 
     Raises: UnsupportedError: another kind of module.
     """
     if type(linear).__name__ == "Conv1D" and torch.is_tensor(linear.weight) and linear.weight.dim() == 2:  # a linear
-        refuse_changed(linear, type(linear), region, name)  # layer of transformers
+        refuse_changed(linear, type(linear), group, name)  # layer of transformers
         return True, *linear.weight.shape
-    refuse_changed(linear, nn.Linear, region, name)
+    refuse_changed(linear, nn.Linear, group, name)
     return False, linear.weight.shape[1], linear.weight.shape[0]
 
 
@@ -452,7 +454,9 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, name: str, hooks: bool = False) -> None:
+def refuse_changed(
+    module: nn.Module, kind: type[nn.Module], group: TensorParallelGroup, name: str, hooks: bool = False
+) -> None:
     """Refuses what would be lost where a layer of ours takes a module's place.
 
     Args:
@@ -471,7 +475,7 @@ def refuse_changed(module: nn.Module, kind: type[nn.Module], region: Region, nam
     if said is not None:
         later = ", or change it afterwards" if isinstance(module, kind) else ""
         raise UnsupportedError(
-            f"parallelize: rank {region.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
+            f"parallelize: rank {group.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
             f"the plan{later}"
         )
 
@@ -521,14 +525,14 @@ def _has_hooks(module: nn.Module, but_forward: bool) -> bool:
     return bool(backward) or (not but_forward and any(vars(module)[hooks] for hooks in _HOOKS))
 
 
-def refuse_hooks(module: nn.Module, region: Region, name: str) -> None:
+def refuse_hooks(module: nn.Module, group: TensorParallelGroup, name: str) -> None:
     """Refuses hooks, which would be lost.
 
     Raises: UnsupportedError
     """
     if _has_hooks(module, False):
         raise UnsupportedError(
-            f"parallelize: rank {region.rank} got {name}, a {type(module).__name__} with hooks, expected one without; "
+            f"parallelize: rank {group.rank} got {name}, a {type(module).__name__} with hooks, expected one without; "
             "register them afterwards"
         )
 
@@ -541,9 +545,9 @@ def _of(name: str) -> str:
     return f" of {name}" if name else ""
 
 
-def _region(comm: Communicator | None, call: str) -> Region:
+def _region(comm: Communicator | None, call: str) -> TensorParallelGroup:
     if comm is None:
         raise InvalidArgumentError(
             f"{call}: got no communicator, expected the ranks over which it is cut; pass comm=, such as mesh['tp']"
         )
-    return Region.of(comm)
+    return TensorParallelGroup.of(comm)

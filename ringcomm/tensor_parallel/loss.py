@@ -9,8 +9,8 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.outputs import unwatched
-from ringcomm.tensor_parallel.regions import Region
 from ringcomm.validation import expects, number, one_of, whole
 
 
@@ -49,14 +49,14 @@ def vocab_parallel_cross_entropy(
     Raises:  ShapeError, InvalidArgumentError: before anything is sent; on a device a wrong target is an assertion of
              torch's there.
     """
-    region = Region.of(comm)
+    group = TensorParallelGroup.of(comm)
     if logits.shape[:-1] != target.shape:
         raise ShapeError(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got logits of shape {tuple(logits.shape)} and a target of "
             f"{tuple(target.shape)}, expected one class for each row of logits; flatten both alike"
         )
     logits, width = unwatched(logits), logits.shape[-1]
-    classes = _classes(region, width) if vocabulary is None else vocabulary
+    classes = _classes(group, width) if vocabulary is None else vocabulary
     if not 0 < classes <= width * comm.world_size:
         raise InvalidArgumentError(
             f"vocab_parallel_cross_entropy: rank {comm.rank} got vocabulary={vocabulary}, expected 1 to the "
@@ -71,22 +71,22 @@ def vocab_parallel_cross_entropy(
     if not target.is_cpu:
         torch._assert_async(known.all())
     flat = logits.reshape(target.numel(), width)
-    rows = _CrossEntropy.apply(flat, target.flatten(), region, classes, ignore_index, label_smoothing)
+    rows = _CrossEntropy.apply(flat, target.flatten(), group, classes, ignore_index, label_smoothing)
     if reduction == "none":
         return rows.view(target.shape)
     total = rows.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _classes(region: Region, width: int) -> int:
+def _classes(group: TensorParallelGroup, width: int) -> int:
     """The outputs of the layers with so many columns on each rank, without padding."""
-    found = sorted(region.outputs.get(width, ()))
+    found = sorted(group.outputs.get(width, ()))
     if len(found) > 1:
         raise InvalidArgumentError(
-            f"vocab_parallel_cross_entropy: rank {region.rank} got {width} columns of logits, as many as layers of "
+            f"vocab_parallel_cross_entropy: rank {group.rank} got {width} columns of logits, as many as layers of "
             f"{' and of '.join(map(str, found))} outputs have, expected the number of classes; pass vocabulary="
         )
-    return found[0] if found else width * region.world_size
+    return found[0] if found else width * group.world_size
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -97,19 +97,19 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
-        region: Region,
+        group: TensorParallelGroup,
         classes: int,
         ignore: int,
         smoothing: float,
     ) -> torch.Tensor:
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         width = logits.shape[-1]
-        first = region.rank * width
+        first = group.rank * width
         valid = max(0, min(width, classes - first))  # the others are padding
         top = wide[:, :valid].amax(-1) if valid else wide.new_full(wide.shape[:1], -torch.inf)
-        if region.world_size > 1:
-            region.count("all_reduce", top.numel())
-            region.comm.all_reduce(top, "max")
+        if group.world_size > 1:
+            group.count("all_reduce", top.numel())
+            group.comm.all_reduce(top, "max")
         shifted = wide - top.unsqueeze(-1)
         exps = shifted.exp()
         exps[:, valid:] = 0
@@ -117,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
         column = (target - first).masked_fill(~here, 0)
         picked = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
         sums = torch.stack([exps.sum(-1), picked, *([shifted[:, :valid].sum(-1)] if smoothing else [])])
-        sums = region.all_reduce(sums)
+        sums = group.all_reduce(sums)
         loss = sums[0].log() - sums[1]
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (sums[0].log() - sums[2] / classes)

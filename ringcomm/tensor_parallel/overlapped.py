@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ringcomm.comm import schedule
 from ringcomm.comm.communicator import Communicator
-from ringcomm.tensor_parallel.regions import Region, multiplied_in
+from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 
 TAG = 0x7470  # of these messages between two ranks
 
@@ -34,7 +34,7 @@ def gather_linear(
     """
     dtype = multiplied_in(x)
     bias = None if bias is None else bias.to(dtype)
-    return _GatherLinear.apply(x.to(dtype), weight.to(dtype), bias, Region.of(comm), dim)
+    return _GatherLinear.apply(x.to(dtype), weight.to(dtype), bias, TensorParallelGroup.of(comm), dim)
 
 
 def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
@@ -44,44 +44,48 @@ def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, di
     Cost:   forward a reduce_scatter of the output; backward an all_gather of its gradient.
     """
     dtype = multiplied_in(x)
-    return _LinearScatter.apply(x.to(dtype), weight.to(dtype), Region.of(comm), dim).movedim(0, dim).contiguous()
+    return (
+        _LinearScatter.apply(x.to(dtype), weight.to(dtype), TensorParallelGroup.of(comm), dim)
+        .movedim(0, dim)
+        .contiguous()
+    )
 
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, dim: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorParallelGroup, dim: int
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.dim, ctx.has_bias = region, dim, bias is not None
+        ctx.group, ctx.dim, ctx.has_bias = group, dim, bias is not None
         own = x.movedim(dim, 0).contiguous()
         shape = [*x.shape[:-1], weight.shape[0]]
-        shape[dim] *= region.world_size
+        shape[dim] *= group.world_size
         y = x.new_empty(shape)
-        parts = _parts(y, region, dim)
+        parts = _parts(y, group, dim)
 
         def multiply(part: int, values: torch.Tensor) -> None:
             parts[part] = F.linear(values, weight, bias)
 
-        _around(region, own, multiply)
+        _around(group, own, multiply)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        region: Region = ctx.region
-        parts = _parts(grad, region, ctx.dim).contiguous()
+        group: TensorParallelGroup = ctx.group
+        parts = _parts(grad, group, ctx.dim).contiguous()
         dweight = dbias = dx = None
         if ctx.needs_input_grad[1]:
             total = _Products(weight)
             own = x.movedim(ctx.dim, 0).contiguous()
-            _around(region, own, lambda part, values: total.add(parts[part], values))
+            _around(group, own, lambda part, values: total.add(parts[part], values))
             dweight = total.result()
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = parts.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
-            dx = _summed(region, lambda part: parts[part] @ weight).movedim(0, ctx.dim)
+            dx = _summed(group, lambda part: parts[part] @ weight).movedim(0, ctx.dim)
         return dx, dweight, dbias, None, None
 
 
@@ -89,20 +93,20 @@ class _LinearScatter(torch.autograd.Function):
     """(s, ..., out): the sequence in front."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.dim = region, dim
-        parts = _parts(x, region, dim).contiguous()
-        return _summed(region, lambda part: F.linear(parts[part], weight))
+        ctx.group, ctx.dim = group, dim
+        parts = _parts(x, group, dim).contiguous()
+        return _summed(group, lambda part: F.linear(parts[part], weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        region: Region = ctx.region
-        parts = _parts(x, region, ctx.dim).contiguous()
+        group: TensorParallelGroup = ctx.group
+        parts = _parts(x, group, ctx.dim).contiguous()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        dx_parts = None if dx is None else _parts(dx, region, ctx.dim)
+        dx_parts = None if dx is None else _parts(dx, group, ctx.dim)
         total = _Products(weight) if ctx.needs_input_grad[1] else None
 
         def both(part: int, values: torch.Tensor) -> None:
@@ -111,7 +115,7 @@ class _LinearScatter(torch.autograd.Function):
             if total is not None:
                 total.add(values, parts[part])
 
-        _around(region, grad.contiguous(), both)
+        _around(group, grad.contiguous(), both)
         return dx, None if total is None else total.result(), None, None
 
 
@@ -134,20 +138,20 @@ class _Products:
         return self.total.to(self.dtype)
 
 
-def _parts(x: torch.Tensor, region: Region, dim: int) -> torch.Tensor:
+def _parts(x: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:
     """(W, s, ...): the ranks' parts along ``dim``, in front; a view."""
-    each = region.share("linear_scatter", x, dim)
-    return x.movedim(dim, 0).unflatten(0, (region.world_size, each))
+    each = group.share("linear_scatter", x, dim)
+    return x.movedim(dim, 0).unflatten(0, (group.world_size, each))
 
 
 # ---- round the ring ----------------------------------------------------------------------------------------------
 
 
-def _around(region: Region, own: torch.Tensor, use: Callable[[int, torch.Tensor], None]) -> None:
+def _around(group: TensorParallelGroup, own: torch.Tensor, use: Callable[[int, torch.Tensor], None]) -> None:
     """``use(part, values)`` for every rank's ``own``, while the next one is in flight."""
-    comm, rank, world_size = region.comm, region.rank, region.world_size
+    comm, rank, world_size = group.comm, group.rank, group.world_size
     if world_size > 1:
-        region.count("all_gather", own.numel() * world_size)
+        group.count("all_gather", own.numel() * world_size)
     held = own
     for number in range(world_size - 1, schedule.num_steps(world_size)):
         step = schedule.ring_step(rank, world_size, number)
@@ -163,13 +167,13 @@ def _around(region: Region, own: torch.Tensor, use: Callable[[int, torch.Tensor]
     )
 
 
-def _summed(region: Region, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+def _summed(group: TensorParallelGroup, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """The sum over the ranks of ``make(rank)``, each made while the sum before it is in flight."""
-    comm, rank, world_size = region.comm, region.rank, region.world_size
+    comm, rank, world_size = group.comm, group.rank, group.world_size
     if world_size == 1:
         return make(0)
     total = make(schedule.ring_step(rank, world_size, 0).send_chunk).contiguous()
-    region.count("reduce_scatter", total.numel() * world_size)
+    group.count("reduce_scatter", total.numel() * world_size)
     for number in range(world_size - 1):
         step = schedule.ring_step(rank, world_size, number)
         coming = torch.empty_like(total)

@@ -19,6 +19,7 @@ from ringcomm.data_parallel.uncut import keep_uncut
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import cut_experts
+from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.hints import explain_first, look_for_parts, refuse_unsummed, warn_of_forgotten
 from ringcomm.tensor_parallel.layers import (
     DIM,
@@ -32,7 +33,6 @@ from ringcomm.tensor_parallel.layers import (
     refuse_changed,
 )
 from ringcomm.tensor_parallel.outputs import CutOutputs
-from ringcomm.tensor_parallel.regions import Region
 from ringcomm.tensor_parallel.sequence import gather_before, sum_gradients, sum_last_outputs, surround
 from ringcomm.tensor_parallel.styles import (
     FOREIGN,
@@ -107,9 +107,9 @@ def parallelize(
              UnsupportedError: a layer that cannot be cut. MismatchError: the ranks ask for different things, or one
              refuses. Before the module is changed.
     """
-    region = Region.of(comm)
+    group = TensorParallelGroup.of(comm)
     try:
-        sites = _prepared(module, region, plan, sequence_dim, overlap, verify)
+        sites = _prepared(module, group, plan, sequence_dim, overlap, verify)
         asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap, verify)).encode())
     except RingcommError:
         _agree(comm, -1)
@@ -122,20 +122,20 @@ def parallelize(
             comm.broadcast(_apart(tensor.detach()), 0)
     for site in sites:
         site.fill()
-    _watch_outputs(module, sites, region)
-    verifier = _verifier(module, sites, region, sequence_dim) if verify else None
+    _watch_outputs(module, sites, group)
+    verifier = _verifier(module, sites, group, sequence_dim) if verify else None
     _keep_parameters(sites)
     keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
     whole = _whole_owners(sites)
     for site in sites:
-        site.put(module, region, sequence_dim or 0)
+        site.put(module, group, sequence_dim or 0)
     for found, before in whole:
         _stand_in(module, found, before, comm)
     if verifier is not None:
         verifier.start()
     if not any(isinstance(site.style, SequenceRegion) or site.style == Vocab(scatter=True) for site in sites):
-        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, region, verify)
-    explain_first(module, layers, region)
+        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, group, verify)
+    explain_first(module, layers, group)
     return module
 
 
@@ -178,28 +178,28 @@ class _Site:
                 with torch.no_grad():
                     copy_part(p, self.found._parameters[key], part)
 
-    def put(self, module: nn.Module, region: Region, dim: int) -> None:
+    def put(self, module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
         """Changes the module."""
         if self.new is not None:
             self.new.train(self.found.training)
         for name in self.names if self.new is not None else ():
             parent, _, key = name.rpartition(".")
             setattr(module.get_submodule(parent), key, self.new)
-        for each in _heads(self, region):
-            setattr(self.found, each, getattr(self.found, each) // region.world_size)
+        for each in _heads(self, group):
+            setattr(self.found, each, getattr(self.found, each) // group.world_size)
         if self.key:
             p = self.found._parameters[self.key]
             assert p is not None
-            own_part(self.found, self.key, p, _part_of_vector(p, region, self.names[0]))
+            own_part(self.found, self.key, p, _part_of_vector(p, group, self.names[0]))
             self.found._parameters[self.key] = become(p, self.found._parameters[self.key])
         if isinstance(self.style, (OnSequence, Summed)):
-            sum_gradients(self.found, region)
+            sum_gradients(self.found, group)
         elif isinstance(self.style, Latent):
-            sum_last_outputs(self.found, region, _last_outputs(module, self, region.rank))
+            sum_last_outputs(self.found, group, _last_outputs(module, self, group.rank))
         elif isinstance(self.style, GatherSequence):
-            gather_before(self.found, region, dim)
+            gather_before(self.found, group, dim)
         elif isinstance(self.style, SequenceRegion):
-            surround(self.found, region, dim)
+            surround(self.found, group, dim)
 
 
 def _is_plan(value: Any) -> bool:
@@ -211,7 +211,7 @@ def _is_plan(value: Any) -> bool:
 )  # in the place where the other ranks hear of a refusal
 def _prepared(
     module: nn.Module,
-    region: Region,
+    group: TensorParallelGroup,
     plan: Mapping[str, str | Style] | None = None,
     sequence_dim: int | None = None,
     overlap: bool = False,
@@ -220,17 +220,17 @@ def _prepared(
     """All that can be found wrong is found here; the module is as it was."""
     if overlap and sequence_dim is None:
         raise InvalidArgumentError(
-            f"parallelize: rank {region.rank} got overlap=True without a sequence_dim, expected one: only the messages "
+            f"parallelize: rank {group.rank} got overlap=True without a sequence_dim, expected one: only the messages "
             "of sequence parallel layers can be cut; pass sequence_dim"
         )
     if any(part_of(p).staged for p in module.parameters()):
         raise InvalidArgumentError(
-            f"parallelize: rank {region.rank} got a pipeline's part of a model, expected the whole; call parallelize "
+            f"parallelize: rank {group.rank} got a pipeline's part of a model, expected the whole; call parallelize "
             "first, and split the model then"
         )
-    chosen = resolve(module, _carried(module, region.rank) if plan is None else plan, region.rank)
-    _check_sequence(module, chosen, sequence_dim, region.rank)
-    _refuse_forgotten(module, chosen, region.rank)
+    chosen = resolve(module, _carried(module, group.rank) if plan is None else plan, group.rank)
+    _check_sequence(module, chosen, sequence_dim, group.rank)
+    _refuse_forgotten(module, chosen, group.rank)
     sites: dict[int, _Site] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, style in chosen.items():
@@ -241,17 +241,17 @@ def _prepared(
         site.names.append(name)
         if site.style != style:
             raise InvalidArgumentError(
-                f"parallelize: rank {region.rank} got {type(style).__name__} for {name}, which is {site.names[0]} too, "
+                f"parallelize: rank {group.rank} got {type(style).__name__} for {name}, which is {site.names[0]} too, "
                 f"there with {type(site.style).__name__}, expected one style for one module; change the plan"
             )
     for site in sites.values():
-        _refuse_own_arithmetic(module, site, region.rank)
-        site.new = _made(module, site, region, chosen, sequence_dim, overlap)
-        _heads(site, region)
-    _keep_ties(module, list(sites.values()), region.rank)
-    if region.world_size > 1:
-        _refuse_tensor_hooks(sites.values(), region.rank)
-        refuse_unsummed(module, _layers([*sites.values()]), [*chosen], region.rank)
+        _refuse_own_arithmetic(module, site, group.rank)
+        site.new = _made(module, site, group, chosen, sequence_dim, overlap)
+        _heads(site, group)
+    _keep_ties(module, list(sites.values()), group.rank)
+    if group.world_size > 1:
+        _refuse_tensor_hooks(sites.values(), group.rank)
+        refuse_unsummed(module, _layers([*sites.values()]), [*chosen], group.rank)
     return list(sites.values())
 
 
@@ -442,7 +442,7 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
 def _made(
     module: nn.Module,
     site: _Site,
-    region: Region,
+    group: TensorParallelGroup,
     chosen: Mapping[str, Style],
     sequence_dim: int | None,
     overlap: bool,
@@ -450,55 +450,55 @@ def _made(
     """What takes a module's place; None: it stays."""
     name, found, style = site.names[0], site.found, site.style
     if site.key:
-        _part_of_vector(found._parameters[site.key], region, name)
+        _part_of_vector(found._parameters[site.key], group, name)
         return None
     if isinstance(style, Latent):
-        _last_outputs(module, site, region.rank)
+        _last_outputs(module, site, group.rank)
         return None
     above = _ancestors(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
     entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
     multiple = _head_width(module.get_submodule(name.rpartition(".")[0]))
     if isinstance(style, Colwise):
-        parts, outputs = style.parts, form_of(found, region, name)[2]
+        parts, outputs = style.parts, form_of(found, group, name)[2]
         if isinstance(parts, int):
             parts = [outputs // max(parts, 1)] * min(parts, outputs + 1)
         alone = inside and not entered
         return ColumnParallelLinear.of(
-            found, region, name, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
+            found, group, name, gather_output=style.gather_output, parts=parts, pad=style.pad, multiple=multiple,
             sequence_dim=sequence_dim if alone else None, entered=entered, overlap=overlap and alone,
         )  # fmt: skip
     if isinstance(style, Rowwise):
         return RowParallelLinear.of(
-            found, region, name, input_is_parallel=style.input_is_parallel, multiple=multiple,
+            found, group, name, input_is_parallel=style.input_is_parallel, multiple=multiple,
             sequence_dim=sequence_dim if inside else None, overlap=overlap and inside,
         )  # fmt: skip
     if isinstance(style, Vocab):
-        return VocabParallelEmbedding.of(found, region, name, sequence_dim=sequence_dim if style.scatter else None)
+        return VocabParallelEmbedding.of(found, group, name, sequence_dim=sequence_dim if style.scatter else None)
     if isinstance(style, Experts):
         if sequence_dim is not None:
             raise UnsupportedError(
-                f"parallelize: rank {region.rank} got {name} as experts with a sequence_dim, expected one of them: "
+                f"parallelize: rank {group.rank} got {name} as experts with a sequence_dim, expected one of them: "
                 "experts take whole sequences; leave sequence_dim out"
             )
-        return cut_experts(found, region, name, style)
+        return cut_experts(found, group, name, style)
     if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, _DropoutNd)):
         dim = style.dim if isinstance(style, Dropout) else sequence_dim
         assert dim is not None
-        refuse_changed(found, nn.Dropout, region, name)
-        return ShardedDropout(float(found.p), region.comm, dim)
+        refuse_changed(found, nn.Dropout, group, name)
+        return ShardedDropout(float(found.p), group.comm, dim)
     return None
 
 
-def _part_of_vector(p: Any, region: Region, name: str) -> ShardSpec:
+def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
     """This rank's values of a parameter with one for each head."""
     if p.dim() != 1 or (p.is_meta and "." not in name):
         where = " on meta and of the module itself" if p.is_meta else ""
         raise UnsupportedError(
-            f"parallelize: rank {region.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
+            f"parallelize: rank {group.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
             "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
         )
-    return cut([p.shape[0]], region, f"parallelize: values of {name}")
+    return cut([p.shape[0]], group, f"parallelize: values of {name}")
 
 
 def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -555,27 +555,27 @@ def _head_width(attention: nn.Module) -> int:
     return next((each for each in found if type(each) is int and each > 0), 1)
 
 
-def _watch_outputs(module: nn.Module, sites: list[_Site], region: Region) -> None:
+def _watch_outputs(module: nn.Module, sites: list[_Site], group: TensorParallelGroup) -> None:
     """Lets layers that are cut along their outputs look at what the module makes of them."""
     divided = {
-        name: {getattr(site.found, each) // region.world_size for each in _heads(site, region)}
+        name: {getattr(site.found, each) // group.world_size for each in _heads(site, group)}
         for site in sites
         for name in site.names
     }
     for site in sites:
         name, new = site.names[0], site.new
-        if isinstance(new, ColumnParallelLinear) and region.world_size > 1:
+        if isinstance(new, ColumnParallelLinear) and group.world_size > 1:
             heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
             width = _head_width(module.get_submodule(name.rpartition(".")[0]))
-            new.watched = CutOutputs(name, region.rank, tuple(new.local_extents), new.out_features, heads, width)
+            new.watched = CutOutputs(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
 
 
-def _verifier(module: nn.Module, sites: list[_Site], region: Region, sequence_dim: int | None) -> Verifier:
+def _verifier(module: nn.Module, sites: list[_Site], group: TensorParallelGroup, sequence_dim: int | None) -> Verifier:
     cut = [name for site in sites for name in site.names]
     summed = [site.found for site in sites if isinstance(site.style, (OnSequence, Summed))]
     whole = sequence_dim is None
     return Verifier(
-        module, region, cut, summed, whole or any(isinstance(site.style, SequenceRegion) for site in sites), whole
+        module, group, cut, summed, whole or any(isinstance(site.style, SequenceRegion) for site in sites), whole
     )
 
 
@@ -653,7 +653,7 @@ def _keep_parameters(sites: Sequence[_Site]) -> None:
             site.found._parameters[key], site.made[key] = whole[id(old)], old
 
 
-def _heads(site: _Site, region: Region) -> tuple[str, ...]:
+def _heads(site: _Site, group: TensorParallelGroup) -> tuple[str, ...]:
     """The numbers of heads to divide, if they can be."""
     if not isinstance(site.style, Heads):
         return ()
@@ -661,14 +661,14 @@ def _heads(site: _Site, region: Region) -> tuple[str, ...]:
     names = site.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
     if not names:
         raise InvalidArgumentError(
-            f"parallelize: rank {region.rank} got {name} as heads, a {type(found).__name__} without a number of heads "
+            f"parallelize: rank {group.rank} got {name} as heads, a {type(found).__name__} without a number of heads "
             "that is known, expected its attributes; pass Heads(('name', ...))"
         )
     for each in names:
         value = getattr(found, each, None)
-        if type(value) is not int or value % region.world_size:
+        if type(value) is not int or value % group.world_size:
             raise InvalidArgumentError(
-                f"parallelize: rank {region.rank} got {name}.{shown(each)[1:-1]} = {shown(value)}, expected a multiple "
-                f"of the {region.world_size} ranks; use a number of ranks that divides it"
+                f"parallelize: rank {group.rank} got {name}.{shown(each)[1:-1]} = {shown(value)}, expected a multiple "
+                f"of the {group.world_size} ranks; use a number of ranks that divides it"
             )
     return names

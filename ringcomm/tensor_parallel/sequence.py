@@ -10,61 +10,63 @@ import torch
 from torch import nn
 
 from ringcomm.errors import UnsupportedError
-from ringcomm.tensor_parallel.regions import Region, f, g, gather, scatter
+from ringcomm.tensor_parallel.group import TensorParallelGroup, f, g, gather, scatter
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def sum_gradients(module: nn.Module, region: Region) -> None:
+def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
     """Lets the gradients of parameters that all ranks have whole, but use on parts of something, be their sums.
     load_state_dict(assign=True) and to_empty() make other parameters, so each call of the module looks for new ones."""
 
-    sum_gradients_of(module, region)
-    module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, region))
+    sum_gradients_of(module, group)
+    module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, group))
 
 
-def sum_gradients_of(module: nn.Module, region: Region) -> None:
+def sum_gradients_of(module: nn.Module, group: TensorParallelGroup) -> None:
     """Once for each parameter that has memory, and also if it is frozen now and trained later."""
     for p in module.parameters():
         if not p.is_meta and vars(p).get("_ringcomm_summed") is None:
-            _sum_gradient(p, region)
+            _sum_gradient(p, group)
 
 
-def _sum_gradient(p: nn.Parameter, region: Region) -> None:
+def _sum_gradient(p: nn.Parameter, group: TensorParallelGroup) -> None:
     frozen = not p.requires_grad
     p.requires_grad_(True)
     others = [*(p._backward_hooks or {})]
-    p._ringcomm_summed = p.register_hook(lambda gradient: region.all_reduce(gradient))
+    p._ringcomm_summed = p.register_hook(lambda gradient: group.all_reduce(gradient))
     for key in others:  # run later, so that they see the sum
         p._backward_hooks[key] = p._backward_hooks.pop(key)
     p.requires_grad_(not frozen)
 
 
-def sum_last_outputs(layer: nn.Module, region: Region, count: int) -> None:
+def sum_last_outputs(layer: nn.Module, group: TensorParallelGroup, count: int) -> None:
     """The gradients of the layer's last outputs, which ranks use on their own heads, are summed. It is no hook: a
     pipeline runs those of earlier stages' modules, too."""
-    if region.world_size > 1:
-        layer.forward = partial(_with_last_summed, layer.forward, region, count)
+    if group.world_size > 1:
+        layer.forward = partial(_with_last_summed, layer.forward, group, count)
 
 
-def _with_last_summed(forward: Callable[..., torch.Tensor], region: Region, count: int, *args: Any) -> torch.Tensor:
+def _with_last_summed(
+    forward: Callable[..., torch.Tensor], group: TensorParallelGroup, count: int, *args: Any
+) -> torch.Tensor:
     y = forward(*args)
-    return torch.cat([y[..., :-count], f(y[..., -count:], region.comm)], -1)
+    return torch.cat([y[..., :-count], f(y[..., -count:], group.comm)], -1)
 
 
-def gather_before(module: nn.Module, region: Region, dim: int) -> None:
+def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
     """The module gets the whole sequence."""
-    _before(module, "gather_sequence", region, lambda x: g(x, region.comm, dim))
+    _before(module, "gather_sequence", group, lambda x: g(x, group.comm, dim))
 
 
-def surround(module: nn.Module, region: Region, dim: int) -> None:
+def surround(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
     """The module, or the first to the last of a list, works on this rank's part of the sequence."""
     inside = list(module) if isinstance(module, (nn.Sequential, nn.ModuleList)) else [module]
-    _before(inside[0], "sequence_region", region, lambda x: scatter(x, region.comm, dim))
-    inside[-1].register_forward_hook(lambda _, args, y: _first(y, region, lambda x: gather(x, region.comm, dim)))
+    _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))
+    inside[-1].register_forward_hook(lambda _, args, y: _first(y, group, lambda x: gather(x, group.comm, dim)))
 
 
-def _before(module: nn.Module, style: str, region: Region, change: Change) -> None:
+def _before(module: nn.Module, style: str, group: TensorParallelGroup, change: Change) -> None:
     """Changes a module's first tensor, positional or named."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,14 +77,14 @@ def _before(module: nn.Module, style: str, region: Region, change: Change) -> No
             if torch.is_tensor(x):
                 return args, {**kwargs, key: change(x)}
         raise UnsupportedError(
-            f"{style}: rank {region.rank} got no tensor as input of {type(module).__name__}, expected one that has the "
+            f"{style}: rank {group.rank} got no tensor as input of {type(module).__name__}, expected one that has the "
             "sequence; name another module in the plan"
         )
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _first(output: Any, region: Region, change: Change) -> Any:
+def _first(output: Any, group: TensorParallelGroup, change: Change) -> Any:
     """An output with its first tensor changed."""
     if torch.is_tensor(output):
         return change(output)
@@ -96,6 +98,6 @@ def _first(output: Any, region: Region, change: Change) -> Any:
             values = [*output[:i], change(output[i]), *output[i + 1 :]]
             return output._make(values) if hasattr(output, "_make") else type(output)(values)
     raise UnsupportedError(
-        f"sequence_region: rank {region.rank} got an output of type {type(output).__name__}, expected a tensor, or a "
+        f"sequence_region: rank {group.rank} got an output of type {type(output).__name__}, expected a tensor, or a "
         "tuple, list or dict with one; name another module in the plan"
     )

@@ -19,7 +19,7 @@ from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.data_parallel.shard_spec import part_of, renew_parts
 from ringcomm.data_parallel.sharded_model import flat_model_of
 from ringcomm.errors import MismatchError
-from ringcomm.tensor_parallel.regions import Region, multiplied_in
+from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 from ringcomm.tensor_parallel.sequence import sum_gradients_of
 
 CHUNK = 1 << 18  # elements that are hashed at a time
@@ -68,13 +68,13 @@ class Verifier:
     def __init__(
         self,
         module: nn.Module,
-        region: Region,
+        group: TensorParallelGroup,
         cut: Sequence[str],
         summed: Sequence[nn.Module],
         alike: bool,
         blocks: bool,
     ) -> None:
-        self.module, self.region, self.summed, self.alike = module, region, summed, alike
+        self.module, self.group, self.summed, self.alike = module, group, summed, alike
         self.found: dict[str, list[Digest | None]] = {}  # in a backward pass
         self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
         self.hooked: dict[int, torch.Tensor] = {}
@@ -92,7 +92,7 @@ class Verifier:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for each in self.summed:
-            sum_gradients_of(each, self.region)  # before they are looked at
+            sum_gradients_of(each, self.group)  # before they are looked at
         renew_parts(module.modules())
         for name, p in module.named_parameters():
             if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
@@ -133,14 +133,14 @@ class Verifier:
 
     def compare(self, mine: Mapping[str, list[Any]], advice: str) -> None:
         """Raises on all ranks where one has another than rank 0; a collective."""
-        everybody = [json.loads(each) for each in self.region.comm.exchange(json.dumps(mine).encode())]
+        everybody = [json.loads(each) for each in self.group.comm.exchange(json.dumps(mine).encode())]
         first = everybody[0]
         for rank, theirs in enumerate(everybody):
             for what in [*first, *(each for each in theirs if each not in first)]:
                 a, b = first.get(what), theirs.get(what)
                 if a is None or b is None or len(a) != len(b) or any(map(_other, a, b)):
                     raise MismatchError(
-                        f"parallelize: rank {self.region.rank} saw by verify=True that rank {rank} has another {what} "
+                        f"parallelize: rank {self.group.rank} saw by verify=True that rank {rank} has another {what} "
                         f"than rank 0, {_said(b)} and {_said(a)}, expected the same on all; {advice}"
                     )
 
@@ -219,17 +219,17 @@ class _Block:
 
     def _judge(self, wrong: str | None) -> None:
         """Raises on all ranks where one found a difference; a collective."""
-        region = self.verifier.region
-        for rank, found in enumerate(map(json.loads, region.comm.exchange(json.dumps(wrong).encode()))):
+        group = self.verifier.group
+        for rank, found in enumerate(map(json.loads, group.comm.exchange(json.dumps(wrong).encode()))):
             if found is not None:
                 raise MismatchError(
-                    f"parallelize: rank {region.rank} saw by verify=True that {self.name or 'the module'} gives rank "
+                    f"parallelize: rank {group.rank} saw by verify=True that {self.name or 'the module'} gives rank "
                     f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
                     f"{', '.join(self.styles)}: fused outputs need parts, numbers of heads 'heads'"
                 )
 
     def _uncut(self, p: torch.Tensor) -> torch.Tensor:
-        part, comm = part_of(p), self.verifier.region.comm
+        part, comm = part_of(p), self.verifier.group.comm
         if part.dim is None:
             return p.detach().clone()
         found, at = p.new_zeros(part.whole_shape(p.shape)), 0

@@ -32,7 +32,7 @@ from ringcomm.mesh import refuse_mesh
 from ringcomm.validation import expects, whole
 
 
-class Region:
+class TensorParallelGroup:
     """The ranks that share the layers, and what they have sent.
 
     Attributes:
@@ -48,12 +48,12 @@ class Region:
         self._entered: tuple[Any, Any, Any, set[int]] | None = None
 
     @staticmethod
-    def of(comm: Communicator) -> Region:
-        """The one region of a communicator."""
+    def of(comm: Communicator) -> TensorParallelGroup:
+        """The group of a communicator, made once."""
         refuse_mesh(comm, "tensor parallel", "tp")
         found = vars(comm).get("_tensor_region")
         if found is None:
-            found = vars(comm)["_tensor_region"] = Region(comm)
+            found = vars(comm)["_tensor_region"] = TensorParallelGroup(comm)
         return found
 
     def count(self, op: str, elements: int) -> None:
@@ -156,17 +156,17 @@ def multiplied_in(x: torch.Tensor) -> torch.dtype:
 
 
 class _Operator(torch.autograd.Function):
-    """One of Region's messages in forward, its conjugate in backward: an operator too, which can be differentiated."""
+    """A message of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated too."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region, dim: int, there: str, back: str) -> torch.Tensor:
-        ctx.region, ctx.dim, ctx.there, ctx.back = region, dim, there, back
-        return getattr(region, there)(x, dim)
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup, dim: int, there: str, back: str) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.there, ctx.back = group, dim, there, back
+        return getattr(group, there)(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        ctx.region.leave()  # an input that is a leaf lives as long as what was made of it
-        return _Operator.apply(grad, ctx.region, ctx.dim, ctx.back, ctx.there), None, None, None, None
+        ctx.group.leave()  # an input that is a leaf lives as long as what was made of it
+        return _Operator.apply(grad, ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
 @expects("tensor parallel", x=TENSOR, dim=whole(-64, 64, "a dimension"))
@@ -174,7 +174,7 @@ def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: st
     refuse_mesh(comm, "tensor parallel", "tp")
     if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):
         return x
-    return _Operator.apply(x, Region.of(comm), dim, there, back)
+    return _Operator.apply(x, TensorParallelGroup.of(comm), dim, there, back)
 
 
 def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:

@@ -45,7 +45,7 @@ _WANTS_GRADIENT = _Tensor.requires_grad.__get__
 _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
-class Absent(torch.Tensor):
+class ShapeOnlyTensor(torch.Tensor):
     """A tensor of a shape and a type. What is computed from its values is absent too; not what is computed from its
     shape. It is not a number, or zero. Code that would go on differently for other values raises."""
 
@@ -63,23 +63,25 @@ class Absent(torch.Tensor):
             return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _read(func, args)
-        if _writes(func) and args and isinstance(args[0], Absent) and _is_repeated(args[0]):
+        if _writes(func) and args and isinstance(args[0], ShapeOnlyTensor) and _is_repeated(args[0]):
             return args[0]  # a weight of another stage, in whose one element nothing is written
         with _Numbers(func) if _has_number(func, args, kwargs) else nullcontext():
             result = super().__torch_function__(func, types, args, kwargs)
         if type(result) in (tuple, list):
             result = type(result)(map(_apart, result))
         result = _apart(result)
-        if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], Absent)):
+        if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], ShapeOnlyTensor)):
             with torch._C.DisableTorchFunctionSubclass():
-                return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, Absent) else x, result)
-        origin = next((x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, Absent) and x.origin), "")
+                return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, ShapeOnlyTensor) else x, result)
+        origin = next(
+            (x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, ShapeOnlyTensor) and x.origin), ""
+        )
         _spread(func, args, kwargs, origin)
         if func not in _FACTS and not _is_fact(func) and not _is_of_tensors(func, result):
             raise _read(func, args)
         if origin:
             for x in tree_leaves(result):
-                if isinstance(x, Absent):
+                if isinstance(x, ShapeOnlyTensor):
                     x.origin = origin
         return result
 
@@ -105,7 +107,7 @@ class _Numbers(TorchDispatchMode):
         self.func = func
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], Absent):
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], ShapeOnlyTensor):
             raise _read(self.func, args)
         return func(*args, **(kwargs or {}))
 
@@ -132,7 +134,7 @@ class Reads(TorchFunctionMode):
         if self.is_left:
             return func(*args, **(kwargs or {}))
         self.told(func, args, kwargs or {})
-        if Absent not in types:
+        if ShapeOnlyTensor not in types:
             found = _absent_in((args, kwargs or {}))
             if found:
                 raise _read(func, found)
@@ -158,9 +160,9 @@ class Reads(TorchFunctionMode):
             mode.is_left = False
 
 
-def _absent_in(nest: Any) -> list[Absent]:
+def _absent_in(nest: Any) -> list[ShapeOnlyTensor]:
     """Those of arguments, also in slices."""
-    if isinstance(nest, Absent):
+    if isinstance(nest, ShapeOnlyTensor):
         return [nest]
     if isinstance(nest, (tuple, list)):
         return [x for each in nest for x in _absent_in(each)]
@@ -195,14 +197,14 @@ class _Filled(torch.autograd.Function):
 def _apart(x: Any) -> Any:
     """In the place of an absent view one that is no view of another tensor, so that it can be filled."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _turned(x.data) if isinstance(x, Absent) and x._is_view() else x
+        return _turned(x.data) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
 
 
-def _turned(x: torch.Tensor) -> Absent:
+def _turned(x: torch.Tensor) -> ShapeOnlyTensor:
     """The same object as an absent tensor: `as_subclass` would make a view, and autograd takes what is written into
     one for written into its base."""
-    x.__class__ = Absent
-    return cast(Absent, x)
+    x.__class__ = ShapeOnlyTensor
+    return cast(ShapeOnlyTensor, x)
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +230,7 @@ class _NoHandle:
 
 
 def _read(func: Any, args: Any) -> InvalidArgumentError:
-    origin = next((x.origin for x in tree_leaves(args) if isinstance(x, Absent) and x.origin), "")
+    origin = next((x.origin for x in tree_leaves(args) if isinstance(x, ShapeOnlyTensor) and x.origin), "")
     of, made = (f" (a result of {origin})", f"carry=[{origin!r}]") if origin else ("", "carry=[...]")
     return InvalidArgumentError(
         f"Pipeline: got {_name(func)} of a tensor that lies on another rank{of}, expected code that looks at shapes "
@@ -265,7 +267,9 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     if func is torch.nn.functional.one_hot:
         return [*args[1:], *kwargs.values(), -1][0] == -1  # as many classes as the largest value asks for
     if func is _Tensor.__getitem__:
-        return any(isinstance(x, Absent) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
+        return any(
+            isinstance(x, ShapeOnlyTensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1])
+        )
     return False
 
 
@@ -316,20 +320,20 @@ def lose(x: Any, origin: str) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
         for each in found:
-            each.__class__ = Absent
+            each.__class__ = ShapeOnlyTensor
             each.__dict__["origin"] = origin
     return found
 
 
 def find(x: torch.Tensor) -> None:
     """Makes an absent tensor a plain one again: it has values, or nobody looks at them."""
-    if isinstance(x, Absent):
+    if isinstance(x, ShapeOnlyTensor):
         x.__class__ = torch.Tensor
 
 
 def any_absent(tree: Any) -> bool:
     """Whether a nest has such a tensor."""
-    return any(isinstance(x, Absent) for x in tree_leaves(tree))
+    return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 
 
 class Maker:
@@ -338,7 +342,9 @@ class Maker:
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
 
-    def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = "") -> Absent:
+    def make(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = ""
+    ) -> ShapeOnlyTensor:
         """Of a shape. ``origin``: the module whose result it is."""
         made = _turned(self._tensor(shape, dtype, device))
         made.origin = origin
@@ -359,6 +365,6 @@ class Maker:
 def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In the place of a parameter or buffer: without memory of its own."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
-    made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(Absent)
+    made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(ShapeOnlyTensor)
     made.wants_gradient = x.requires_grad
     return made

@@ -19,7 +19,6 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.pipeline_parallel.absent import Absent, Maker, Reads, any_absent, find, lose, weightless, writable, writes
 from ringcomm.pipeline_parallel.beside import (
     Given,
     Gone,
@@ -40,6 +39,17 @@ from ringcomm.pipeline_parallel.beside import (
 from ringcomm.pipeline_parallel.buffers import Buffers
 from ringcomm.pipeline_parallel.cuts import Chain, Stages
 from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
+from ringcomm.pipeline_parallel.shape_only import (
+    Maker,
+    Reads,
+    ShapeOnlyTensor,
+    any_absent,
+    find,
+    lose,
+    weightless,
+    writable,
+    writes,
+)
 
 ANY = -1
 
@@ -92,7 +102,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class About:
+class StageMetadata:
     """What a stage tells the next beside tensors.
 
     Attributes:
@@ -115,12 +125,12 @@ class About:
     draws: tuple[tuple[str, Carried | None], ...] = ()
     share: Fraction | None = None
 
-    def of_any(self) -> About:
+    def of_any(self) -> StageMetadata:
         """The same where values may be others."""
         return replace(self, leaves=tuple(("own", ANY) if each and each[0] == "own" else each for each in self.leaves))
 
 
-class _Cut(BaseException):
+class _StageBoundary(BaseException):
     """Ends a forward pass where the next stage begins: no error, and nothing that a model's `except` may catch."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,7 +140,7 @@ class _Cut(BaseException):
 @dataclass
 class _Run:
     stage: int
-    about: About | None
+    about: StageMetadata | None
     received: list[torch.Tensor]
     entered: bool
     grads: bool  # whether they are taken
@@ -147,7 +157,7 @@ class _Run:
     hooking: bool = False  # whether hooks of modules of earlier stages run
 
 
-class Local:
+class StageRunner:
     """The model on this rank.
 
     Args:
@@ -225,8 +235,8 @@ class Local:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         received: list[torch.Tensor],
-        about: About | None = None,
-    ) -> tuple[Any, About | None]:
+        about: StageMetadata | None = None,
+    ) -> tuple[Any, StageMetadata | None]:
         """Runs a stage.
 
         Args:
@@ -250,7 +260,7 @@ class Local:
 
         def told(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
-            written = [x for x in writes(func, args, kwargs) if not isinstance(x, Absent)]
+            written = [x for x in writes(func, args, kwargs) if not isinstance(x, ShapeOnlyTensor)]
             if written and any_absent((args, kwargs)):
                 self._refuse_written_parameters(run, written)
             for x in written if run.carried else ():
@@ -264,7 +274,7 @@ class Local:
                 Reads(told, partial(self._called, run)),
             ):
                 output = self.model(*args, **kwargs)
-        except _Cut as cut:
+        except _StageBoundary as cut:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
         finally:
             self.running = None
@@ -317,7 +327,7 @@ class Local:
                 x.refuse(name)
 
     def _refuse_absent(self, run: _Run, name: str, tree: Any) -> None:
-        absent = next((x for x in tensors_inside(tree) if isinstance(x, Absent)), None)
+        absent = next((x for x in tensors_inside(tree) if isinstance(x, ShapeOnlyTensor)), None)
         if absent is not None:
             of = f"a result of {absent.origin}" if absent.origin else "the model's inputs, or a result or weight of "
             of += "" if absent.origin else "another stage"
@@ -364,7 +374,7 @@ class Local:
                     )
                 self._refuse_absent(run, name, (args, kwargs))
                 self._refuse_no_grad(run, name, tree_leaves((args, kwargs)))
-                raise _Cut(args, kwargs)
+                raise _StageBoundary(args, kwargs)
             if not run.entered:
                 if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
@@ -452,7 +462,7 @@ class Local:
     def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
         """Raises where something absent would be written into a parameter, such as into a running mean of another."""
         for name, p in self.model.named_parameters():
-            if not isinstance(p, Absent) and any(_shares(p, x) for x in written):
+            if not isinstance(p, ShapeOnlyTensor) and any(_shares(p, x) for x in written):
                 raise InvalidArgumentError(
                     f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward writes into {name} what depends "
                     "on another stage, expected values; cut the model where both lie in one stage, or write into "
@@ -562,7 +572,7 @@ class Local:
         """Into a tensor that a module of an earlier stage was given and wrote into."""
         if type(x) is torch.Tensor:
             run.lost += lose(x, name)
-        if isinstance(value, Carried) and isinstance(x, Absent):
+        if isinstance(value, Carried) and isinstance(x, ShapeOnlyTensor):
             run.carried[value.number] = x.fill(run.carried[value.number])
             run.versions[value.number] = version_of(x)
 
@@ -584,7 +594,7 @@ class Local:
 
     # ---- between two stages ----------------------------------------------------------------------------------------
 
-    def _handed_on(self, run: _Run, cut: _Cut, inputs: Any) -> tuple[list[torch.Tensor], About]:
+    def _handed_on(self, run: _Run, cut: _StageBoundary, inputs: Any) -> tuple[list[torch.Tensor], StageMetadata]:
         self._refuse_written(run, self.stages.first[run.stage + 1])
         leaves = tree_leaves(cut.inputs)
         positional = len(tree_leaves(cut.inputs[0]))
@@ -615,7 +625,7 @@ class Local:
         usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
         here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, About(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
+        return sent, StageMetadata(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the stage's first module, with what was received in its place."""
@@ -661,22 +671,22 @@ class Local:
     def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
         """Whether what the model has in the place of a received tensor is absent, or the same."""
         alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
-        return alike and (isinstance(own, Absent) or _checksum(own) == _checksum(x))
+        return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
     def _arrived(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A received tensor: in the very object that the model has in its place, so that what the model does with that
         besides, such as a sum around the module, a checkpoint, or a mask for the next module, has the values too."""
-        if isinstance(own, Absent):
+        if isinstance(own, ShapeOnlyTensor):
             return own.fill(x)
         if own.is_cpu and not x.requires_grad:
             return own
         if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
             lose(own, "")
-            return cast(Absent, own).fill(x)
+            return cast(ShapeOnlyTensor, own).fill(x)
         return writable(x)
 
     def _other_values(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
-        if isinstance(own, Absent) and own.origin:
+        if isinstance(own, ShapeOnlyTensor) and own.origin:
             return InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got no values for {argument} of {name}, which depends on a result of "
                 f"{own.origin} and is passed by name, without a gradient, expected values: such arguments are not "
@@ -783,7 +793,7 @@ def _sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_values(x: Any) -> bool:
-    return torch.is_tensor(x) and not isinstance(x, Absent)
+    return torch.is_tensor(x) and not isinstance(x, ShapeOnlyTensor)
 
 
 def _checksum(x: torch.Tensor) -> int:

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from ringcomm.pipeline_parallel.absent import Absent, any_absent
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, any_absent
 
 Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
 """A parameter, and what computes its gradient."""
 
 
-class Store:
+class WeightGradStore:
     """What is left to compute of a stage's backward pass of one micro-batch."""
 
     def __init__(self) -> None:
@@ -34,7 +34,9 @@ class Store:
             torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
 
 
-def backward(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: Deferring | None = None) -> None:
+def backward(
+    ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: DeferWeightGrads | None = None
+) -> None:
     """``torch.autograd.backward(ends, gradients)``, also inside of ``deferring``: that function by itself would leave a
     mode before it runs the graph."""
     if deferring is None:
@@ -45,7 +47,7 @@ def backward(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], defe
         _engine_run_backward(tuple(ends), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class Deferring(TorchFunctionMode):
+class DeferWeightGrads(TorchFunctionMode):
     """Inside, linear layers leave the gradients of their weights to ``store``: calls of torch.nn.functional.linear, and
     of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
     autograd. Everything else, also what autocast converts, has its gradients at once; and so have weights of linear
@@ -59,7 +61,7 @@ class Deferring(TorchFunctionMode):
             keeps of a layer does not depend on that.
     """
 
-    def __init__(self, store: Store, often: frozenset[int], kept: set[int]) -> None:
+    def __init__(self, store: WeightGradStore, often: frozenset[int], kept: set[int]) -> None:
         super().__init__()
         self.store, self.often, self.kept = store, often, kept
 
@@ -99,7 +101,7 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
     for x in nest:
         if isinstance(x, (list, tuple)):
             yield from _trained(x)
-        elif torch.is_tensor(x) and not isinstance(x, Absent) and x.requires_grad:
+        elif torch.is_tensor(x) and not isinstance(x, ShapeOnlyTensor) and x.requires_grad:
             yield x
 
 
@@ -108,7 +110,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferring: Deferring, turned: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        deferring: DeferWeightGrads,
+        turned: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.own = weight, bias  # a checkpoint gives others back
