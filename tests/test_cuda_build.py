@@ -93,6 +93,17 @@ def test_the_ptx_knows_no_narrow_scope(disassembler: None) -> None:
     assert sass_lint.lint_ptx(sass_lint.run("cuobjdump", "-ptx", module())) == []
 
 
+@needs_kernels
+@pytest.mark.timeout(300)
+def test_float8_is_converted_by_instructions_where_there_are_some(disassembler: None) -> None:
+    if "sm_90" not in BUILT:
+        pytest.skip(f"no machine code for sm_90: {BUILT}")
+    kernels = [kernel for kernel in sass_lint.disassemble(module(), "sm_90") if "Float8E4M3" in kernel.name]
+    assert kernels
+    soft = [kernel.name for kernel in kernels if not any("E4M3" in word for word in kernel.words())]
+    assert not soft, f"files with these kernels are missing from float8_sources in cmake/cuda.cmake: {soft}"
+
+
 def nvcc() -> str:
     path = os.environ.get("RINGCOMM_NVCC") or sass_lint.tool("nvcc")
     if not path:

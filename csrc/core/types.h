@@ -63,7 +63,8 @@ RINGCOMM_HD To cast(From from) {
 }  // namespace bits
 
 // Storage types. `widen` is exact, `narrow` rounds once; every NaN narrows to the same NaN. A GPU has instructions for
-// both directions of the 16-bit types, which give these bits for every number and infinity.
+// both directions of the 16-bit types, and from sm_89 on of float8_e4m3fn, which give these bits for every number and
+// infinity. (Those of float8_e5m2 turn infinity into the largest number.)
 struct BFloat16 {
   std::uint16_t raw;
 };
@@ -121,11 +122,17 @@ RINGCOMM_HD float widen(Float16 x) {
 }
 RINGCOMM_HD float widen(Float8E5M2 x) { return widen_ieee<5, 2>(x.raw); }
 RINGCOMM_HD float widen(Float8E4M3 x) {  // no infinity; only S.1111.111 is NaN
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  std::uint32_t halves;  // float16 has every value
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(x.raw)));
+  return widen(Float16{static_cast<std::uint16_t>(halves)});
+#else
   const std::uint32_t magnitude = x.raw & 0x7fu;
   const float value = bits::cast<float>(magnitude << 20) * bits::cast<float>((254u - 7u) << 23);
   const std::uint32_t finite = bits::cast<std::uint32_t>(value);
   return bits::cast<float>((static_cast<std::uint32_t>(x.raw >> 7) << 31) |
                            (magnitude == 0x7fu ? 0x7fc00000u : finite));
+#endif
 }
 
 // Rounds |x| to `kMantissa` stored bits with smallest normal exponent `1 - kBias`; the result is the raw magnitude,
@@ -163,11 +170,17 @@ RINGCOMM_HD Float8E5M2 narrow(float x, Float8E5M2*) {
   return {static_cast<std::uint8_t>((u > 0x7f800000u ? 0u : (all >> 24) & 0x80u) | magnitude)};
 }
 RINGCOMM_HD Float8E4M3 narrow(float x, Float8E4M3*) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  std::uint16_t both;  // satfinite: 448 is the largest here too
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(x));
+  return {static_cast<std::uint8_t>(x != x ? 0x7fu : both)};
+#else
   const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
   const std::uint32_t finite = narrow_magnitude<3, 7>(u);
   const std::uint32_t clamped = u >= 0x43f00000u || finite > 0x7eu ? 0x7eu : finite;  // 448 is the largest
   const bool nan = u > 0x7f800000u;
   return {static_cast<std::uint8_t>((nan ? 0u : (all >> 24) & 0x80u) | (nan ? 0x7fu : clamped))};
+#endif
 }
 
 // What a type is added up in, and how it gets there and back.

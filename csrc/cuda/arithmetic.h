@@ -42,7 +42,7 @@ constexpr TypeGroup group_of(DType dtype) {
   return element_bytes(dtype) >= 4 ? TypeGroup::kWideFloats : TypeGroup::kNarrowFloats;
 }
 
-// pick(TypeTag<T>, Combine) for a compiled pair, else null. `kHere(dtype)`: pairs that this file compiles.
+// pick(TypeTag<T>, Combine) for a compiled pair, else null.
 template <typename Args, DType kDType, typename T, typename Pick>
 Kernel<Args> kernel_of_type([[maybe_unused]] ReduceOp op, [[maybe_unused]] const Pick& pick) {
 #define X(e, Combine)                             \
@@ -59,6 +59,19 @@ Kernel<Args> kernel_of_group(DType dtype, ReduceOp op, const Pick& pick) {
     if (dtype == DType::e) return kernel_of_type<Args, DType::e, type>(op, pick);
   RINGCOMM_FOR_EACH_DTYPE(X)
 #undef X
+  return nullptr;
+}
+// Of a family that one file compiles.
+template <typename Args, typename Pick>
+Kernel<Args> kernel_of(DType dtype, ReduceOp op, const Pick& pick) {
+  switch (group_of(dtype)) {
+    case TypeGroup::kWideFloats:
+      return kernel_of_group<Args, TypeGroup::kWideFloats>(dtype, op, pick);
+    case TypeGroup::kNarrowFloats:
+      return kernel_of_group<Args, TypeGroup::kNarrowFloats>(dtype, op, pick);
+    case TypeGroup::kIntegers:
+      return kernel_of_group<Args, TypeGroup::kIntegers>(dtype, op, pick);
+  }
   return nullptr;
 }
 

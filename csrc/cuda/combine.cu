@@ -88,16 +88,6 @@ struct Pick {
 
 }  // namespace
 
-Kernel<CombineArgs> combine_kernel(DType dtype, ReduceOp op) {
-  switch (group_of(dtype)) {
-    case TypeGroup::kWideFloats:
-      return kernel_of_group<CombineArgs, TypeGroup::kWideFloats>(dtype, op, Pick{});
-    case TypeGroup::kNarrowFloats:
-      return kernel_of_group<CombineArgs, TypeGroup::kNarrowFloats>(dtype, op, Pick{});
-    case TypeGroup::kIntegers:
-      return kernel_of_group<CombineArgs, TypeGroup::kIntegers>(dtype, op, Pick{});
-  }
-  return nullptr;
-}
+Kernel<CombineArgs> combine_kernel(DType dtype, ReduceOp op) { return kernel_of<CombineArgs>(dtype, op, Pick{}); }
 
 }  // namespace ringcomm::cuda

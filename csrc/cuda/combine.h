@@ -76,24 +76,25 @@ static_assert(same_tree<1>() && same_tree<2>() && same_tree<3>() && same_tree<4>
 static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>(), "not the canonical order");
 }  // namespace proof
 
-// What the kernel of a pair (T, Combine) does to the values of up to kRanks ranks.
-template <typename T, typename Combine, int kRanks>
+// Only sums are averaged, and only sums of fractions scaled.
+template <typename T, typename Combine>
+inline constexpr bool kCanBeScaled = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>>;
+
+// What the kernel of a pair (T, Combine) does to the values of up to kRanks ranks; kScaled: times a factor each.
+template <typename T, typename Combine, int kRanks, bool kScaled = false>
 class Combiner {
   using Acc = AccOf<T>;
-  static constexpr bool kSum = std::is_same_v<Combine, Sum>;
-  // Only sums are averaged, and only sums of fractions scaled.
-  static constexpr bool kScales = kSum && std::is_floating_point_v<Acc>;
-  static constexpr bool kDivides = kSum && !std::is_same_v<Acc, bool>;
+  static constexpr bool kDivides = std::is_same_v<Combine, Sum> && !std::is_same_v<Acc, bool>;
   static constexpr bool kBitwise =
       std::is_same_v<Combine, Band> || std::is_same_v<Combine, Bor> || std::is_same_v<Combine, Bxor>;
 
  public:
-  // `factors`: one per rank, or null. Where nothing is scaled they are 1: a multiplication by it keeps every value.
-  RINGCOMM_DEVICE Combiner(int world_size, ReduceOp op, const double* factors)
+  // `factors`: one per rank, read if kScaled.
+  RINGCOMM_DEVICE Combiner(int world_size, ReduceOp op, [[maybe_unused]] const double* factors = nullptr)
       : world_size_(world_size), average_(op == ReduceOp::kAvg) {
-    if constexpr (kScales) {
+    if constexpr (kScaled) {
       RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) factor_[p] =
-          factors && p < world_size ? static_cast<Acc>(factors[p]) : Acc(1);
+          p < world_size ? static_cast<Acc>(factors[p]) : Acc(1);
     }
   }
 
@@ -133,7 +134,7 @@ class Combiner {
   RINGCOMM_DEVICE auto tree(const Value& value) const {
     using A = AccOf<V>;
     const auto leaf = [&](int p) -> A {
-      if constexpr (kScales)
+      if constexpr (kScaled)
         return Element<V>::load(value(p)) * factor_[p];
       else
         return Element<V>::load(value(p));
@@ -143,7 +144,7 @@ class Combiner {
 
   const int world_size_;
   const bool average_;
-  Acc factor_[kScales ? kRanks : 1];
+  Acc factor_[kScaled ? kRanks : 1];
 };
 
 }  // namespace ringcomm::cuda

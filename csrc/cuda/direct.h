@@ -20,7 +20,7 @@ namespace ringcomm::cuda {
 struct Reduction {
   const char* source[kMaxRanks];  // by rank
   char* target[kMaxRanks];
-  double factor[kMaxRanks];
+  double factor[kMaxRanks];  // of premul_sum
   std::int32_t num_targets;
   std::int32_t in_place;
   u64 count;        // of the kernel's elements
@@ -50,10 +50,10 @@ class Direct {
     bool in_place = args_.known;
     const int t = block_.thread();
     if (args_.known) {
-      if (t < world_size()) what_.factor[args_.ranks[t].rank] = factor(args_.ranks[t].factor);
+      if (t < world_size()) what_.factor[args_.ranks[t].rank] = args_.ranks[t].factor;
     } else {
       if (!block_.announce(signature())) return false;
-      if (t < world_size()) what_.factor[t] = factor(said(t).factor);
+      if (t < world_size()) what_.factor[t] = said(t).factor;
       in_place = block_.agree(t >= world_size() || reachable(t));
     }
     if (t == 0) {
@@ -99,7 +99,6 @@ class Direct {
   RINGCOMM_DEVICE int rank() const { return block_.rank(); }
   RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
   RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
-  RINGCOMM_DEVICE double factor(double given) const { return args_.reduce_op == ReduceOp::kPremulSum ? given : 1.0; }
   RINGCOMM_DEVICE Signature signature() const {
     return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
   }
@@ -219,17 +218,28 @@ class Reducer {
       : what_(what), world_size_(world_size), op_(op), thread_(threadIdx.x), threads_(blockDim.x) {}
 
   RINGCOMM_DEVICE void run() const {
-    const u64 vectors = aligned_buffers() ? what_.count / kPerVec<T> : 0;
-    if (world_size_ > 4)
-      reduce_vectors<8>(vectors);
-    else if (!kUsual || world_size_ > 2)
-      reduce_vectors<4>(vectors);
-    else
-      reduce_vectors<2>(vectors);
-    reduce_elements(vectors * kPerVec<T>);
+    if constexpr (kCanBeScaled<T, Combine>)
+      if (op_ == ReduceOp::kPremulSum) return reduce<true>();
+    reduce<false>();
   }
 
  private:
+  // A loop of its own for what is scaled: the usual sums multiply nothing.
+  template <bool kScaled>
+  RINGCOMM_DEVICE void reduce() const {
+    const u64 vectors = aligned_buffers() ? what_.count / kPerVec<T> : 0;
+    if (world_size_ > 4) {
+      reduce_vectors<8, kScaled>(vectors);
+    } else if constexpr (!kUsual || kScaled) {
+      reduce_vectors<4, kScaled>(vectors);
+    } else {
+      if (world_size_ > 2)
+        reduce_vectors<4, kScaled>(vectors);
+      else
+        reduce_vectors<2, kScaled>(vectors);
+    }
+    reduce_elements<kScaled>(vectors * kPerVec<T>);
+  }
   RINGCOMM_DEVICE bool aligned_buffers() const {
     u64 bits = 0;
     for (int p = 0; p < world_size_; ++p) bits |= reinterpret_cast<u64>(what_.source[p]);
@@ -237,10 +247,10 @@ class Reducer {
     return bits % sizeof(Vec) == 0;
   }
 
-  template <int kRanks>
+  template <int kRanks, bool kScaled>
   RINGCOMM_DEVICE void reduce_vectors(u64 vectors) const {
     constexpr int kBatch = kDeep<kRanks>;
-    const Combiner<T, Combine, kRanks> combiner(world_size_, op_, what_.factor);
+    const Combiner<T, Combine, kRanks, kScaled> combiner(world_size_, op_, what_.factor);
     const u64 tile = threads_ * kBatch;
     for (u64 v = what_.first * tile + thread_; v < vectors; v += what_.step * tile) {
       Vec value[kBatch][kRanks] = {};
@@ -259,9 +269,10 @@ class Reducer {
     }
   }
   // What is no whole vector, or all of misaligned buffers.
+  template <bool kScaled>
   RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
     if (begin == what_.count) return;
-    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, op_, what_.factor);
+    const Combiner<T, Combine, kMaxRanks, kScaled> combiner(world_size_, op_, what_.factor);
     for (u64 i = begin + what_.first * threads_ + thread_; i < what_.count; i += what_.step * threads_) {
       T value[kMaxRanks] = {};
       RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {

@@ -23,7 +23,7 @@ Arithmetic arithmetic_of(DType dtype, ReduceOp op);
 // all_reduce, reduce_scatter, reduce. `dtype` and `op` as arithmetic_of gives them.
 Kernel<CallArgs> ring_kernel(DType dtype, ReduceOp op);
 Kernel<CallArgs> direct_kernel(DType dtype, ReduceOp op);
-// all_reduce of at most Layout::packet_bytes per channel.
+// all_reduce of at most Layout::packet_bytes per channel, not premul_sum. Null: the pair has none, see oneshot.cu.
 Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op);
 // all_gather and broadcast round the ring; CallArgs counts are bytes.
 Kernel<CallArgs> ring_copy_kernel();

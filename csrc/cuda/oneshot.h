@@ -1,6 +1,6 @@
 // oneshot: a small all_reduce without announcing or meeting. Every rank pushes its values into a box at every peer, as
-// packets that carry their own flag, and reduces what it finds in its own boxes in canonical order. The signature and
-// the factor go first, as packets of the same box. A channel serves one piece of the message.
+// packets that carry their own flag, and reduces what it finds in its own boxes in canonical order. The signature goes
+// first, as packets of the same box. A channel serves one piece of the message.
 //
 // There are two sets of boxes, by the parity of ChannelState::packets. A box is written again two messages later: the
 // writer has then had all packets of the message between, which the reader sent after its block had read the box to the
@@ -18,15 +18,8 @@ namespace ringcomm::cuda {
 inline constexpr u64 kFlagPeriod = 1ull << 31;
 RINGCOMM_HD constexpr u32 ll_flag(u64 packets) { return static_cast<u32>(packets % kFlagPeriod) + 1; }
 
-// What goes first in a box, in LL lines of 8 bytes each.
-struct PacketHeader {
-  Signature signature;
-  double factor;
-};
-struct Factors {
-  double of[kMaxRanks];
-};
-inline constexpr int kHeaderLines = sizeof(PacketHeader) / 8;
+// LL lines of 8 bytes each, which go first in a box: the signature.
+inline constexpr int kHeaderLines = sizeof(Signature) / 8;
 static_assert(kHeaderLines * sizeof(Vec) <= kLineBytes, "the header does not fit before the packets");
 
 RINGCOMM_DEVICE Block block_until(const CallArgs& args, u64 deadline) {
@@ -43,9 +36,9 @@ RINGCOMM_DEVICE_CALL void push_header(const CallArgs& args, u64 packets) {
   const Block block(args.layout, args.ranks[blockIdx.y], 0);
   const int peer = header_peer(block);
   if (peer >= block.world_size() || peer == block.rank()) return;
-  const PacketHeader header{signature_of(args, block), block.args().factor};
+  const Signature signature = signature_of(args, block);
   u32 words[2 * kHeaderLines];
-  __builtin_memcpy(words, &header, sizeof header);
+  __builtin_memcpy(words, &signature, sizeof signature);
   Vec* const line = reinterpret_cast<Vec*>(block.box(peer, block.rank(), packets & 1));
   RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i)
       store_ll(line + i, words[2 * i], words[2 * i + 1], ll_flag(packets));
@@ -59,24 +52,19 @@ RINGCOMM_DEVICE bool look_header(const Vec* line, u32 flag, u32* words) {
   RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i) all = all && there[i];
   return all;
 }
-// By the threads that serve headers: whether the peer calls the same. Its factor goes into factors[peer].
-RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 packets, double* factors) {
+// By the threads that serve headers: whether the peer calls the same.
+RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 packets) {
   const Block block = block_until(args, deadline);
   const int peer = header_peer(block);
-  if (peer >= block.world_size()) return true;
-  PacketHeader header{signature_of(args, block), block.args().factor};
-  if (peer != block.rank()) {
-    const Vec* const line = reinterpret_cast<const Vec*>(block.box(block.rank(), peer, packets & 1));
-    u32 words[2 * kHeaderLines];
-    u32 spins = 0;
-    while (!look_header(line, ll_flag(packets), words))
-      if (!block.keep_looking(line + kHeaderLines - 1, packets + 1, spins, peer)) return false;
-    const Signature mine = header.signature;
-    __builtin_memcpy(&header, words, sizeof header);
-    if (!block.same(mine, header.signature, peer)) return false;
-  }
-  factors[peer] = header.factor;
-  return true;
+  if (peer >= block.world_size() || peer == block.rank()) return true;
+  const Vec* const line = reinterpret_cast<const Vec*>(block.box(block.rank(), peer, packets & 1));
+  u32 words[2 * kHeaderLines];
+  u32 spins = 0;
+  while (!look_header(line, ll_flag(packets), words))
+    if (!block.keep_looking(line + kHeaderLines - 1, packets + 1, spins, peer)) return false;
+  Signature theirs;
+  __builtin_memcpy(&theirs, words, sizeof theirs);
+  return block.same(signature_of(args, block), theirs, peer);
 }
 
 // After many a fruitless look at `line`. False: gave up.
@@ -233,12 +221,12 @@ class OneShot {
         lines.push(box<Lines>(p, rank_) + lines.offset(i), own);
     }
   }
-  // False: gave up, or had already (`ok`). `factors`: null where nothing is scaled.
+  // False: gave up, or had already (`ok`).
   template <typename Lines>
-  RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok, const double* factors) const {
+  RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok) const {
     constexpr int kWords = 2 * Lines::kWords;
     if (lines.any(!ok)) return false;
-    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.reduce_op, factors);
+    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.reduce_op);
     const u64 steps = lines.steps_of(words_.count());
     for (u64 i = lines.first(); i < steps; i += lines.step()) {
       u32 own[kWords], value[kMaxRanks][kWords] = {}, result[2];
@@ -315,7 +303,6 @@ class OneShot {
 template <typename T, typename Combine>
 RINGCOMM_KERNEL(kMostThreads)
 oneshot(const __grid_constant__ CallArgs args) {
-  RINGCOMM_SHARED(Factors, factors);
   const RankArgs& rank = args.ranks[blockIdx.y];
   const auto& state =
       *reinterpret_cast<const ChannelState*>(rank.segments[rank.rank] + args.layout.channel_at(blockIdx.x));
@@ -329,23 +316,10 @@ oneshot(const __grid_constant__ CallArgs args) {
     oneshot.push(LL128(packets));
   else
     oneshot.push(LL(packets));
-  bool ok = check_header(args, deadline, packets, factors.of);
-  const bool scaled = args.reduce_op == ReduceOp::kPremulSum;
-  if (scaled && !__syncthreads_and(ok)) return;
-  const double* const scales = scaled ? factors.of : nullptr;
-  ok = args.wide_packets ? oneshot.pull(LL128(packets), ok, scales) : oneshot.pull(LL(packets), ok, scales);
+  bool ok = check_header(args, deadline, packets);
+  ok = args.wide_packets ? oneshot.pull(LL128(packets), ok) : oneshot.pull(LL(packets), ok);
   if (!__syncthreads_and(ok)) return;
   end_packets(args, packets);
 }
-
-template <TypeGroup kGroup>
-Kernel<CallArgs> oneshot_of_group(DType dtype, ReduceOp op) {
-  return kernel_of_group<CallArgs, kGroup>(dtype, op, [](auto tag, auto combine) -> Kernel<CallArgs> {
-    return oneshot<typename decltype(tag)::type, decltype(combine)>;
-  });
-}
-Kernel<CallArgs> oneshot_wide_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> oneshot_narrow_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> oneshot_integer_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

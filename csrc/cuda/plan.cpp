@@ -66,13 +66,13 @@ std::uint64_t message_bytes(const Call& call, int world_size) {
   return call.count * element * (parts ? world_size : 1);
 }
 
-Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apart, const Setting& setting,
-               const Tuning& tuning) {
+Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, bool copies_apart,
+               const Setting& setting, const Tuning& tuning) {
   const Tuning::Entry* const entry =
       requested == Algorithm::kAuto ? tuning.find(op, setting.layout.world_size, nbytes) : nullptr;
   Plan plan;
   plan.algorithm = requested != Algorithm::kAuto ? requested : entry ? entry->algorithm : choose(op, nbytes, setting);
-  if (op == Op::kBarrier) plan.algorithm = Algorithm::kDirect;
+  if (op == Op::kBarrier || (plan.algorithm == Algorithm::kOneshot && !packets)) plan.algorithm = Algorithm::kDirect;
   plan.known = setting.known && !copies_apart;
   plan.waits = !(plan.known && plan.algorithm == Algorithm::kDirect);
   plan.wide_packets = plan.algorithm == Algorithm::kOneshot && setting.whole_lines && nbytes > kWideBytes;

@@ -1,7 +1,8 @@
 // How a call is served: algorithm, channels, threads. A pure function of what all ranks have in common, so that all of
 // them come to the same plan; auto never changes the bits.
 //
-//   all_reduce                       oneshot while it is small and launches are apart, else direct; ring on request
+//   all_reduce                       oneshot while it is small and launches are apart, else direct; ring on request.
+//                                    What oneshot has no kernel for goes by direct, which has the same bits
 //   reduce_scatter, reduce           direct; ring on request
 //   all_gather, broadcast            copies; ring on request
 //   gather, scatter, all_to_all      copies
@@ -62,9 +63,10 @@ struct Plan {
 // Bytes of the whole message: of reduce_scatter, all_gather and all_to_all that of all parts.
 std::uint64_t message_bytes(const Call& call, int world_size);
 
-// The plan of a call of `nbytes`, `copies_apart`: a known launch may not copy freely, for an all_to_all is in place.
-Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool copies_apart, const Setting& setting,
-               const Tuning& tuning);
+// The plan of a call of `nbytes`. `packets`: oneshot has a kernel for it. `copies_apart`: a known launch may not copy
+// freely, for an all_to_all is in place.
+Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, bool copies_apart,
+               const Setting& setting, const Tuning& tuning);
 
 // Most channels of a plan that waits, where one device has room for `blocks` of its kernel and `ranks` ranks; 0: not
 // even one of each.

@@ -82,6 +82,13 @@ class CopyList {
   int next_ = 0;
 };
 
+// Whether oneshot serves it: not every pair has a kernel, and its packets carry no factors.
+bool has_packets(const Call& call) {
+  if (call.op != Op::kAllReduce || call.reduce_op == ReduceOp::kPremulSum) return false;
+  const Arithmetic arithmetic = arithmetic_of(call.dtype, call.reduce_op);
+  return oneshot_kernel(arithmetic.dtype, arithmetic.op) != nullptr;
+}
+
 // What a rank gives and takes where its peers launch for themselves.
 Exchange exchange_of(const Call& call, int rank, int world_size) {
   Exchange x{};
@@ -140,7 +147,8 @@ Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead)
   const Algorithm requested = world_size() == 1 || (num_calls() > 1 && call().algorithm == Algorithm::kAuto)
                                   ? Algorithm::kDirect
                                   : call().algorithm;
-  plan_ = make_plan(call().op, requested, nbytes(), in_place_anywhere(), setting_, context().tuning());
+  plan_ =
+      make_plan(call().op, requested, nbytes(), has_packets(call()), in_place_anywhere(), setting_, context().tuning());
 }
 
 // Who sends whom how much is in no signature.

@@ -1,8 +1,12 @@
 // The small parts: number formats over all their values, every instruction set against the scalar arithmetic, the
 // reader's opinion of its writers.
+//
+//   core_test [quick]   quick: not every float
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <vector>
@@ -52,6 +56,48 @@ void formats(const char* what, long count) {
   require(std::isnan(widen(narrow(std::numeric_limits<float>::quiet_NaN(), static_cast<T*>(nullptr)))), what, -1);
   const float most = widen(narrow(std::numeric_limits<float>::infinity(), static_cast<T*>(nullptr)));
   require(std::is_same_v<T, Float8E4M3> ? most == 448.0f : std::isinf(most), what, -2);
+}
+
+// Whether each `step`th of the floats with the bits first, ..., last narrows to `want`. Optimized: there are 2^32.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("O3"), flatten))
+#endif
+bool all_narrow_to(std::uint8_t want, std::uint32_t first, std::uint32_t last, std::uint32_t step) {
+  std::uint32_t bad = 0;
+  const std::uint32_t count = (last - first) / step + 1;
+  for (std::uint32_t i = 0; i < count; ++i)
+    bad |= narrow(bits::cast<float>(first + i * step), static_cast<Float8E4M3*>(nullptr)).raw ^ want;
+  return bad == 0;
+}
+
+// float8_e4m3fn beside its definition, over all its values and (step 1) over every float there is. In order of
+// magnitude the floats fall into runs that narrow to the same code, cut halfway between two neighbours; the cut itself
+// goes to the even one, and all that is larger, infinity too, to the last one.
+void every_float_narrows_to_e4m3(std::uint32_t step) {
+  constexpr int kLast = 0x7e;
+  const std::uint32_t infinity = 0x7f800000u;
+  const auto value = [](int code) { return code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10); };
+  require(value(kLast) == 448.0 && std::isnan(widen(Float8E4M3{0x7f})) && std::isnan(widen(Float8E4M3{0xff})),
+          "the ends of float8_e4m3fn");
+  const auto first_float = [&](int code) -> std::uint32_t {
+    if (code == 0) return 0;
+    const float halfway = static_cast<float>((value(code - 1) + value(code)) / 2);  // exact
+    return bits::cast<std::uint32_t>(halfway) + code % 2;
+  };
+  for (const int negative : {0, 1}) {
+    const std::uint32_t sign = negative ? 0x80000000u : 0u;
+    for (int code = 0; code <= kLast; ++code) {
+      const auto want = static_cast<std::uint8_t>(code | negative << 7);
+      const float exact = static_cast<float>(negative ? -value(code) : value(code));
+      require(bits::cast<std::uint32_t>(widen(Float8E4M3{want})) == bits::cast<std::uint32_t>(exact),
+              "float8_e4m3fn widens by its definition", want);
+      const std::uint32_t last = code == kLast ? infinity : first_float(code + 1) - 1;
+      require(all_narrow_to(want, sign | first_float(code), sign | last, step) &&
+                  all_narrow_to(want, sign | last, sign | last, 1),
+              "float8_e4m3fn narrows by its definition", want);
+    }
+    require(all_narrow_to(0x7f, sign | (infinity + 1), sign | 0x7fffffffu, step), "one NaN", negative);
+  }
 }
 
 #if defined(__x86_64__)
@@ -184,12 +230,14 @@ void meter_has_patience() {
 }  // namespace
 }  // namespace ringcomm::test
 
-int main() {
+int main(int argc, char** argv) {
   using namespace ringcomm::test;
+  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
   formats<ringcomm::Float16>("float16", 65536);
   formats<ringcomm::BFloat16>("bfloat16", 65536);
   formats<ringcomm::Float8E4M3>("float8_e4m3fn", 256);
   formats<ringcomm::Float8E5M2>("float8_e5m2", 256);
+  every_float_narrows_to_e4m3(quick ? 4093 : 1);
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("f16c")) instructions_agree();
 #endif

@@ -43,6 +43,24 @@ std::string flags_come_round(std::uint64_t seed) {
   return calls_in_a_row(world, random, {Way::kLL}, 6);
 }
 
+// The calls that oneshot has a kernel for, and no others.
+std::string pairs(std::uint64_t) {
+  const auto has = [](DType dtype, ReduceOp op) {
+    const cuda::Arithmetic pair = cuda::arithmetic_of(dtype, op);
+    return cuda::oneshot_kernel(pair.dtype, pair.op) != nullptr;
+  };
+  for (const DType dtype :
+       {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt64, DType::kInt32})
+    if (!has(dtype, ReduceOp::kSum) || !has(dtype, ReduceOp::kAvg)) return std::string("no sum of ") + name(dtype);
+  for (const DType dtype : {DType::kFloat32, DType::kInt64, DType::kInt32})
+    if (!has(dtype, ReduceOp::kMax)) return std::string("no max of ") + name(dtype);
+  for (int d = 0; d <= static_cast<int>(DType::kBool); ++d)
+    for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kProd, ReduceOp::kBor})
+      if (supports(static_cast<DType>(d), op) && has(static_cast<DType>(d), op))
+        return std::string("a kernel for ") + name(op) + " of " + name(static_cast<DType>(d));
+  return "";
+}
+
 // What LL128 has left in a box is anything, also what LL would take for its flag two messages later.
 std::string data_like_flags(std::uint64_t seed) {
   Random random(seed);
@@ -72,7 +90,8 @@ int main(int argc, char** argv) {
   const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
   const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
   const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  int bad = run_cases("oneshot, some calls", cases, first, some_calls);
+  int bad = run_cases("oneshot, pairs", 1, first, pairs);
+  bad += run_cases("oneshot, some calls", cases, first, some_calls);
   bad += run_cases("oneshot, flags come round", cases / 20 + 2, first, flags_come_round);
   bad += run_cases("oneshot, a stream of calls", cases / 3, first, a_stream);
   bad += run_cases("oneshot, data like flags", cases / 20 + 2, first, data_like_flags);

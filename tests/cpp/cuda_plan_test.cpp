@@ -22,7 +22,7 @@ Setting setting(int world_size, bool known) {
   return s;
 }
 Plan plan(Op op, Algorithm requested, std::uint64_t nbytes, const Setting& s, const Tuning& tuning = {}) {
-  return make_plan(op, requested, nbytes, false, s, tuning);
+  return make_plan(op, requested, nbytes, true, false, s, tuning);
 }
 
 // auto keeps the bits: it takes the ring for nothing that is added up.
@@ -43,7 +43,12 @@ void choices() {
         }
   const Plan ring = plan(Op::kReduce, Algorithm::kRing, 1 << 20, setting(4, true));
   require(ring.algorithm == Algorithm::kRing && ring.waits && ring.known, "ring on request");
-  require(!make_plan(Op::kAllToAll, Algorithm::kAuto, 4096, true, setting(4, true), {}).known, "all_to_all in place");
+  require(!make_plan(Op::kAllToAll, Algorithm::kAuto, 4096, false, true, setting(4, true), {}).known,
+          "all_to_all in place");
+  for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kOneshot, Algorithm::kDirect})
+    require(
+        make_plan(Op::kAllReduce, algorithm, 64, false, false, setting(4, false), {}).algorithm == Algorithm::kDirect,
+        "what has no packets is direct");
   require(!plan(Op::kAllReduce, Algorithm::kOneshot, 4096, setting(4, true)).wide_packets, "short packets");
   require(plan(Op::kAllReduce, Algorithm::kOneshot, 1 << 20, setting(4, true)).wide_packets, "long packets");
 }

@@ -90,14 +90,15 @@ class ReduceCall {
 
  private:
   bool packets() const { return way_ == Way::kLL || way_ == Way::kLL128; }
+  bool has_packets() const { return reduce_op_ != ReduceOp::kPremulSum && cuda::oneshot_kernel(pair_.dtype, pair_.op); }
 
   void choose(Random& random) {
     op_ = packets() ? Op::kAllReduce : random.pick({Op::kAllReduce, Op::kAllReduce, Op::kReduceScatter, Op::kReduce});
     do {
       dtype_ = static_cast<DType>(random.below(static_cast<int>(DType::kBool) + 1));
       reduce_op_ = static_cast<ReduceOp>(random.below(static_cast<int>(ReduceOp::kBxor) + 1));
-    } while (!supports(dtype_, reduce_op_));
-    pair_ = cuda::arithmetic_of(dtype_, reduce_op_);
+      pair_ = cuda::arithmetic_of(dtype_, reduce_op_);
+    } while (!supports(dtype_, reduce_op_) || (packets() && !has_packets()));
     root_ = static_cast<int>(random.below(world_size_));
     parts_ = op_ == Op::kReduceScatter && random.one_in(3);
     num_messages_ = parts_ ? world_size_ : !packets() && random.one_in(3) ? random.between(2, 6) : 1;
