@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import test_collectives as matrix
 import torch
-from reference import DTYPES, ops_of, reduced, same_bits, values
+from reference import DTYPES, has_oneshot, ops_of, reduced, same_bits, values
 from test_communicator import every_method
 
 import ringcomm
@@ -54,6 +54,8 @@ def guarded(comm: Communicator) -> None:
     margin = 4096
     for dtype in DTYPES:
         for op, algorithm in product(ops_of(dtype), ("direct", "oneshot", "ring")):
+            if algorithm == "oneshot" and not has_oneshot(comm.engine, dtype, op):
+                continue
             for count in (1, 7, 1000):
                 whole = torch.zeros(count + 2 * margin, dtype=getattr(torch, dtype))
                 raw, each = whole.view(torch.uint8).fill_(1), whole.element_size()
@@ -95,6 +97,8 @@ def same_bits_as_cpu(world_size: int) -> None:
     """Random floats, by every algorithm in canonical order."""
     for algorithm in ("auto", "direct", "oneshot"):
         for dtype in ("float32", "float64", "float16", "bfloat16", "float8_e5m2"):
+            if algorithm == "oneshot" and not has_oneshot("cuda", dtype, "sum"):
+                continue
             for count in (1, 63, 1000, 20_011):
                 ours, theirs = (ranks(sums, world_size, algorithm, dtype, count, device=d) for d in ("cuda:0", "cpu"))
                 assert ours == theirs, f"{algorithm} {dtype} {count=}"
@@ -302,6 +306,11 @@ def refused(comm: Communicator) -> None:
         (errors.InvalidArgumentError, "stream=-1", lambda: comm.barrier(stream=-1)),
         (errors.InvalidArgumentError, "got list", lambda: comm.all_reduce([1.0])),
         (errors.DtypeError, "band is defined", lambda: comm.all_reduce(ones, "band")),
+        (
+            errors.UnsupportedError,
+            "oneshot for int8, sum, for which the cuda engine has no such kernel",
+            lambda: comm.all_reduce(torch.ones(4, dtype=torch.int8), algorithm="oneshot"),
+        ),
         (errors.DtypeError, "uint16, sum", lambda: comm.all_reduce(torch.ones(2, dtype=torch.uint16))),
         (errors.ShapeError, "divisible", lambda: comm.reduce_scatter(torch.ones(comm.world_size + 1))),
         (errors.ShapeError, "share memory", lambda: comm.all_reduce(torch.ones(1).expand(4))),

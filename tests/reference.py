@@ -47,6 +47,12 @@ def ops_of(dtype: str) -> tuple[str, ...]:
     return (*(op for op in ARITHMETIC if op != "premul_sum"), *BITWISE)
 
 
+def has_oneshot(engine: str, dtype: str, op: str) -> bool:
+    """Whether ``algorithm="oneshot"`` is there for an all_reduce."""
+    sums = op in ("sum", "avg") and dtype in ("float64", "float32", "float16", "bfloat16", "int64", "int32")
+    return engine != "cuda" or sums or (op == "max" and dtype in ("float32", "int64", "int32"))
+
+
 def factor_of(rank: int) -> float:
     """This rank's factor for premul_sum."""
     return 0.3 + 0.5 * rank

@@ -5,6 +5,8 @@
 
 namespace ringcomm::cuda {
 
+// An algorithm that has a kernel for the call.
+void check_algorithm(const Call& call, int rank);
 // Lists whose own entry is as long as the single tensor.
 void check_parts(const Call& call, int rank, int world_size);
 // Any stream but the per-thread default one.

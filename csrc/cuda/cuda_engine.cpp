@@ -155,6 +155,7 @@ void CudaEngine::check_open(const char* call) const {
 
 void CudaEngine::check(const Call& call) const {
   check_call(call, rank(), world_size());
+  check_algorithm(call, rank());
   check_parts(call, rank(), world_size());
   check_stream(name(call.op), call.stream, rank());
   check_memory(call, context_->device(), rank());

@@ -82,13 +82,6 @@ class CopyList {
   int next_ = 0;
 };
 
-// Whether oneshot serves it: not every pair has a kernel, and its packets carry no factors.
-bool has_packets(const Call& call) {
-  if (call.op != Op::kAllReduce || call.reduce_op == ReduceOp::kPremulSum) return false;
-  const Arithmetic arithmetic = arithmetic_of(call.dtype, call.reduce_op);
-  return oneshot_kernel(arithmetic.dtype, arithmetic.op) != nullptr;
-}
-
 // What a rank gives and takes where its peers launch for themselves.
 Exchange exchange_of(const Call& call, int rank, int world_size) {
   Exchange x{};
@@ -133,6 +126,12 @@ Exchange exchange_of(const Call& call, int rank, int world_size) {
 }
 
 }  // namespace
+
+bool has_packets(const Call& call) {
+  if (call.op != Op::kAllReduce || call.reduce_op == ReduceOp::kPremulSum) return false;
+  const Arithmetic arithmetic = arithmetic_of(call.dtype, call.reduce_op);
+  return oneshot_kernel(arithmetic.dtype, arithmetic.op) != nullptr;
+}
 
 bool in_one_piece(const Parts& parts, int world_size, std::size_t element) {
   if (parts.contiguous()) return true;

@@ -48,6 +48,9 @@ class Preparation {
   Plan plan_;
 };
 
+// Whether oneshot serves the call: not every pair has a kernel, and its packets carry no factors.
+bool has_packets(const Call& call);
+
 // Whether the parts lie one behind the other and are of equal size: then the first address stands for all.
 bool in_one_piece(const Parts& parts, int world_size, std::size_t element);
 
