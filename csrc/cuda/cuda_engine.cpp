@@ -410,6 +410,7 @@ bool CudaEngine::in_flight() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if ((newest_ && newest_->open()) || context_->local().matcher().has_open(rank())) return true;
   try {
+    const DeviceGuard guard(context_->device(), rank());
     for (const MarkPtr& mark : last_marks())
       if (!reached(*mark, rank())) return true;
   } catch (const Error&) {

@@ -48,6 +48,51 @@ void several_streams(Engine& engine) {
   for (const float x : data) require(x == want, concat("two streams: ", x, " for ", want));
 }
 
+// Ranks of device 1 whose threads have a context of their own current, as CuPy and green contexts do: it is current
+// after each call, and nothing makes a context on the usual device 0.
+void contexts() {
+  EngineOptions options = short_timeout();
+  options.device = 1;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int r = 0; r < 2; ++r) engines.push_back(make_cuda_engine(r, 2, options));
+  const std::vector<std::string> handles{engines[0]->handle(), engines[1]->handle()};
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      CUctx_st own{1, false};
+      CUcontext primary = nullptr, now = nullptr;
+      require(cudaSetDevice(1) == cudaSuccess && cuCtxGetCurrent(&primary) == cudaSuccess, "the primary context");
+      const OwnStream mine;
+      std::vector<float> data(100, 1.f);
+      void* memory = nullptr;
+      std::shared_ptr<Request> request;
+      Call message = all_reduce_of(data);
+      message.op = r == 0 ? Op::kSend : Op::kRecv;
+      message.root = 1 - r;
+      (r == 0 ? message.output : const_cast<void*&>(message.input)) = nullptr;
+      const std::pair<const char*, std::function<void()>> steps[] = {
+          {"connect", [&] { engines[r]->connect(handles); }},
+          {"run", [&] { engines[r]->run(all_reduce_of(data)); }},
+          {"submit", [&] { request = engines[r]->submit(all_reduce_of(data)); }},
+          {"join", [&] { request->join(stream); }},
+          {"wait", [&] { request->wait(0); }},
+          {"a message", [&] { engines[r]->run(message); }},
+          {"allocate", [&] { memory = engines[r]->allocate(100); }},
+          {"release", [&] { engines[r]->release(memory); }},
+          {"synchronize", [&] { engines[r]->synchronize(stream); }},
+          {"close", [&] { engines[r]->close(); }},
+          {"the end", [&] { engines[r].reset(); }}};
+      require(cuCtxSetCurrent(&own) == cudaSuccess, "a context of one's own");
+      for (const auto& [name, step] : steps) {
+        step();
+        require(cuCtxGetCurrent(&now) == cudaSuccess && now == &own, concat("the context after ", name));
+      }
+      require(cuCtxSetCurrent(primary) == cudaSuccess, "the primary context again");
+    });
+  for (auto& thread : threads) thread.join();
+  require(emulator::has_context(1) && !emulator::has_context(0), "a context on device 0");
+}
+
 // The second communicator's calls come between those of the first, in another order on every rank's streams.
 void two_communicators() {
   const auto a = make_ranks(3), b = make_ranks(3);
@@ -310,6 +355,7 @@ std::vector<Section> sections() {
       {"lists_apart", threads(3, lists), kApart},
       {"packing", packing, {}},
       {"facts", facts, {}},
+      {"contexts", contexts, {}},
   };
 }
 
