@@ -78,6 +78,12 @@ class CudaEngine final : public Engine {
   void release(void* data) override {
     if (!forked() && data) context_->group().release(data);
   }
+  std::uintptr_t lend_stream() override {
+    return forked() ? 0 : reinterpret_cast<std::uintptr_t>(cuda::lend_stream(context_->device(), rank()));
+  }
+  void take_back_stream(std::uintptr_t stream) override {
+    if (!forked()) cuda::take_back_stream(context_->device(), reinterpret_cast<cudaStream_t>(stream));
+  }
   void abort(const std::string& reason, ErrorCode code) override {
     if (!forked()) context_->abort(reason, code);
   }

@@ -23,6 +23,45 @@ int room_for(const void* kernel, int threads, int device, int rank) {
   return blocks = each * multiprocessors;
 }
 
+namespace {
+
+struct IdleStreams {
+  std::mutex mutex;
+  std::map<int, std::vector<cudaStream_t>> by_device;
+};
+IdleStreams& idle_streams() {
+  static auto* const all = new IdleStreams;  // engines may outlive static objects
+  return *all;
+}
+
+}  // namespace
+
+cudaStream_t lend_stream(int device, int rank) {
+  IdleStreams& idle = idle_streams();
+  {
+    const std::lock_guard<std::mutex> lock(idle.mutex);
+    std::vector<cudaStream_t>& here = idle.by_device[device];
+    if (!here.empty()) {
+      const cudaStream_t stream = here.back();
+      here.pop_back();
+      return stream;
+    }
+  }
+  const DeviceGuard guard(device, rank);
+  const RelaxedCapture relaxed(rank);
+  int least = 0, greatest = 0;
+  cudaStream_t stream = nullptr;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", rank);
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate of a lane", rank);
+  return stream;
+}
+
+void take_back_stream(int device, cudaStream_t stream) {
+  IdleStreams& idle = idle_streams();
+  const std::lock_guard<std::mutex> lock(idle.mutex);
+  idle.by_device[device].push_back(stream);
+}
+
 unsigned long long capture_of(cudaStream_t stream, int rank) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;

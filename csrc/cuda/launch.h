@@ -17,6 +17,11 @@ namespace ringcomm::cuda {
 // later that might wait for kernels that wait for us.
 int room_for(const void* kernel, int threads, int device, int rank);
 
+// Streams beside those of the program, of the highest priority. They wait for no other unless they are told to, and are
+// never destroyed: what was taken back is lent again.
+cudaStream_t lend_stream(int device, int rank);
+void take_back_stream(int device, cudaStream_t stream);
+
 // The capture that `stream` takes part in; 0: none.
 unsigned long long capture_of(cudaStream_t stream, int rank);
 
