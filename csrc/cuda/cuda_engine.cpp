@@ -204,7 +204,7 @@ void CudaEngine::run_batch(const Call* calls, int num_calls) {
     context_->await(*outcome, calls[0].op, Clock::now() + std::chrono::milliseconds(limit), limit);
   else
     context_->rethrow(*outcome, calls[0].op);
-  Marks::follow(stream, capture, outcome->mark(), rank());
+  Marks::follow_here(stream, capture, outcome->mark(), true, rank());
 }
 
 int CudaEngine::run(const Call& call) {
@@ -227,7 +227,6 @@ std::shared_ptr<Request> CudaEngine::submit(Call call) {
   check(call);
   if (point_to_point(call.op)) return request(post_message(call, true), call);
   Batch batch = batch_of(&call, 1);
-  if (context_->group().team().size() > 1) batch.ready = context_->marks().record(batch.stream, batch.capture, rank());
   batch.kept.push_back(call);
   return request(post(std::move(batch)), call);
 }

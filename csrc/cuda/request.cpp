@@ -77,7 +77,7 @@ void DeviceRequest::join(std::uintptr_t stream) {
   if (outcome_->may_give_up()) context_->check(op_);
   const DeviceGuard guard(context_->device(), context_->rank());
   const auto target = reinterpret_cast<cudaStream_t>(stream);
-  Marks::follow(target, capture_of(target, context_->rank()), outcome_->mark(), context_->rank());
+  Marks::follow_here(target, capture_of(target, context_->rank()), outcome_->mark(), false, context_->rank());
 }
 
 void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {

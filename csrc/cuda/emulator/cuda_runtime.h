@@ -310,6 +310,9 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 
 namespace ringcomm::emulator {
 
+// Calls of this API and of the driver's that this process has made: what a collective costs the host.
+long calls_so_far();
+
 // Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.
 bool has_context(int device);
 

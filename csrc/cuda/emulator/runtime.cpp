@@ -13,6 +13,7 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int device_of_thread = 0;  // where the runtime makes a context, for a thread that has none
 thread_local CUcontext context_of_thread = nullptr;
+std::atomic<long> calls{0};
 std::atomic<std::uint64_t> contexts{0};      // a bit for each device that has its primary context
 std::vector<std::pair<int, int>>& peers() {  // device, peer: enabled; under the mutex of the GPU
   static auto* const all = new std::vector<std::pair<int, int>>;
@@ -77,6 +78,7 @@ cudaError_t note(cudaError_t error) {
 }
 // Calls in a context that the program has made do not work here: what the engine does belongs into the primary one.
 cudaError_t usable() {
+  count_call();
   if (const cudaError_t error = check_device(current_device())) return error;
   if (!context_of_thread) context_of_thread = primary_context(device_of_thread);
   if (!context_of_thread->primary) return cudaErrorDeviceUninitialized;
@@ -84,6 +86,8 @@ cudaError_t usable() {
   std::lock_guard<std::mutex> lock(gpu.mutex);
   return gpu.error_of(current_device());
 }
+void count_call() { calls.fetch_add(1, std::memory_order_relaxed); }
+long calls_so_far() { return calls.load(); }
 int current_device() { return context_of_thread ? context_of_thread->device : device_of_thread; }
 bool has_context(int device) { return contexts.load() >> device & 1; }
 
@@ -141,10 +145,12 @@ cudaError_t cudaGetDevice(int* device) {
   return note(check_device(current_device()));
 }
 CUresult cuCtxGetCurrent(CUcontext* context) {
+  count_call();
   *context = context_of_thread;
   return check_device(0);
 }
 CUresult cuCtxSetCurrent(CUcontext context) {
+  count_call();
   context_of_thread = context;
   return check_device(0);
 }
