@@ -110,6 +110,16 @@ void host_calls() {
     require(cost.first == cost.second, concat(name, ": ", cost.first, " calls of the runtime, not ", cost.second));
 }
 
+// Nobody else has a lent stream; what has been given back is lent again, by another engine too.
+void lent_streams() {
+  const auto engines = make_ranks(2, short_timeout(), 1);
+  const std::uintptr_t first = engines[0]->lend_stream(), second = engines[0]->lend_stream();
+  require(first && second && first != second, "two lent streams");
+  engines[0]->take_back_stream(first);
+  require(engines[1]->lend_stream() != first, "a stream of another device");
+  require(make_ranks(1)[0]->lend_stream() == first, "a stream that was given back");
+}
+
 // Ranks of device 1 whose threads have a context of their own current, as CuPy and green contexts do: it is current
 // after each call, and nothing makes a context on the usual device 0.
 void contexts() {
@@ -128,6 +138,7 @@ void contexts() {
       std::vector<float> data(100, 1.f);
       void* memory = nullptr;
       std::shared_ptr<Request> request;
+      std::uintptr_t lane = 0;
       Call message = all_reduce_of(data);
       message.op = r == 0 ? Op::kSend : Op::kRecv;
       message.root = 1 - r;
@@ -141,7 +152,10 @@ void contexts() {
           {"a message", [&] { engines[r]->run(message); }},
           {"allocate", [&] { memory = engines[r]->allocate(100); }},
           {"release", [&] { engines[r]->release(memory); }},
-          {"synchronize", [&] { engines[r]->synchronize(stream); }},
+          {"a lent stream", [&] { lane = engines[r]->lend_stream(); }},
+          {"a call there", [&] { engines[r]->run(all_reduce_of(data, lane)); }},
+          {"synchronize", [&] { engines[r]->synchronize(lane); }},
+          {"its return", [&] { engines[r]->take_back_stream(lane); }},
           {"close", [&] { engines[r]->close(); }},
           {"the end", [&] { engines[r].reset(); }}};
       require(cuCtxSetCurrent(&own) == cudaSuccess, "a context of one's own");
@@ -419,6 +433,7 @@ std::vector<Section> sections() {
       {"facts", facts, {}},
       {"contexts", contexts, {}},
       {"host_calls", host_calls, {}},
+      {"lent_streams", lent_streams, {}},
   };
 }
 
