@@ -5,7 +5,7 @@ In the environment:
 | variable | default | |
 |---|---|---|
 | ``RINGCOMM_CUDA`` | AUTO | CUDA kernels. AUTO: if there is an nvcc; ON: there must be one; OFF |
-| ``RINGCOMM_NVCC`` | that of CUDA_HOME, PATH, /usr/local/cuda or a wheel | path of the nvcc |
+| ``RINGCOMM_NVCC`` | what cmake/nvcc.py finds | path of the nvcc |
 | ``RINGCOMM_CUDA_ARCHS`` | ``80,90`` | machine code for these, and PTX of the first; ``native-dev``: 90 alone |
 | ``RINGCOMM_ONLY`` | | a single pair, such as ``float32:sum`` |
 | ``RINGCOMM_BUILD_TYPE``, ``RINGCOMM_JOBS`` | Release, all cores | |
@@ -68,24 +68,11 @@ def pybind11_include() -> str:
     raise SystemExit("ringcomm needs pybind11 to build and finds none; install it with: pip install pybind11")
 
 
-def nvcc_option() -> str:
-    """The nvcc that was asked for, else one of a wheel where there is no other; empty: CMake looks for itself."""
-    asked = os.environ.get("RINGCOMM_NVCC", "")
-    homes = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    places = os.pathsep.join([*homes, os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
-    if asked or shutil.which("nvcc", path=places):
-        return asked
-    wheels = importlib.util.find_spec("nvidia")
-    folders = list(wheels.submodule_search_locations or []) if wheels else []
-    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("cu*/bin/nvcc"))]
-    return found[-1] if found else ""
-
-
 def cuda_options() -> list[str]:
     archs = os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(",", ";")
     return [
         f"-DRINGCOMM_CUDA={os.environ.get('RINGCOMM_CUDA', 'AUTO').upper()}",
-        f"-DRINGCOMM_NVCC={nvcc_option()}",
+        f"-DRINGCOMM_NVCC={os.environ.get('RINGCOMM_NVCC', '')}",
         f"-DRINGCOMM_CUDA_ARCHS={archs}",
     ]
 

@@ -188,11 +188,10 @@ def _messages(fake: Any, device: Any) -> list[Log]:
 
 def test_messages_have_streams_of_their_own(process: Pool) -> None:
     send, recv, again, batch = process.apply(in_group, (_messages,))
-    sender, receiver = (log[0].removeprefix("pool high ") for log in (send, recv))
+    sender, receiver = (log[2].split()[-1] for log in (send, recv))
     assert len({"s7", "s1", sender, receiver}) == 4
-    assert f"run send {sender}" in send
-    assert f"run recv {receiver}" in recv
-    assert f"run send {sender}" in again
+    assert send[2] == again[2] == f"run send {sender}"
+    assert recv[2] == f"run recv {receiver}"
     assert "run_list send recv s1" in batch
 
 
@@ -366,10 +365,37 @@ def _eager(fake: Any, device: Any) -> Log:
     other.perform_nocolor_split(torch.device("cuda", 0))
     other.set_timeout(timedelta(seconds=3))
     dist.destroy_process_group(group)
+    del group, other
     return fake.log()
 
 
 def test_a_bound_device_connects_at_once(process: Pool) -> None:
-    pool, *rest = process.apply(in_group, (_eager,))
-    assert pool.startswith("pool high ")
-    assert rest == ["timeout 3000", "close"]
+    log = process.apply(in_group, (_eager,))
+    lent = [line.removeprefix("lend ") for line in log if line.startswith("lend ")]
+    assert len(lent) == 5  # collectives, and a lane for each direction, this rank and any
+    assert log[5:] == ["timeout 3000", "close", *(f"take back {stream}" for stream in lent)]
+
+
+def _pooled(fake: Any, device: Any) -> Log:
+    fake.set_names_foreign_streams(False)
+    group = dist.new_group()
+    group._get_backend(torch.device("cuda")).eager_connect_single_device(torch.device("cuda", 0))
+    dist.destroy_process_group(group)
+    return fake.log()
+
+
+def test_where_torch_does_not_know_our_streams_lanes_are_of_its_pool(process: Pool) -> None:
+    assert process.apply(in_group, (_pooled,)) == ["lend s6", "take back s6", "pool high s7", "close"]
+
+
+def _many(fake: Any, device: Any) -> Log:
+    for _ in range(3):
+        device.allreduce([ones()]).wait()
+    return fake.log()
+
+
+def test_a_call_makes_no_events_and_no_streams(process: Pool) -> None:
+    """What a call asks of the runtime, beside the engine: an event orders the streams, another is its end; both were
+    made for an earlier call."""
+    call = ["record e1 s7", "block s1 e1", "run all_reduce s1", "record e2 s1", "block s7 e2"]
+    assert process.apply(in_group, (_many,)) == 3 * call

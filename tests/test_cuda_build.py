@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sass_lint
@@ -104,8 +106,13 @@ def test_float8_is_converted_by_instructions_where_there_are_some(disassembler: 
     assert not soft, f"files with these kernels are missing from float8_sources in cmake/cuda.cmake: {soft}"
 
 
+def find_nvcc() -> str:
+    """By the rule of the build."""
+    return str(runpy.run_path(str(ROOT / "cmake" / "nvcc.py"))["nvcc"]())
+
+
 def nvcc() -> str:
-    path = os.environ.get("RINGCOMM_NVCC") or sass_lint.tool("nvcc")
+    path = find_nvcc()
     if not path:
         pytest.skip("needs nvcc: install CUDA 12 or newer")
     return path
@@ -204,6 +211,36 @@ def test_the_build_says_what_becomes_of_cuda(options: list[str], said: str, tmp_
     done = configure(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     assert f"CUDA engine: {said}" in done.stdout
+
+
+def test_nvcc_is_that_of_the_environment_else_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RINGCOMM_NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    wheels = [tmp_path / "nvidia" / version / "bin" / "nvcc" for version in ("cu13", "cu14")]
+    home = tmp_path / "home" / "bin" / "nvcc"
+    for path in (*wheels, home):
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    which, places = shutil.which, []
+    monkeypatch.setattr(shutil, "which", lambda name, path: places.append(path))  # this machine may have one
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path / name])
+    )
+    monkeypatch.setenv("PATH", "/somewhere")
+    assert find_nvcc() == str(wheels[1])
+    assert places == ["/somewhere:/usr/local/cuda/bin"]
+    monkeypatch.setattr(shutil, "which", which)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert find_nvcc() == str(home)
+    monkeypatch.setenv("RINGCOMM_NVCC", "/elsewhere/nvcc")
+    assert find_nvcc() == "/elsewhere/nvcc"
+
+
+def test_cmake_asks_for_nvcc_by_that_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGCOMM_NVCC", "/elsewhere/nvcc")
+    done = configure(tmp_path, f"-DPython_EXECUTABLE={sys.executable}")
+    assert "CUDA engine: not built: there is no nvcc at /elsewhere/nvcc" in done.stdout, done.stdout + done.stderr
 
 
 def test_architectures_are_named(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ NAMES = ("run", "report", "document", "machine")
 others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 
+import machine  # noqa: E402
 import run  # noqa: E402
 from document import Document  # noqa: E402
 
@@ -208,6 +209,38 @@ document.end("pieces")
     log = (tmp_path / "gpu-some.log").read_text()
     assert [log.count(text) for text in ("now a\n", "now b\n", "now c\n", "here\n", "still here\n")] == [1, 1, 1, 2, 1]
     assert "| goes on | ok," in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_is_missing_costs_all_but_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = "make gpu expects nvcc, not found here: pip install something"
+    monkeypatch.setattr(run, "missing", lambda: lacks)
+    out = tmp_path / "gpu.json"
+    assert run.run_all(False, [], [], run.Runner(Document(out), 100)) == 2
+    document = Document(out).read()
+    assert document["stages"].keys() == {"facts"}
+    assert document["facts"]["cores"] == os.cpu_count()
+    assert document["failed"] == {"machine": lacks}
+    assert f"* failed: machine: {lacks}" in out.with_suffix(".md").read_text()
+    assert run.run_all(False, ["facts"], [], run.Runner(Document(out), 100)) == 0
+
+
+def test_what_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict.fromkeys(("cmake", "ninja", "c++", "nvcc"), "/somewhere/nvcc")
+    monkeypatch.setattr(machine, "program", found.__getitem__)
+    assert machine.missing() == ""
+    found |= {"ninja": "", "nvcc": "", "c++": ""}
+    assert machine.missing() == (
+        "make gpu expects ninja, nvcc, c++, not found here: pip install ninja nvidia-cuda-nvcc nvidia-cuda-runtime "
+        "(or CUDA 12 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc) and install a C++ "
+        "compiler"
+    )
+    wheel = tmp_path / "nvidia" / "cu13"
+    found |= {"ninja": "here", "nvcc": str(wheel / "bin" / "nvcc"), "c++": "here"}
+    said = "make gpu expects cuda_runtime.h, not found here: pip install nvidia-cuda-runtime"
+    assert machine.missing() == said
+    (wheel / "include").mkdir(parents=True)
+    (wheel / "include" / "cuda_runtime.h").touch()
+    assert machine.missing() == ""
 
 
 def test_the_whole_has_a_limit_that_bounds_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import gc
 import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,33 @@ def test_lent_memory_is_an_ordinary_array(like: str) -> None:
 
     rows = three(fn)  # the communicators are closed now
     assert [float(row.sum()) for row in rows] == [15.0] * 3
+
+
+def arenas() -> int:
+    """Mappings of lent memory in this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("ringcomm-arena")
+
+
+@pytest.mark.parametrize("like", ["torch", "numpy"])
+def test_lent_memory_lives_as_long_as_a_view_of_it(like: str) -> None:
+    """Whatever becomes of the communicator and of the array; with the last view it is unmapped."""
+    before = arenas()
+    comm = ringcomm.init()
+    x = comm.empty((1 << 10, 3), "float32", like=like)
+    x[...] = 1
+    work = comm.all_reduce(x, async_op=True)
+    comm.close()
+    row, other = x[5], np.from_dlpack(x)
+    del comm, work, x
+    assert arenas() == before + 1
+    row[...] = 2
+    assert float(other.sum()) == 3 * ((1 << 10) + 1)
+    del row
+    assert arenas() == before + 1
+    assert float(other[5].sum()) == 6
+    del other
+    assert arenas() == before
 
 
 @pytest.mark.parametrize(

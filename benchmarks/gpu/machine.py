@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,19 +23,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from document import Document, default_path
+from document import ROOT, Document, default_path
 
 _MULTICAST, _VMM, _VMM_BY_DESCRIPTOR, _MPS, _COMPUTE_MODE = 132, 102, 103, 133, 20  # CUdevice_attribute
 
 
 def program(name: str) -> str:
-    """Path of a program, or nothing. The one place that knows where nvcc is."""
-    if name == "nvcc" and os.environ.get("RINGCOMM_NVCC"):
-        return os.environ["RINGCOMM_NVCC"]
+    """Path of a program, or nothing. The build looks for nvcc by the same rule."""
+    if name == "nvcc":
+        return str(runpy.run_path(str(ROOT / "cmake" / "nvcc.py"))["nvcc"]())
     homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     folders = [*(f"{home}/bin" for home in homes), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
     folders.append("/usr/local/cuda/bin")
     return shutil.which(name, path=os.pathsep.join(folders)) or ""
+
+
+def missing() -> str:
+    """What the stages behind the facts lack here and what to install, in one sentence; empty where nothing is."""
+    packages = {name: name for name in ("cmake", "ninja") if not program(name)}
+    modules = ("setuptools", "torch", "numpy", "rich", "pytest", "pytest_timeout")
+    packages |= {name: name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None}
+    nvcc, runtime = Path(program("nvcc")), "nvidia-cuda-runtime"
+    if not nvcc.name:
+        packages["nvcc"] = f"nvidia-cuda-nvcc {runtime}"
+    elif nvcc.match("nvidia/cu*/bin/nvcc") and not (nvcc.parents[1] / "include" / "cuda_runtime.h").exists():
+        packages["cuda_runtime.h"] = runtime  # nvcc of a wheel finds that of the wheel beside it alone
+    remedies = [f"pip install {' '.join(packages.values())}"] if packages else []
+    if not nvcc.name:
+        remedies[0] += " (or CUDA 12 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc)"
+    if not program("c++"):
+        packages["c++"] = ""
+        remedies.append("install a C++ compiler")
+    return f"make gpu expects {', '.join(packages)}, not found here: {' and '.join(remedies)}" if packages else ""
 
 
 class Driver:
@@ -109,7 +130,7 @@ def kernel_module() -> str:
 def compiler() -> str:
     path = program("nvcc")
     if not path:
-        return "none: install CUDA 12 or newer, or set RINGCOMM_NVCC to its path"
+        return "none"
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
     return f"{path}: {done.stdout.strip().splitlines()[-1]}"
 

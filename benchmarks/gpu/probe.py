@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from document import ROOT, Document, default_path
-from machine import program
+from machine import missing, program
 
 SOURCE = Path(__file__).with_name("probe.cu")
 
@@ -26,7 +26,7 @@ def main() -> int:
     document, nvcc = Document(a.out), program("nvcc")
     arch = "native" if a.capability == "native" else f"sm_{a.capability}"
     if not nvcc:
-        print("the probe needs nvcc: install CUDA 12 or newer, or set RINGCOMM_NVCC to its path")
+        print(missing())
         return 1
     with tempfile.TemporaryDirectory() as folder:
         probe = str(Path(folder) / "probe")

@@ -7,7 +7,8 @@ Stages, the most telling first: facts about the machine; the build for its GPU a
 smoke: does each path work at all; the headline of the benchmark; the tests, a process for each file; the rest of the
 benchmark; a checker of memory and a profiler, where these programs are; the tests that depend least on the GPU. It
 takes what this Python has (no network: torch 2.11 or newer, CMake, Ninja, setuptools, pytest; pybind11 or torch's copy
-of it; nvcc). RINGCOMM_NCCL names a libnccl (2.30.3 or newer) to measure beside.
+of it; nvcc); where something is missing, it ends behind the facts and says what to install. RINGCOMM_NCCL names a
+libnccl (2.30.3 or newer) to measure beside.
 
 Each stage has a time limit, what is left of the whole bounds it too, and the next one runs whatever came of it. A
 process that loses the GPU is followed by another, which goes on behind the place. What is found is in FILE (gpu.json)
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import report
 from document import LOST, ROOT, Document, default_path
-from machine import program
+from machine import missing, program
 
 SECONDS = 590.0
 LEAST_S = 5.0  # a stage with less time than this is left out
@@ -52,18 +52,6 @@ class Stage:
     needs: str = ""  # a program
     environment: dict[str, str] = field(default_factory=dict)
     beside: Stage | None = None  # runs at the same time
-
-
-def missing() -> list[str]:
-    """What this machine lacks, each with what to do."""
-    modules = {"setuptools", "torch", "numpy", "rich", "pytest", "pytest_timeout"}
-    found = [f"{name}: pip install {name}" for name in ("cmake", "ninja") if not program(name)]
-    found += [f"{name}: pip install {name}" for name in sorted(modules) if importlib.util.find_spec(name) is None]
-    if not program("nvcc"):
-        found.append("nvcc: install CUDA 12 or newer, or set RINGCOMM_NVCC to its path")
-    if not program("c++"):
-        found.append("c++: install a C++ compiler")
-    return found
 
 
 # ---- the stages ------------------------------------------------------------------------------------------------------
@@ -262,7 +250,7 @@ class Runner:
 
 
 def run_all(more: bool, only: list[str], skip: list[str], runner: Runner) -> int:
-    """All stages; 1 where one failed."""
+    """All stages; 1 where one failed, 2 where those behind the facts lack something."""
     out = str(runner.document.path)
     wanted = [Stage("facts", 40, script("machine.py", "--out", out), "machine")]
     with runner.ending():
@@ -273,6 +261,10 @@ def run_all(more: bool, only: list[str], skip: list[str], runner: Runner) -> int
                 runner.run(stage)
                 runner.write_tables()
             if stage.name == "facts":
+                if (lacks := missing()) and only != ["facts"]:
+                    runner.document.put("failed", {"machine": lacks})
+                    print(lacks, file=sys.stderr)
+                    return 2
                 capability = runner.document.part("facts").get("capability", "")
                 wanted = (more_stages if more else stages)(capability, out)
     came = runner.document.part("stages")
@@ -288,9 +280,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it")
     parser.add_argument("--out", type=Path, help="gpu.json, wherever it is; gpu-more.json with --more")
     a = parser.parse_args()
-    if lacks := missing():
-        print("make gpu needs, and does not find:\n  " + "\n  ".join(lacks), file=sys.stderr)
-        return 2
     document = Document((a.out or default_path("gpu-more" if a.more else "gpu")).resolve())
     for old in [document.path, *document.path.parent.glob(f"{document.path.stem}-*.log")]:
         old.unlink(missing_ok=True)

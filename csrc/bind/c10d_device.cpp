@@ -29,6 +29,9 @@ std::size_t lane_of(OpType type, const Task& task) {
   return 2 * peer + (task.call.op == Op::kSend ? 1 : 2);
 }
 
+std::size_t num_lanes(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
+constexpr std::size_t kMostPreparedLanes = 32;  // those of further peers are made at their first message
+
 // Returns the source of a lone receive, else -1 or a source of no meaning.
 int enqueue(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   const std::uintptr_t handle = link.streams->handle(stream);
@@ -64,11 +67,6 @@ Tensors claim(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
     for (const Tensor& copy : task.copies) link.streams->keep_until_here(copy, stream);
   }
   return tensors;
-}
-
-bool captures(c10::Device device) {
-  const auto streams = device_streams(device);
-  return streams->capturing(streams->current());
 }
 
 // Other ranks may be threads of this process.
@@ -107,8 +105,8 @@ void DeviceGroup::make(const Site& site, c10::Device device) {
                 "expected an earlier one, which connects the ranks; make one call before the capture");
   }
   auto engine = maker_.make(site.call(), device);
-  auto streams = device.is_cpu() ? host_streams() : device_streams(device);
-  streams->side(0);  // torch creates its pool of streams now: later that might wait for kernels that wait for us
+  auto streams = device.is_cpu() ? host_streams() : device_streams(device, engine);
+  streams->prepare(std::min(kMostPreparedLanes, num_lanes(engine->world_size())));
   link_ = std::make_shared<DeviceLink>(DeviceLink{std::move(engine), device, std::move(streams)});
   made_ = true;
 }
@@ -150,7 +148,10 @@ WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool asy
   const bool barrier = any_barrier(tasks);
   enqueue(*link_, tasks, current);
   if (barrier && !link_->streams->capturing(current)) {
-    if (const Event end = link_->streams->record(current)) await(*end);
+    if (Event end = link_->streams->record(current)) {
+      await(*end);
+      link_->streams->reuse(std::move(*end));
+    }
     link_->check("barrier");
   }
   return nullptr;
@@ -171,7 +172,7 @@ WorkPtr DeviceGroup::start_beside(const c10::Stream& current, const char* title,
   } catch (...) {  // some of a batch may be enqueued already
     error = std::current_exception();
   }
-  const auto in_flight = std::make_shared<InFlight>(streams.record(side), captured, std::move(tensors));
+  const auto in_flight = std::make_shared<InFlight>(link_->streams, side, captured, std::move(tensors));
   hold(in_flight);
   if (error) std::rethrow_exception(error);
   const DeviceWork::Facts facts{type, title + Site::kPrefix, sequence, source, barrier, side};

@@ -17,7 +17,7 @@ namespace ringcomm {
 struct DeviceLink {
   std::shared_ptr<Engine> engine;
   c10::Device device;
-  std::unique_ptr<Streams> streams;
+  std::shared_ptr<Streams> streams;
 
   // Throws what ended the communicator, if it is known already.
   void check(const char* call) const;
@@ -29,16 +29,21 @@ struct DeviceLink {
 // left that for the same reason.)
 class InFlight {
  public:
-  InFlight(Event end, bool captured, Tensors tensors)
-      : end(std::move(end)), captured(captured), tensors_(std::move(tensors)) {}
+  // Ends where `stream` is now.
+  InFlight(const std::shared_ptr<Streams>& streams, const c10::Stream& stream, bool captured, Tensors tensors)
+      : end(streams->record(stream)), captured(captured), streams_(streams), tensors_(std::move(tensors)) {}
+  ~InFlight() {
+    if (end && !captured) streams_->reuse(std::move(*end));
+  }
   bool ended() const { return !end || (!captured && reached(*end)); }
   void release();
   bool released() const { return released_; }
 
-  const Event end;
+  Event end;
   const bool captured;  // in a graph: the event says nothing to the host
 
  private:
+  const std::shared_ptr<Streams> streams_;
   std::atomic<bool> released_{false};
   Tensors tensors_;
 };

@@ -8,6 +8,8 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace ringcomm {
 namespace {
@@ -51,23 +53,34 @@ bool is_capturing(const Stream& stream) {
 
 class DeviceStreams final : public Streams {
  public:
-  explicit DeviceStreams(c10::Device device) : device_(device), guard_(device.type()), between_(device.type()) {}
+  DeviceStreams(c10::Device device, std::shared_ptr<Engine> engine)
+      : device_(device), guard_(device.type()), engine_(std::move(engine)), between_(device.type()) {}
+  ~DeviceStreams() override {
+    for (const std::uintptr_t stream : lent_) engine_->take_back_stream(stream);
+  }
 
   c10::Stream current() const override { return guard_.getStream(device_); }
   c10::Stream side(std::size_t lane) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = side_.find(lane);
     if (found != side_.end()) return found->second;
-    return side_.emplace(lane, guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true)).first->second;
+    return side_.emplace(lane, make_lane()).first->second;
+  }
+  void prepare(std::size_t num_lanes) override {
+    for (std::size_t lane = 0; lane < num_lanes && lent_.size() == lane; ++lane) side(lane);
   }
   std::uintptr_t handle(const c10::Stream& stream) const override {
     return reinterpret_cast<std::uintptr_t>(stream.native_handle());
   }
   bool capturing(const c10::Stream& stream) const override { return is_capturing(stream); }
-  Event record(const c10::Stream& stream) const override {
-    c10::Event event(device_.type());
+  Event record(const c10::Stream& stream) override {
+    c10::Event event = idle_event();
     event.record(stream);
     return event;
+  }
+  void reuse(c10::Event event) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_events_.push_back(std::move(event));
   }
   void order(const c10::Stream& earlier, const c10::Stream& later) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -80,10 +93,42 @@ class DeviceStreams final : public Streams {
   void enqueued(Engine&, const c10::Stream&) const override {}
 
  private:
+  // A stream that the engine lends, as torch names one that is not its own: by its address. (That is what
+  // c10::cuda::getStreamFromExternal does, which only a torch with CUDA has.) Where torch does not know the stream by
+  // that name, or the engine lends none, it is one of torch's pool, which gives its 32 out in turns to all who ask.
+  c10::Stream make_lane() {
+    if (const std::uintptr_t lent = engine_->lend_stream()) {
+      const c10::Stream stream(c10::Stream::UNSAFE, device_, static_cast<c10::StreamId>(lent));
+      if (is_named(stream, lent)) {
+        lent_.push_back(lent);
+        return stream;
+      }
+      engine_->take_back_stream(lent);
+    }
+    return guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+  }
+  bool is_named(const c10::Stream& stream, std::uintptr_t lent) const {
+    try {
+      return handle(stream) == lent;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }
+  c10::Event idle_event() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_events_.empty()) return c10::Event(device_.type());
+    c10::Event event = std::move(idle_events_.back());
+    idle_events_.pop_back();
+    return event;
+  }
+
   const c10::Device device_;
   const c10::impl::VirtualGuardImpl guard_;
-  std::mutex mutex_;
+  const std::shared_ptr<Engine> engine_;
+  std::mutex mutex_;  // of what follows
   std::map<std::size_t, c10::Stream> side_;
+  std::vector<std::uintptr_t> lent_;
+  std::vector<c10::Event> idle_events_;
   c10::Event between_;  // recorded again and again: a wait is for the last time before it
 };
 
@@ -91,9 +136,11 @@ class HostStreams final : public Streams {
  public:
   c10::Stream current() const override { return c10::Stream(c10::Stream::DEFAULT, c10::kCPU); }
   c10::Stream side(std::size_t) override { return current(); }
+  void prepare(std::size_t) override {}
   std::uintptr_t handle(const c10::Stream&) const override { return 0; }
   bool capturing(const c10::Stream&) const override { return false; }
-  Event record(const c10::Stream&) const override { return std::nullopt; }
+  Event record(const c10::Stream&) override { return std::nullopt; }
+  void reuse(c10::Event) override {}
   void order(const c10::Stream&, const c10::Stream&) override {}
   void keep_until_here(const at::Tensor&, const c10::Stream&) const override {}
   void enqueued(Engine& engine, const c10::Stream& stream) const override { engine.synchronize(handle(stream)); }
@@ -115,7 +162,11 @@ void await(const c10::Event& event) {
   }
 }
 
-std::unique_ptr<Streams> device_streams(c10::Device device) { return std::make_unique<DeviceStreams>(device); }
-std::unique_ptr<Streams> host_streams() { return std::make_unique<HostStreams>(); }
+bool captures(c10::Device device) { return is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device)); }
+
+std::shared_ptr<Streams> device_streams(c10::Device device, std::shared_ptr<Engine> engine) {
+  return std::make_shared<DeviceStreams>(device, std::move(engine));
+}
+std::shared_ptr<Streams> host_streams() { return std::make_shared<HostStreams>(); }
 
 }  // namespace ringcomm

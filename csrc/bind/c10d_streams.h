@@ -27,11 +27,15 @@ class Streams {
   // The current stream of the calling thread, and internal ones of high priority: one for each lane.
   virtual c10::Stream current() const = 0;
   virtual c10::Stream side(std::size_t lane) = 0;
+  // Makes the streams of the first lanes now: later that might wait for kernels that wait for us.
+  virtual void prepare(std::size_t num_lanes) = 0;
   // The engine's word for a stream.
   virtual std::uintptr_t handle(const c10::Stream& stream) const = 0;
   // Whether what is enqueued goes into a graph: its events must then be neither queried nor waited for by the host.
   virtual bool capturing(const c10::Stream& stream) const = 0;
-  virtual Event record(const c10::Stream& stream) const = 0;
+  virtual Event record(const c10::Stream& stream) = 0;
+  // An event of `record` that nobody looks at any more: it is recorded again.
+  virtual void reuse(c10::Event event) = 0;
   // `later` goes on when what is now enqueued on `earlier` is done.
   virtual void order(const c10::Stream& earlier, const c10::Stream& later) = 0;
   // The memory of `tensor` is not used again before `stream` has come to this point, even if nobody keeps the tensor.
@@ -40,10 +44,14 @@ class Streams {
   virtual void enqueued(Engine& engine, const c10::Stream& stream) const = 0;
 };
 
-std::unique_ptr<Streams> device_streams(c10::Device device);
+// Whether the current stream there goes into a graph.
+bool captures(c10::Device device);
+
+// `engine` lends the streams of the lanes.
+std::shared_ptr<Streams> device_streams(c10::Device device, std::shared_ptr<Engine> engine);
 
 // For an engine whose device memory is the host's (the emulated one): the only stream is the calling thread, and a call
 // has ended when it is enqueued, as with CUDA_LAUNCH_BLOCKING=1.
-std::unique_ptr<Streams> host_streams();
+std::shared_ptr<Streams> host_streams();
 
 }  // namespace ringcomm

@@ -200,6 +200,10 @@ class Engine {
   // Device engines: blocks the host until all that is enqueued on `stream` is done; throws the error that ended the
   // communicator, if one did, and then at once.
   virtual void synchronize([[maybe_unused]] std::uintptr_t stream) {}
+  // Device engines: a stream of high priority that nobody else has until it is given back; 0: there is none. It is
+  // never destroyed, for a framework's allocator may go on asking about it.
+  virtual std::uintptr_t lend_stream() { return 0; }
+  virtual void take_back_stream([[maybe_unused]] std::uintptr_t stream) {}
   // It has become a part of another engine, whose own threads may call it at any time.
   virtual void absorbed() {}
 };

@@ -152,6 +152,8 @@ class RecordedEngine final : public Engine {
                                    std::int64_t limit_ms) override {
     return engine_->regroup(message, members, limit_ms);
   }
+  std::uintptr_t lend_stream() override { return engine_->lend_stream(); }
+  void take_back_stream(std::uintptr_t stream) override { engine_->take_back_stream(stream); }
   void set_timeout(std::int64_t timeout_ms) override { engine_->set_timeout(timeout_ms); }
   std::int64_t timeout() const override { return engine_->timeout(); }
   void close() override {

@@ -59,9 +59,10 @@ void check_memory(const Call& call, int device, int rank) {
   };
   const bool at_root = !rooted(call.op) || call.root == rank;
   const bool moves = call.op != Op::kBarrier;
-  if (moves && call.op != Op::kRecv && (at_root || call.op == Op::kReduce || call.op == Op::kGather))
-    side(call.input, call.input_parts, "input");
-  if (moves && call.op != Op::kSend && (at_root || call.op == Op::kBroadcast || call.op == Op::kScatter))
+  const bool reads = moves && call.op != Op::kRecv && (at_root || call.op == Op::kReduce || call.op == Op::kGather);
+  if (reads) side(call.input, call.input_parts, "input");
+  const bool seen = reads && call.input == call.output && call.input_parts.empty() && call.output_parts.empty();
+  if (moves && !seen && call.op != Op::kSend && (at_root || call.op == Op::kBroadcast || call.op == Op::kScatter))
     side(call.output, call.output_parts, "output");
 }
 

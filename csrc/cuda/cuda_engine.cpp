@@ -78,6 +78,12 @@ class CudaEngine final : public Engine {
   void release(void* data) override {
     if (!forked() && data) context_->group().release(data);
   }
+  std::uintptr_t lend_stream() override {
+    return forked() ? 0 : reinterpret_cast<std::uintptr_t>(cuda::lend_stream(context_->device(), rank()));
+  }
+  void take_back_stream(std::uintptr_t stream) override {
+    if (!forked()) cuda::take_back_stream(context_->device(), reinterpret_cast<cudaStream_t>(stream));
+  }
   void abort(const std::string& reason, ErrorCode code) override {
     if (!forked()) context_->abort(reason, code);
   }
@@ -199,7 +205,7 @@ void CudaEngine::run_batch(const Call* calls, int num_calls) {
     context_->await(*outcome, calls[0].op, Clock::now() + std::chrono::milliseconds(limit), limit);
   else
     context_->rethrow(*outcome, calls[0].op);
-  Marks::follow(stream, capture, outcome->mark(), rank());
+  Marks::follow_here(stream, capture, outcome->mark(), true, rank());
 }
 
 int CudaEngine::run(const Call& call) {
@@ -222,7 +228,6 @@ std::shared_ptr<Request> CudaEngine::submit(Call call) {
   check(call);
   if (point_to_point(call.op)) return request(post_message(call, true), call);
   Batch batch = batch_of(&call, 1);
-  if (context_->group().team().size() > 1) batch.ready = context_->marks().record(batch.stream, batch.capture, rank());
   batch.kept.push_back(call);
   return request(post(std::move(batch)), call);
 }
@@ -411,6 +416,7 @@ bool CudaEngine::in_flight() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if ((newest_ && newest_->open()) || context_->local().matcher().has_open(rank())) return true;
   try {
+    const DeviceGuard guard(context_->device(), rank());
     for (const MarkPtr& mark : last_marks())
       if (!reached(*mark, rank())) return true;
   } catch (const Error&) {

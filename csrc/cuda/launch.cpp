@@ -2,6 +2,7 @@
 
 #include <iterator>
 #include <map>
+#include <set>
 #include <tuple>
 
 namespace ringcomm::cuda {
@@ -21,6 +22,55 @@ int room_for(const void* kernel, int threads, int device, int rank) {
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute of the multiprocessors", rank);
   return blocks = each * multiprocessors;
+}
+
+namespace {
+
+struct IdleStreams {
+  std::mutex mutex;
+  std::map<int, std::vector<cudaStream_t>> by_device;
+  std::set<cudaStream_t> all;  // those that are lent, too
+};
+IdleStreams& idle_streams() {
+  static auto* const all = new IdleStreams;  // engines may outlive static objects
+  return *all;
+}
+
+bool is_never_destroyed(cudaStream_t stream) {
+  if (stream == nullptr || stream == cudaStreamLegacy) return true;
+  IdleStreams& idle = idle_streams();
+  const std::lock_guard<std::mutex> lock(idle.mutex);
+  return idle.all.count(stream) != 0;
+}
+
+}  // namespace
+
+cudaStream_t lend_stream(int device, int rank) {
+  IdleStreams& idle = idle_streams();
+  {
+    const std::lock_guard<std::mutex> lock(idle.mutex);
+    std::vector<cudaStream_t>& here = idle.by_device[device];
+    if (!here.empty()) {
+      const cudaStream_t stream = here.back();
+      here.pop_back();
+      return stream;
+    }
+  }
+  const DeviceGuard guard(device, rank);
+  const RelaxedCapture relaxed(rank);
+  int least = 0, greatest = 0;
+  cudaStream_t stream = nullptr;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", rank);
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate of a lane", rank);
+  const std::lock_guard<std::mutex> lock(idle.mutex);
+  idle.all.insert(stream);
+  return stream;
+}
+
+void take_back_stream(int device, cudaStream_t stream) {
+  IdleStreams& idle = idle_streams();
+  const std::lock_guard<std::mutex> lock(idle.mutex);
+  idle.by_device[device].push_back(stream);
 }
 
 unsigned long long capture_of(cudaStream_t stream, int rank) {
@@ -78,9 +128,15 @@ void Marks::follow(cudaStream_t stream, unsigned long long capture, const MarkPt
   check(cudaStreamWaitEvent(stream, mark->event, 0), "cudaStreamWaitEvent on the call's stream", rank);
 }
 
+void Marks::follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
+                        int rank) {
+  const bool same = mark && mark->stream == stream && (has_stayed || is_never_destroyed(stream));
+  if (!same) follow(stream, capture, mark, rank);
+}
+
 void Newest::follow(cudaStream_t stream, unsigned long long capture, int rank) const {
   const auto it = marks_.find(capture);
-  if (it != marks_.end()) Marks::follow(stream, capture, it->second, rank);
+  if (it != marks_.end()) Marks::follow_here(stream, capture, it->second, false, rank);
 }
 
 void Newest::put(const MarkPtr& mark) {

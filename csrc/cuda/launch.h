@@ -17,6 +17,11 @@ namespace ringcomm::cuda {
 // later that might wait for kernels that wait for us.
 int room_for(const void* kernel, int threads, int device, int rank);
 
+// Streams beside those of the program, of the highest priority. They wait for no other unless they are told to, and are
+// never destroyed: what was taken back is lent again.
+cudaStream_t lend_stream(int device, int rank);
+void take_back_stream(int device, cudaStream_t stream);
+
 // The capture that `stream` takes part in; 0: none.
 unsigned long long capture_of(cudaStream_t stream, int rank);
 
@@ -54,6 +59,10 @@ class Marks : public std::enable_shared_from_this<Marks> {
   MarkPtr record(cudaStream_t stream, unsigned long long capture, int rank);
   // What is enqueued on `stream` from now on comes after the mark.
   static void follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank);
+  // The same for a stream of the mark's device: its own needs no wait. A handle does not tell whether it is the same
+  // stream, unless streams of that handle are never destroyed, or it `has_stayed` since the mark was made.
+  static void follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
+                          int rank);
 
  private:
   cudaEvent_t take(int rank);
@@ -63,7 +72,7 @@ class Marks : public std::enable_shared_from_this<Marks> {
   std::vector<cudaEvent_t> idle_;
 };
 
-// The newest mark of what runs now, and of each capture under way: among these there is no order.
+// The newest mark of a device's streams of what runs now, and of each capture under way: among these there is no order.
 class Newest {
  public:
   // What is enqueued on `stream` from now on comes after the newest of its own kind.

@@ -41,6 +41,7 @@ bool DeviceRequest::done() const {
   if (outcome_->open()) return context_->ended();
   if (outcome_->failed() || ended_well_.load()) return true;
   try {
+    const DeviceGuard guard(context_->device(), context_->rank());
     return reached(*outcome_->mark(), context_->rank());
   } catch (const Error&) {
     return true;  // wait() says what
@@ -64,6 +65,7 @@ void DeviceRequest::wait(std::int64_t timeout_ms) {
     outcome_->await(std::min(end, Clock::now() + kHeartbeat));
   }
   context_->await(*outcome_, op_, limit_, limit_ms_);
+  const DeviceGuard guard(context_->device(), context_->rank());
   const std::int64_t longest = timeout_ms > 0 ? timeout_ms : 2 * limit_ms_;
   const auto last = timeout_ms > 0 ? end : Clock::now() + std::chrono::milliseconds(longest) + kGrace;
   if (!await_mark(*outcome_->mark(), context_->rank(), last)) still_in_flight(longest);
@@ -75,7 +77,7 @@ void DeviceRequest::join(std::uintptr_t stream) {
   if (outcome_->may_give_up()) context_->check(op_);
   const DeviceGuard guard(context_->device(), context_->rank());
   const auto target = reinterpret_cast<cudaStream_t>(stream);
-  Marks::follow(target, capture_of(target, context_->rank()), outcome_->mark(), context_->rank());
+  Marks::follow_here(target, capture_of(target, context_->rank()), outcome_->mark(), false, context_->rank());
 }
 
 void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {
@@ -92,6 +94,7 @@ bool DeviceRequest::poll() {
 std::exception_ptr DeviceRequest::result() {
   try {
     context_->await(*outcome_, op_, limit_, limit_ms_);
+    const DeviceGuard guard(context_->device(), context_->rank());
     reached(*outcome_->mark(), context_->rank());
     conclude();
   } catch (...) {
@@ -138,7 +141,7 @@ bool Watcher::sweep(std::unique_lock<std::mutex>& lock) {
   return any;
 }
 
-// Looking at events must not give the process a context on another device.
+// Looking at an event gives a thread without a context one on its usual device.
 void Watcher::run() {
   id_.store(std::this_thread::get_id());
   try {

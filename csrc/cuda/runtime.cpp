@@ -1,5 +1,6 @@
 #include "cuda/runtime.h"
 
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -156,7 +157,7 @@ bool tolerate(cudaError_t status, const char* what) noexcept {
 bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
 
 #if defined(RINGCOMM_EMULATE)
-bool has_context(int device) { return emulator::has_context(device); }
+#define RINGCOMM_DRIVER(function) &function
 #else
 void* driver_function(const char* symbol) {
   void* found = nullptr;
@@ -169,31 +170,63 @@ void* driver_function(const char* symbol) {
   if (status != cudaSuccess) cudaGetLastError();
   return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
 }
-
-bool has_context(int device) {
-  static const auto device_get = reinterpret_cast<decltype(&cuDeviceGet)>(driver_function("cuDeviceGet"));
-  static const auto get_state =
-      reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(driver_function("cuDevicePrimaryCtxGetState"));
-  CUdevice handle = 0;
-  unsigned flags = 0;
-  int active = 0;
-  if (!device_get || !get_state || device_get(&handle, device) != CUDA_SUCCESS) return true;
-  return get_state(handle, &flags, &active) != CUDA_SUCCESS || active != 0;
-}
+#define RINGCOMM_DRIVER(function) reinterpret_cast<decltype(&function)>(driver_function(#function))
 #endif
 
+namespace {
+
+// The driver's errors are the runtime's under other names.
+template <typename Function, typename... Args>
+cudaError_t ask_driver(Function* function, Args... args) {
+  return function ? static_cast<cudaError_t>(function(args...)) : cudaErrorSymbolNotFound;
+}
+
+cudaError_t set_current(CUcontext context) {
+  static const auto function = RINGCOMM_DRIVER(cuCtxSetCurrent);
+  return ask_driver(function, context);
+}
+
+CUcontext current_context(int rank) {
+  static const auto function = RINGCOMM_DRIVER(cuCtxGetCurrent);
+  CUcontext context = nullptr;
+  check(ask_driver(function, &context), "cuCtxGetCurrent", rank);
+  return context;
+}
+
+// Made by the first who asks, and never given back: other code of this process works in it.
+CUcontext make_primary(int device, int rank) {
+  CUdevice handle = 0;
+  CUcontext context = nullptr;
+  check(ask_driver(RINGCOMM_DRIVER(cuDeviceGet), &handle, device), "cuDeviceGet", rank);
+  check(ask_driver(RINGCOMM_DRIVER(cuDevicePrimaryCtxRetain), &context, handle), "cuDevicePrimaryCtxRetain", rank);
+  return context;
+}
+
+// The primary context of a device once a guard has asked for it. The driver is not asked at every change: the context
+// lives until somebody resets the device, and one that is gone is refused where it is to become current.
+std::atomic<CUcontext>& known_primary(int device) {
+  static std::array<std::atomic<CUcontext>, 64> known{};
+  return known.at(static_cast<std::size_t>(device));
+}
+
+}  // namespace
+
 DeviceGuard::DeviceGuard(int device, int rank) {
-  int now = 0;
-  check(cudaGetDevice(&now), "cudaGetDevice", rank);
   watch_for_exit();
-  if (now == device) return;
-  const bool put_back = has_context(now);
-  check(cudaSetDevice(device), "cudaSetDevice", rank);
-  if (put_back) before_ = now;
+  std::atomic<CUcontext>& known = known_primary(device);
+  const CUcontext before = current_context(rank), primary = known.load(std::memory_order_acquire);
+  if (primary && before == primary) return;
+  before_ = before;
+  if (!primary || set_current(primary) != cudaSuccess) {
+    const CUcontext made = make_primary(device, rank);
+    check(set_current(made), "cuCtxSetCurrent", rank);
+    known.store(made, std::memory_order_release);
+  }
+  changed_ = true;
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (before_ >= 0) tolerate(cudaSetDevice(before_), "cudaSetDevice");
+  if (changed_) tolerate(set_current(static_cast<CUcontext>(before_)), "cuCtxSetCurrent");
 }
 
 RelaxedCapture::RelaxedCapture(int rank) {

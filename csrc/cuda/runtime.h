@@ -25,11 +25,10 @@ bool process_is_ending();
 void* driver_function(const char* symbol);
 #endif
 
-// Whether this process has a context on a device: making one takes about 500 MB there.
-bool has_context(int device);
-
-// The calling thread works on `device` within a scope. Afterwards its device is the one before, unless this process has
-// no context there: cudaSetDevice would make one, so that every process would have one on GPU 0.
+// The calling thread works within a scope in the primary context of `device`, which the runtime works in, and torch.
+// Afterwards its context is the one before: none, or one that its program has made current (cuCtxSetCurrent, as CuPy
+// and green contexts do). cudaSetDevice would lose that one, and would make a context, about 500 MB, on the usual GPU 0
+// of a thread that has none.
 class DeviceGuard {
  public:
   DeviceGuard(int device, int rank);
@@ -38,7 +37,8 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int before_ = -1;  // -1: nothing to put back
+  void* before_ = nullptr;  // a CUcontext
+  bool changed_ = false;
 };
 
 // Lets the calling thread allocate and query within a scope, whatever other threads may be capturing into a graph.

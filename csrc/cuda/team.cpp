@@ -96,10 +96,14 @@ std::shared_ptr<Outcome> Team::post(Context& context, Batch batch) {
   seat.last.count = batch.first().count;
   ++seat.calls;
   round->batches[&seat - seats_.data()] = std::move(batch);
-  if (Batch& mine = round->batches[&seat - seats_.data()]; !mine.kept.empty()) mine.calls = mine.kept.data();
+  Batch& mine = round->batches[&seat - seats_.data()];
+  if (!mine.kept.empty()) mine.calls = mine.kept.data();
   ++round->come;
   compare(*round, seat);
-  if (round->open() && round->full()) launch(*round, seat);
+  if (round->open() && round->full())
+    launch(*round, seat);
+  else if (!mine.kept.empty())  // its stream goes on before the launch
+    mine.ready = context.marks().record(mine.stream, mine.capture, context.rank());
   return round;
 }
 

@@ -103,6 +103,8 @@ class HostsEngine final : public Engine {
   void combine(const Combining& combining) override { local_->combine(combining); }
   void* allocate(std::size_t nbytes) override { return local_->allocate(nbytes); }
   void release(void* data) override { local_->release(data); }
+  std::uintptr_t lend_stream() override { return local_->lend_stream(); }
+  void take_back_stream(std::uintptr_t stream) override { local_->take_back_stream(stream); }
 
   void abort(const std::string& reason, ErrorCode code) override {
     if (forked()) return;

@@ -2,6 +2,9 @@
 // device (launches that know all pointers, and launches that go about it as if they did not), as threads on two devices
 // and as processes; then streams, graphs, one thread for all ranks, messages, lists.
 //   cuda_engine_test [quick] [names of sections]
+#include <condition_variable>
+#include <mutex>
+
 #include "cuda_engine_tools.h"
 #include "engine_matrix.h"
 
@@ -46,6 +49,124 @@ void several_streams(Engine& engine) {
   float want = static_cast<float>(engine.world_size() * (engine.world_size() + 1) / 2);
   for (int i = 1; i < 8; ++i) want *= static_cast<float>(engine.world_size());
   for (const float x : data) require(x == want, concat("two streams: ", x, " for ", want));
+}
+
+// Two threads pass it together.
+class Gate {
+ public:
+  void pass() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int mine = came_++ / 2;
+    if (came_ % 2 == 0) changed_.notify_all();
+    changed_.wait(lock, [&] { return came_ >= 2 * (mine + 1); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int came_ = 0;
+};
+
+// What a call asks of the runtime and the driver, on both ranks together, once everything has been made: by streams of
+// the ranks' own and by the default one, where nobody waits for what is on his own stream already.
+void host_calls() {
+  constexpr int kTimes = 30;
+  const auto engines = make_ranks(2);
+  // All ranks call kTimes times; nothing that they do to prepare or to end is counted.
+  const auto counted = [&](bool own_stream, const std::function<void(Engine&, const Call&)>& act) {
+    Gate gate;
+    long before = 0, after = 0;
+    std::vector<std::thread> threads;
+    for (int r = 0; r < 2; ++r)
+      threads.emplace_back([&, r] {
+        require(cudaSetDevice(0) == cudaSuccess, "device 0");
+        const OwnStream own;
+        std::vector<float> data(100, 1.f);
+        const Call call = all_reduce_of(data, own_stream ? stream : 0);
+        for (int i = 0; i < 3; ++i) act(*engines[r], call);
+        gate.pass();
+        if (r == 0) before = emulator::calls_so_far();
+        gate.pass();
+        for (int i = 0; i < kTimes; ++i) {
+          act(*engines[r], call);
+          gate.pass();
+        }
+        if (r == 0) after = emulator::calls_so_far();
+        gate.pass();
+        require(cudaDeviceSynchronize() == cudaSuccess, "the end");
+      });
+    for (auto& thread : threads) thread.join();
+    return (after - before) / kTimes;  // whole: the pool of events may still grow
+  };
+  const auto run_one = [](Engine& engine, const Call& call) { engine.run(call); };
+  const auto submit_and_join = [](Engine& engine, const Call& call) { engine.submit(call)->join(call.stream); };
+  const std::pair<const char*, std::pair<long, long>> costs[] = {
+      {"run on own streams", {counted(true, run_one), 12}},
+      {"run on the default stream", {counted(false, run_one), 8}},
+      {"submit and join on own streams", {counted(true, submit_and_join), 17}},
+      {"submit and join on the default stream", {counted(false, submit_and_join), 13}}};
+  for (const auto& [name, cost] : costs) std::printf("%s: %ld\n", name, cost.first);
+  for (const auto& [name, cost] : costs)
+    require(cost.first == cost.second, concat(name, ": ", cost.first, " calls of the runtime, not ", cost.second));
+}
+
+// Nobody else has a lent stream; what has been given back is lent again, by another engine too.
+void lent_streams() {
+  const auto engines = make_ranks(2, short_timeout(), 1);
+  const std::uintptr_t first = engines[0]->lend_stream(), second = engines[0]->lend_stream();
+  require(first && second && first != second, "two lent streams");
+  engines[0]->take_back_stream(first);
+  require(engines[1]->lend_stream() != first, "a stream of another device");
+  require(make_ranks(1)[0]->lend_stream() == first, "a stream that was given back");
+}
+
+// Ranks of device 1 whose threads have a context of their own current, as CuPy and green contexts do: it is current
+// after each call, and nothing makes a context on the usual device 0.
+void contexts() {
+  EngineOptions options = short_timeout();
+  options.device = 1;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int r = 0; r < 2; ++r) engines.push_back(make_cuda_engine(r, 2, options));
+  const std::vector<std::string> handles{engines[0]->handle(), engines[1]->handle()};
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      CUctx_st own{1, false};
+      CUcontext primary = nullptr, now = nullptr;
+      require(cudaSetDevice(1) == cudaSuccess && cuCtxGetCurrent(&primary) == cudaSuccess, "the primary context");
+      const OwnStream mine;
+      std::vector<float> data(100, 1.f);
+      void* memory = nullptr;
+      std::shared_ptr<Request> request;
+      std::uintptr_t lane = 0;
+      Call message = all_reduce_of(data);
+      message.op = r == 0 ? Op::kSend : Op::kRecv;
+      message.root = 1 - r;
+      (r == 0 ? message.output : const_cast<void*&>(message.input)) = nullptr;
+      const std::pair<const char*, std::function<void()>> steps[] = {
+          {"connect", [&] { engines[r]->connect(handles); }},
+          {"run", [&] { engines[r]->run(all_reduce_of(data)); }},
+          {"submit", [&] { request = engines[r]->submit(all_reduce_of(data)); }},
+          {"join", [&] { request->join(stream); }},
+          {"wait", [&] { request->wait(0); }},
+          {"a message", [&] { engines[r]->run(message); }},
+          {"allocate", [&] { memory = engines[r]->allocate(100); }},
+          {"release", [&] { engines[r]->release(memory); }},
+          {"a lent stream", [&] { lane = engines[r]->lend_stream(); }},
+          {"a call there", [&] { engines[r]->run(all_reduce_of(data, lane)); }},
+          {"synchronize", [&] { engines[r]->synchronize(lane); }},
+          {"its return", [&] { engines[r]->take_back_stream(lane); }},
+          {"close", [&] { engines[r]->close(); }},
+          {"the end", [&] { engines[r].reset(); }}};
+      require(cuCtxSetCurrent(&own) == cudaSuccess, "a context of one's own");
+      for (const auto& [name, step] : steps) {
+        step();
+        require(cuCtxGetCurrent(&now) == cudaSuccess && now == &own, concat("the context after ", name));
+      }
+      require(cuCtxSetCurrent(primary) == cudaSuccess, "the primary context again");
+    });
+  for (auto& thread : threads) thread.join();
+  require(emulator::has_context(1) && !emulator::has_context(0), "a context on device 0");
 }
 
 // The second communicator's calls come between those of the first, in another order on every rank's streams.
@@ -310,6 +431,9 @@ std::vector<Section> sections() {
       {"lists_apart", threads(3, lists), kApart},
       {"packing", packing, {}},
       {"facts", facts, {}},
+      {"contexts", contexts, {}},
+      {"host_calls", host_calls, {}},
+      {"lent_streams", lent_streams, {}},
   };
 }
 

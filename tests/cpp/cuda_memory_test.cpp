@@ -9,18 +9,51 @@
 namespace ringcomm::test {
 namespace {
 
+CUcontext current_context() {
+  CUcontext context = nullptr;
+  require(cuCtxGetCurrent(&context) == cudaSuccess, "the current context");
+  return context;
+}
+
 // A context takes 500 MB of a real GPU: work on one device must not make one on the thread's usual device.
 void test_guards_make_no_context() {
+  int now = 0;
   {
     const cuda::DeviceGuard guard(1, 0);
+    require(cudaGetDevice(&now) == cudaSuccess && now == 1, "the device of the guard");
   }
-  require(cuda::has_context(1) && !cuda::has_context(0), "a context on device 0");
-  int now = 0;
+  require(emulator::has_context(1) && !emulator::has_context(0), "a context on device 0");
+  require(!current_context() && cudaGetDevice(&now) == cudaSuccess && now == 0, "no context, as before");
   require(cudaSetDevice(0) == cudaSuccess, "choosing device 0");
   {
     const cuda::DeviceGuard guard(1, 0);
+    const cuda::DeviceGuard again(1, 0);
   }
-  require(cudaGetDevice(&now) == cudaSuccess && now == 0, "the device of before, where it has a context");
+  require(cudaGetDevice(&now) == cudaSuccess && now == 0, "the device of before");
+}
+
+// CuPy, a green context or the driver's API: what a program has made current is current after a guard.
+void test_guards_keep_the_context_of_the_program() {
+  const CUcontext usual = current_context();
+  void* memory = nullptr;
+  for (int device : {0, 1}) {
+    CUctx_st own{device, false};
+    require(cuCtxSetCurrent(&own) == cudaSuccess && cudaMalloc(&memory, 8) != cudaSuccess, "a context of one's own");
+    cudaGetLastError();
+    for (int i = 0; i < 2; ++i) {
+      const cuda::DeviceGuard guard(1, 0);
+      require(current_context() != &own, "the primary context, on the program's device too");
+      require(cudaMalloc(&memory, 8) == cudaSuccess && cudaFree(memory) == cudaSuccess, "memory under a guard");
+    }
+    require(current_context() == &own, "the program's context");
+    require_error(outcome([] { const cuda::DeviceGuard guard(2, 0); }), ErrorCode::kSystem, {"rank 0", "cuDeviceGet"});
+    require(current_context() == &own, "the program's context after an error");
+    Groups groups = make(2);
+    connect(groups);
+    groups.clear();
+    require(current_context() == &own, "the program's context after the life of a group");
+  }
+  require(cuCtxSetCurrent(usual) == cudaSuccess, "the context of before");
 }
 
 void test_mail() {
@@ -260,6 +293,7 @@ int main() {
   setenv("RINGCOMM_EMULATED_DEVICES", "2", 1);
   require(ringcomm::why_no_cuda().empty(), ringcomm::why_no_cuda());
   test_guards_make_no_context();
+  test_guards_keep_the_context_of_the_program();
   test_options();
   test_mail();
   test_one_device();

@@ -23,7 +23,7 @@ constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
 struct State {
   std::vector<std::string> log;
   int next_event = 0, next_stream = 0, alive = 0;
-  bool capturing = false, events_done = true, aborted = false;
+  bool capturing = false, events_done = true, aborted = false, names_foreign_streams = true;
 } state;
 thread_local c10::StreamId current = 0;
 
@@ -47,6 +47,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(state.next_stream);
   }
   void* getStreamNativeHandle(c10::Stream stream) const override {
+    if (!state.names_foreign_streams) return nullptr;
     return reinterpret_cast<void*>(static_cast<std::intptr_t>(stream.id()));
   }
   bool isStreamCapturing(const c10::Stream&) const { return state.capturing; }  // virtual since torch 2.13
@@ -130,6 +131,11 @@ class LoggingEngine final : public ringcomm::Engine {
   void release(void*) override {}
   void abort(const std::string& reason, ringcomm::ErrorCode) override { reason_ = reason, state.aborted = true; }
   bool aborted() const override { return state.aborted; }
+  std::uintptr_t lend_stream() override {
+    note("lend s", ++state.next_stream);
+    return static_cast<std::uintptr_t>(state.next_stream);
+  }
+  void take_back_stream(std::uintptr_t stream) override { note("take back s", stream); }
   void set_timeout(std::int64_t timeout_ms) override { note("timeout ", timeout_ms); }
   std::int64_t timeout() const override { return 0; }
   void close() override { note("close"); }
@@ -170,5 +176,6 @@ PYBIND11_MODULE(fake_cuda, m) {
   m.def("set_stream", [](c10::StreamId id) { current = id; });
   m.def("set_capturing", [](bool capturing) { state.capturing = capturing; });
   m.def("set_events_done", [](bool done) { state.events_done = done; });
+  m.def("set_names_foreign_streams", [](bool names) { state.names_foreign_streams = names; });
   m.def("set_aborted", [](bool aborted) { state.aborted = aborted; });
 }

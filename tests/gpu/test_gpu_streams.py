@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -53,6 +54,31 @@ def named_stream(comm: Communicator) -> None:
 @pytest.mark.parametrize("case", [late_input, named_stream], ids=lambda case: case.__name__)
 def test_calls_run_in_the_order_of_their_stream(case: Any) -> None:
     ranks(case, 3)
+
+
+def own_context(comm: Communicator) -> None:
+    """A context that the program has made by the driver's API is current again after each call."""
+    x = torch.ones(1000, device=PLACE)
+    torch.cuda.synchronize()
+    driver = ctypes.CDLL("libcuda.so.1")
+    usual, own, now = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    assert driver.cuCtxGetCurrent(ctypes.byref(usual)) == 0
+    assert driver.cuCtxCreate_v2(ctypes.byref(own), 0, 0) == 0  # and makes it current
+    try:
+        for call in (comm.all_reduce, lambda x: comm.all_reduce(x, async_op=True).synchronize()):
+            call(x)
+            comm.synchronize()
+            assert driver.cuCtxGetCurrent(ctypes.byref(now)) == 0
+            assert now.value == own.value
+    finally:
+        driver.cuCtxSetCurrent(usual)
+        driver.cuCtxDestroy_v2(own)
+    assert bool((x == comm.world_size**2).all())
+
+
+@real
+def test_a_context_of_the_program_stays_current() -> None:
+    ranks(own_context, 2)
 
 
 def two_in_flight(comm: Communicator) -> None:

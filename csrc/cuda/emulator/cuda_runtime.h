@@ -293,9 +293,27 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel, int block_threads,
                                                           std::size_t dynamic_shared);
 
+// ---- the driver's contexts -----------------------------------------------------------------------------------------
+
+struct CUctx_st {
+  int device = 0;
+  bool primary = true;  // what the runtime makes and works in; a program's own one is {device, false}
+};
+using CUcontext = CUctx_st*;
+using CUdevice = int;
+using CUresult = cudaError;  // the numbers are the same
+
+CUresult cuCtxGetCurrent(CUcontext* context);
+CUresult cuCtxSetCurrent(CUcontext context);
+CUresult cuDeviceGet(CUdevice* device, int index);
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
+
 namespace ringcomm::emulator {
 
-// As cuDevicePrimaryCtxGetState tells it: whether a thread of this process has chosen the device.
+// Calls of this API and of the driver's that this process has made: what a collective costs the host.
+long calls_so_far();
+
+// Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.
 bool has_context(int device);
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t stream, bool cooperative);

@@ -177,5 +177,6 @@ void leave_capture(Stream* stream);  // it is destroyed
 cudaError_t note(cudaError_t error);  // for cudaGetLastError
 cudaError_t usable();                 // whether there is a driver, a device, and no failed kernel
 int current_device();
+void count_call();  // of a function that does not ask whether the device is usable
 
 }  // namespace ringcomm::emulator

@@ -223,6 +223,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   });
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  count_call();
   std::swap(*mode, thread_mode);
   return cudaSuccess;
 }

@@ -1,5 +1,6 @@
 // The runtime API: errors, devices, streams, events, launches. Memory is in memory.cpp, graphs in graph.cpp.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <utility>
@@ -10,8 +11,10 @@ namespace ringcomm::emulator {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local int device_of_thread = 0;
-std::atomic<std::uint64_t> contexts{0};      // a bit for each device that some thread has chosen
+thread_local int device_of_thread = 0;  // where the runtime makes a context, for a thread that has none
+thread_local CUcontext context_of_thread = nullptr;
+std::atomic<long> calls{0};
+std::atomic<std::uint64_t> contexts{0};      // a bit for each device that has its primary context
 std::vector<std::pair<int, int>>& peers() {  // device, peer: enabled; under the mutex of the GPU
   static auto* const all = new std::vector<std::pair<int, int>>;
   return *all;
@@ -22,6 +25,16 @@ cudaError_t check_device(int device) {
   if (config.no_driver) return cudaErrorInsufficientDriver;
   if (config.devices == 0) return cudaErrorNoDevice;
   return device >= 0 && device < config.devices ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+CUcontext primary_context(int device) {
+  static std::array<CUctx_st, 64>& all = *[] {
+    auto* const made = new std::array<CUctx_st, 64>;  // threads may outlive static objects
+    for (int i = 0; i < 64; ++i) (*made)[i].device = i;
+    return made;
+  }();
+  contexts.fetch_or(std::uint64_t{1} << device);
+  return &all[device];
 }
 
 // What most calls do first and last. `call` gets the GPU and its lock.
@@ -35,7 +48,7 @@ cudaError_t locked(const Call& call) {
 template <typename Call>
 cudaError_t on_stream(cudaStream_t handle, const Call& call) {
   return locked([&](Gpu& gpu, std::unique_lock<std::mutex>& lock) {
-    Stream* const stream = gpu.resolve(handle, device_of_thread);
+    Stream* const stream = gpu.resolve(handle, current_device());
     return stream ? call(gpu, lock, stream) : cudaErrorInvalidResourceHandle;
   });
 }
@@ -50,7 +63,7 @@ cudaError_t check_launch(const Gpu& gpu, const Stream* stream, const Work& work)
   if (!work.body.call) return cudaErrorInvalidDeviceFunction;
   if (volume(work.grid) == 0 || volume(work.block) == 0 || volume(work.block) > 1024)
     return cudaErrorInvalidConfiguration;
-  if (stream->device != device_of_thread) return cudaErrorInvalidResourceHandle;
+  if (stream->device != current_device()) return cudaErrorInvalidResourceHandle;
   const int most = gpu.most_resident(static_cast<unsigned>(volume(work.block)));
   if (most == 0) return cudaErrorLaunchOutOfResources;
   const auto room = static_cast<unsigned long long>(gpu.config.sms) * most;
@@ -63,13 +76,19 @@ cudaError_t note(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
+// Calls in a context that the program has made do not work here: what the engine does belongs into the primary one.
 cudaError_t usable() {
-  if (const cudaError_t error = check_device(device_of_thread)) return error;
+  count_call();
+  if (const cudaError_t error = check_device(current_device())) return error;
+  if (!context_of_thread) context_of_thread = primary_context(device_of_thread);
+  if (!context_of_thread->primary) return cudaErrorDeviceUninitialized;
   Gpu& gpu = Gpu::get();
   std::lock_guard<std::mutex> lock(gpu.mutex);
-  return gpu.error_of(device_of_thread);
+  return gpu.error_of(current_device());
 }
-int current_device() { return device_of_thread; }
+void count_call() { calls.fetch_add(1, std::memory_order_relaxed); }
+long calls_so_far() { return calls.load(); }
+int current_device() { return context_of_thread ? context_of_thread->device : device_of_thread; }
 bool has_context(int device) { return contexts.load() >> device & 1; }
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t handle, bool cooperative) {
@@ -118,18 +137,37 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaSetDevice(int device) {
   if (const cudaError_t error = check_device(device)) return note(error);
   device_of_thread = device;
-  contexts.fetch_or(std::uint64_t{1} << device);
+  context_of_thread = primary_context(device);
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = device_of_thread;
-  return note(check_device(device_of_thread));
+  *device = current_device();
+  return note(check_device(current_device()));
+}
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  count_call();
+  *context = context_of_thread;
+  return check_device(0);
+}
+CUresult cuCtxSetCurrent(CUcontext context) {
+  count_call();
+  context_of_thread = context;
+  return check_device(0);
+}
+CUresult cuDeviceGet(CUdevice* device, int index) {
+  *device = index;
+  return check_device(index);
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  if (const cudaError_t error = check_device(device)) return error;
+  *context = primary_context(device);
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
   return locked([](Gpu& gpu, Lock& lock) {
     if (const cudaError_t error = forbid_in_capture()) return error;
-    gpu.wait_device(lock, device_of_thread);
-    return gpu.error_of(device_of_thread);
+    gpu.wait_device(lock, current_device());
+    return gpu.error_of(current_device());
   });
 }
 
@@ -243,10 +281,10 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
   int can = 0;
-  if (const cudaError_t error = cudaDeviceCanAccessPeer(&can, device_of_thread, peer)) return error;
-  if (!can) return note(device_of_thread == peer ? cudaErrorInvalidDevice : cudaErrorPeerAccessUnsupported);
+  if (const cudaError_t error = cudaDeviceCanAccessPeer(&can, current_device(), peer)) return error;
+  if (!can) return note(current_device() == peer ? cudaErrorInvalidDevice : cudaErrorPeerAccessUnsupported);
   return locked([&](Gpu&, Lock&) {
-    const std::pair<int, int> pair{device_of_thread, peer};
+    const std::pair<int, int> pair{current_device(), peer};
     if (std::find(peers().begin(), peers().end(), pair) != peers().end()) return cudaErrorPeerAccessAlreadyEnabled;
     peers().push_back(pair);
     return cudaSuccess;
@@ -254,7 +292,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 }
 cudaError_t cudaDeviceDisablePeerAccess(int peer) {
   return locked([&](Gpu&, Lock&) {
-    const auto at = std::find(peers().begin(), peers().end(), std::pair<int, int>{device_of_thread, peer});
+    const auto at = std::find(peers().begin(), peers().end(), std::pair<int, int>{current_device(), peer});
     if (at == peers().end()) return cudaErrorPeerAccessNotEnabled;
     peers().erase(at);
     return cudaSuccess;
@@ -288,7 +326,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return locked([&](Gpu& gpu, Lock&) {
     if (!stream || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
-    *stream = gpu.create_stream(device_of_thread, flags);
+    *stream = gpu.create_stream(current_device(), flags);
     return cudaSuccess;
   });
 }
@@ -349,7 +387,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
     if (flags & cudaEventInterprocess) return cudaErrorNotSupported;
     auto state = std::make_shared<EventState>();
     state->timed = !(flags & cudaEventDisableTiming);
-    state->device = device_of_thread;
+    state->device = current_device();
     *event = new CUevent_st{std::move(state)};
     return cudaSuccess;
   });
