@@ -88,7 +88,7 @@ def faults() -> list[tuple[str, str, str, str]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: f"{fault[0]}-{fault[3].replace(' ', '-')}")
 def test_planted_faults_are_found(fault: tuple[str, str, str, str]) -> None:
-    """A test of the tests: with a fault in the kernels they fail, and say so themselves."""
+    """A test of the tests: with a fault in the engine they fail, and say so themselves."""
     number, kind, test, what = fault
     at = build({"values": "", "memory": "address,undefined", "order": "thread"}[kind])
     done = subprocess.run(

@@ -13,6 +13,10 @@
 #include "core/link.h"
 #include "core/types.h"
 
+#if !defined(RINGCOMM_FAULT)
+#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
+#endif
+
 namespace ringcomm::cuda {
 
 inline constexpr int kMaxRanks = 8;
@@ -20,6 +24,8 @@ inline constexpr int kMaxChannels = 64, kUsualChannels = 16;
 inline constexpr int kMaxMessages = 16;
 inline constexpr int kMaxCopies = kMaxRanks * kMaxRanks;
 inline constexpr int kMaxArenas = 64;
+inline constexpr int kMaxBuffers = 192;  // allocations of its caller that a rank shows to other processes
+inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its arenas, then its caller's allocations
 
 // ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write ------------
 
@@ -112,7 +118,7 @@ struct RankArgs {
   double factor;           // premul_sum
   Location input, output;  // of messages[0], as it is announced to the peers
   HostPage* host;
-  char* const* arenas;        // [peer * kMaxArenas + arena]: where this rank sees it; null: none
+  char* const* arenas;        // [peer * kMaxRegions + region]: where this rank sees it; null: none
   char* segments[kMaxRanks];  // of every rank, as this one sees them
 };
 

@@ -141,7 +141,7 @@ class Block {
   RINGCOMM_DEVICE char* resolve(int peer, const Location& at) const {
     if (!at.visible) return nullptr;
     if (at.arena < 0) return reinterpret_cast<char*>(at.where);
-    char* const base = args_.arenas[peer * kMaxArenas + at.arena];
+    char* const base = args_.arenas[peer * kMaxRegions + at.arena];
     return base ? base + at.where : nullptr;
   }
 

@@ -476,6 +476,7 @@ std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
           {"slot_bytes", std::to_string(layout.slot_bytes)},
           {"segment_bytes", std::to_string(layout.segment_bytes())},
           {"links", reach},
+          {"visible_buffers", std::to_string(group.num_visible_buffers())},
           {"worst_link", connected ? name(group.worst_path()) : ""},
           {"processes_on_device", std::to_string(connected ? group.processes_on_device() : 1)},
           {"mps", group.facts().mps ? "yes" : "no"},

@@ -9,6 +9,7 @@
 #include "core/reduce.h"
 #include "core/sync.h"
 #include "core/types.h"
+#include "cuda/args.h"
 
 #if defined(__CUDACC__)
 #define RINGCOMM_DEVICE __device__ __forceinline__
@@ -24,10 +25,6 @@
 #define RINGCOMM_KERNEL(threads) void
 #else
 #error "kernels are compiled by nvcc, or by a C++ compiler with RINGCOMM_EMULATE"
-#endif
-
-#if !defined(RINGCOMM_FAULT)
-#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
 #endif
 
 namespace ringcomm::cuda {

@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr std::size_t kTableBytes = sizeof(char*) * kMaxRanks * kMaxArenas;
+constexpr std::size_t kTableBytes = sizeof(char*) * kMaxRanks * kMaxRegions;
 constexpr std::size_t kAlign = 512;                // of what allocate gives: whole sectors, whole vectors
 constexpr std::size_t kSmallestArena = 32u << 20;  // later ones are larger: there can be kMaxArenas
 constexpr std::size_t kDoublings = 4, kArenasOfASize = 8;
@@ -135,10 +135,10 @@ void Group::allocate_own() {
   check(cudaHostGetDevicePointer(&page, own_->page, 0), "cudaHostGetDevicePointer of the host page", rank_);
   own_->device_page = static_cast<HostPage*>(page);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", rank_);
-  check(cudaMalloc(&tables, kTableBytes + kLineBytes), "cudaMalloc of the table of arenas", rank_);
+  check(cudaMalloc(&tables, kTableBytes + kLineBytes), "cudaMalloc of the table of regions", rank_);
   tables_ = static_cast<char*>(tables);
-  check(cudaMemsetAsync(tables_, 0, kTableBytes + kLineBytes, stream_), "clearing the table of arenas", rank_);
-  check(cudaStreamSynchronize(stream_), "clearing the table of arenas", rank_);
+  check(cudaMemsetAsync(tables_, 0, kTableBytes + kLineBytes, stream_), "clearing the table of regions", rank_);
+  check(cudaStreamSynchronize(stream_), "clearing the table of regions", rank_);
   segments_[rank_] = own_->segment->data();
 }
 
@@ -153,6 +153,7 @@ Group::~Group() {
 
 // Closes what was opened, and leaves to the cemetery what others have open still.
 void Group::let_go() noexcept {
+  buffers_.reset();
   std::vector<Cemetery::Mourner> mourners;
   Mail mail;
   while (mailbox_->receive(0)) continue;
@@ -225,10 +226,32 @@ std::size_t Group::num_arenas() const {
   return arenas_.size();
 }
 
-Location Group::locate(const void* data, std::size_t nbytes) const {
-  if (one_device_ && !user_memory_hidden_) return {-1, 1, reinterpret_cast<std::uint64_t>(data)};
-  const std::lock_guard<std::mutex> lock(arenas_mutex_);
+// While an arena is being made the mailbox is in use: the peers' letters wait for the next call.
+void Group::attend(const MarkPtr& last, const char* call) {
+  if (!buffers_) return;
+  const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  const RelaxedCapture relaxed(rank_);
+  buffers_->attend(*mailbox_, last, call);
+}
+
+void Group::called() {
+  if (buffers_) buffers_->called();
+}
+
+Location Group::locate(const void* data, std::size_t nbytes, bool captured, const char* call) {
   const auto begin = reinterpret_cast<std::uint64_t>(data);
+  if (one_device_ && !user_memory_hidden_) return {-1, 1, begin};
+  const Location arena = locate_in_arenas(begin, nbytes);
+  if (arena.visible || user_memory_hidden_ || !connected_) return arena;
+  if (buffers_) return buffers_->locate(data, nbytes, captured, call);
+  if (allocation_of(data).holds(begin, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
+  if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
+  return arena;
+}
+
+Location Group::locate_in_arenas(std::uint64_t begin, std::size_t nbytes) const {
+  const std::lock_guard<std::mutex> lock(arenas_mutex_);
   for (std::size_t i = 0; i < arenas_.size(); ++i) {
     const DeviceMemory& memory = *arenas_[i].memory;
     const auto base = reinterpret_cast<std::uint64_t>(memory.data());
@@ -286,16 +309,16 @@ void Group::release(void* data) {
        "; release it once, on the communicator it came from");
 }
 
+void Group::set_region(int peer, int region, char* base) {
+  char** const entry = reinterpret_cast<char**>(tables_) + peer * kMaxRegions + region;
+  copy(entry, &base, sizeof base, "writing to the table of regions");
+}
+
 void Group::add_arena(const Mapped& memories) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const std::size_t number = arenas_.size();
-  char* column[kMaxRanks] = {};
-  for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer) {
-    if (!memories[peer]) continue;
-    column[peer] = memories[peer]->data();
-    char** const entry = reinterpret_cast<char**>(tables_) + peer * kMaxArenas + number;
-    copy(entry, &column[peer], sizeof column[peer], "adding to the table of arenas");
-  }
+  for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer)
+    if (memories[peer]) set_region(peer, static_cast<int>(number), memories[peer]->data());
   const std::shared_ptr<DeviceMemory>& own = memories[rank_];
   arenas_.push_back({own, {{0, own->nbytes()}}, {}});
 }

@@ -23,6 +23,7 @@
 #include "core/error.h"
 #include "core/link.h"
 #include "cuda/args.h"
+#include "cuda/buffers.h"
 #include "cuda/handle.h"
 #include "cuda/mailbox.h"
 #include "cuda/memory.h"
@@ -76,9 +77,15 @@ class Group {
   // How this rank reaches a peer, for people: "itself", "pointer", "ipc", "vmm".
   std::string reach(int peer) const;
 
-  // Where [data, data + nbytes) lies for the peers: an address if one_device(), or if it lies in an own arena and
-  // one_process(); arena and offset if it lies in an own arena otherwise; else not visible.
-  Location locate(const void* data, std::size_t nbytes) const;
+  // Before each call, and after its launch; see Buffers.
+  void attend(const MarkPtr& last, const char* call);
+  void called();
+  // Where [data, data + nbytes) lies for the peers in the next call: an address if one_device(), or if one_process()
+  // and it lies in an own arena or in what cudaMalloc gave; otherwise region and offset, if it lies in an own arena, or
+  // in memory that all peers have opened by now; else not visible. `captured`: in a call that goes into a graph.
+  Location locate(const void* data, std::size_t nbytes, bool captured, const char* call);
+  // Allocations of the caller's that the peers in other processes have opened.
+  std::size_t num_visible_buffers() const { return buffers_ ? buffers_->num_visible() : 0; }
   // From now on locate finds arenas alone; see Apart::kPrivate.
   void hide_user_memory() { user_memory_hidden_ = true; }
 
@@ -130,6 +137,8 @@ class Group {
   void write_own_probe();
   char* scratch() const;  // a line of this device's memory
   void add_arena(const Mapped& memories);
+  void set_region(int peer, int region, char* base);
+  Location locate_in_arenas(std::uint64_t begin, std::size_t nbytes) const;
   void* take(Arena& arena, std::size_t nbytes);
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;
@@ -165,7 +174,7 @@ class Group {
   std::vector<Peer> peers_;
   std::atomic<char*> segments_[kMaxRanks] = {};
   std::atomic<bool> stopped_{false}, started_{false};
-  char* tables_ = nullptr;                 // device memory: the arenas' table, then scratch lines
+  char* tables_ = nullptr;                 // device memory: the table of regions, then scratch lines
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
   std::vector<int> team_;
   std::int8_t ring_order_[kMaxRanks] = {};
@@ -178,6 +187,7 @@ class Group {
   mutable std::mutex arenas_mutex_, peers_mutex_, exchange_mutex_;
   std::vector<Arena> arenas_;
   std::shared_ptr<DeviceMemory> pending_arena_;
+  std::unique_ptr<Buffers> buffers_;  // null: not connected, or no need
 };
 
 }  // namespace ringcomm::cuda

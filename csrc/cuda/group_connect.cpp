@@ -330,6 +330,12 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
     throw;
   }
   own_->segment->close_fd();
+  if (!one_process_ && !user_memory_hidden_) {
+    std::vector<Buffers::Peer> all;
+    for (const Peer& peer : peers_) all.push_back({peer.handle.mailbox, peer.here()});
+    buffers_ = std::make_unique<Buffers>(rank_, device_, std::move(all),
+                                         [this](int peer, int region, char* base) { set_region(peer, region, base); });
+  }
   connected_ = true;
 }
 

@@ -28,6 +28,7 @@ struct Packet {
   Identity secret, subject;
   std::uint32_t kind;
   std::int32_t from, code;
+  std::uint64_t call;
   char text[468];
 };
 
@@ -109,6 +110,7 @@ Mailbox::Sent Mailbox::send(const Address& to, const Mail& mail) const noexcept 
   packet.kind = mail.kind;
   packet.from = mail.from;
   packet.code = mail.code;
+  packet.call = mail.call;
   std::memcpy(packet.text, mail.text.data(), std::min(mail.text.size(), sizeof packet.text - 1));
   Name name = name_of(to.name);
   iovec content{&packet, sizeof packet};
@@ -158,6 +160,7 @@ bool Mailbox::receive(int timeout_ms) {
   mail.kind = static_cast<Mail::Kind>(packet.kind);
   mail.from = packet.from;
   mail.code = packet.code;
+  mail.call = packet.call;
   mail.subject = packet.subject;
   packet.text[sizeof packet.text - 1] = 0;
   mail.text = packet.text;

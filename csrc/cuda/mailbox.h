@@ -26,15 +26,20 @@ struct Process {
 
 struct Mail {
   enum Kind : std::uint32_t {
-    kMemory,    // carries a file descriptor: memory `subject`
-    kAttached,  // has opened and checked everything that goes by `subject`
-    kChecked,   // has found right what others wrote
-    kFailed,    // has given up; `code`, `text` say why
-    kClosed,    // has let go of everything
+    kMemory,     // carries a file descriptor: memory `subject`
+    kAttached,   // has opened and checked everything that goes by `subject`
+    kChecked,    // has found right what others wrote
+    kFailed,     // has given up; `code`, `text` say why
+    kClosed,     // has let go of everything
+    kOffer,      // see Buffers: has memory `subject` to open, as region `code`; `text` is its handle
+    kTaken,      // has opened it, before `call`; or cannot, if `code` is not 0
+    kWithdrawn,  // does not use it any more from `call` on
+    kDropped,    // has closed it
   };
   Kind kind = kClosed;
   std::int32_t from = -1;  // rank
   std::int32_t code = 0;
+  std::uint64_t call = 0;
   Identity subject{};
   std::string text;
   int fd = -1;

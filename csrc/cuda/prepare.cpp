@@ -222,12 +222,13 @@ RankArgs Preparation::rank_args(const Row& row) const {
 // Where the call's buffers lie for the peers.
 void Preparation::locate(RankArgs& rank, const Row& row) const {
   const Call& call = row.batch->first();
-  const Group& group = row.context->group();
+  Group& group = row.context->group();
   const std::size_t element = element_bytes(call.dtype);
   const auto place = [&](const Parts& parts, bool whole) {
     const bool one_piece = whole || in_one_piece(parts, world_size(), element);
     const std::size_t count = parts.count(0) * (whole ? 1 : world_size());
-    return one_piece && parts.data(0) ? group.locate(parts.data(0), count * element) : Location{};
+    if (!one_piece || !parts.data(0)) return Location{};
+    return group.locate(parts.data(0), count * element, row.batch->capture != 0, name(call.op));
   };
   const bool rows_in = call.op == Op::kReduceScatter || call.op == Op::kAllToAll || call.op == Op::kScatter;
   const bool rows_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || call.op == Op::kGather;

@@ -1,4 +1,4 @@
-// Faults that can be planted into the emulated kernels, to see that the tests find them: RINGCOMM_FAULT=6 in the
+// Faults that can be planted into the emulated engine, to see that the tests find them: RINGCOMM_FAULT=6 in the
 // environment plants number 6. Included before everything else in builds with the emulated engine, and only there:
 // elsewhere RINGCOMM_FAULT is the constant 0 and the compiler drops every switch.
 //
@@ -25,6 +25,7 @@
 //       18  order     cuda_back_to_back_test  no barrier before the counters of a channel move on
 //       19  values    cuda_direct_test        nobody meets before the results are taken home
 //       20  values    cuda_back_to_back_test  the boxes for packets do not take turns
+//       21  values    cuda_buffers_test       a peer's mapping is used after the memory was freed
 #pragma once
 
 #include <cstdlib>

@@ -54,6 +54,10 @@ inline int open_files() {
   return count;
 }
 
+inline Location locate(Group& group, const void* data, std::size_t nbytes) {
+  return group.locate(data, nbytes, false, "test");
+}
+
 // Emulated device memory that this process has mapped.
 inline int mappings() {
   int count = 0;

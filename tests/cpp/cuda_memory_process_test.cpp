@@ -90,7 +90,7 @@ void check_memory(const World& world, Groups& groups, int arena) {
   for (auto& group : groups) {
     data.push_back(static_cast<int*>(group->allocate(4096)));
     require(data.back() != nullptr, "room in the arena");
-    const Location at = group->locate(data.back() + 1, 4);
+    const Location at = locate(*group, data.back() + 1, 4);
     require(at.visible && at.arena == arena, concat("in arena ", arena, ", got ", at.arena));
     places.push_back(std::to_string(at.where));
   }
@@ -98,7 +98,7 @@ void check_memory(const World& world, Groups& groups, int arena) {
   for (auto& group : groups)
     for (int p = 0; p < world.world_size; ++p) {
       reinterpret_cast<int*>(group->segment(p) + layout.channel_at(1))[group->rank()] = 100 * p + group->rank();
-      char* const base = group->device_arenas()[p * cuda::kMaxArenas + arena];
+      char* const base = group->device_arenas()[p * cuda::kMaxRegions + arena];
       reinterpret_cast<int*>(base + std::stoull(wheres[p]))[group->rank()] = 1000 * p + group->rank();
     }
   world.meet(concat("written", arena, "."));
@@ -120,7 +120,7 @@ void check_facts(const World& world, Groups& groups) {
       require(group->reach(p) == (p == group->rank() ? "itself" : here ? "pointer" : kind), "reach " + group->reach(p));
     }
     const int local = 0;
-    require(!group->locate(&local, 4).visible, "private memory is not visible");
+    require(!locate(*group, &local, 4).visible, "private memory is not visible");
     require_error(outcome([&] { group->grow(1); }), ErrorCode::kInvalid, {"create_arena"});
   }
   std::vector<std::string> ids;

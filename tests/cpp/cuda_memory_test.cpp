@@ -105,7 +105,7 @@ void test_one_device() {
         require(group.reach(p) == (p == r ? "itself" : "pointer"), "reach");
       }
       const int local = 0;
-      const Location at = group.locate(&local, 4);
+      const Location at = locate(group, &local, 4);
       require(at.visible && at.arena < 0 && at.where == reinterpret_cast<std::uint64_t>(&local), "all is visible");
     }
     if (w > 1) {
@@ -131,7 +131,7 @@ void test_two_devices() {
     const int expected[] = {0, 1, 3, 2};
     require(std::equal(expected, expected + 4, group->ring_order()), "ranks of a device side by side");
     const int local = 0;
-    require(!group->locate(&local, 4).visible, "private memory is not visible to another device");
+    require(!locate(*group, &local, 4).visible, "private memory is not visible to another device");
     require(group->allocate(1) == nullptr, "no arena yet");
     const int before = open_files();
     group->grow(1000);
@@ -139,7 +139,7 @@ void test_two_devices() {
     void* const a = group->allocate(1000);
     void* const b = group->allocate(2000);
     require(a && b && a != b, "two pieces");
-    const Location at = group->locate(static_cast<char*>(b) + 8, 1992);
+    const Location at = locate(*group, static_cast<char*>(b) + 8, 1992);
     require(at.visible && at.arena == -1 && at.where == reinterpret_cast<std::uint64_t>(b) + 8, "an arena's address");
     require_error(outcome([&] { group->release(static_cast<char*>(a) + 1); }), ErrorCode::kInvalid, {"release"});
     group->release(a);
@@ -149,7 +149,7 @@ void test_two_devices() {
     group->release(b);
     const std::size_t size = 32u << 20;
     void* const all = group->allocate(size);
-    require(group->locate(all, size).visible && !group->locate(all, size + 1).visible, "not beyond the arena");
+    require(locate(*group, all, size).visible && !locate(*group, all, size + 1).visible, "not beyond the arena");
     require(all == a, "pieces grow together again");
     require(!group->allocate(1), "full");
     group->release(all);

@@ -116,7 +116,7 @@ class World {
     for (int r = 0; r < layout.world_size; ++r) {
       segments_.emplace_back(layout.segment_bytes(), 0, 0);
       pages_.emplace_back(sizeof(cuda::HostPage), 0, 0);
-      tables_.emplace_back(cuda::kMaxRanks * cuda::kMaxArenas, nullptr);
+      tables_.emplace_back(cuda::kMaxRanks * cuda::kMaxRegions, nullptr);
       for (int c = 0; c < layout.channels; ++c) spoil(r, c);
     }
   }
@@ -129,7 +129,7 @@ class World {
   // What went wrong first on this rank, as the kernels wrote it.
   cuda::Failure failure(int rank) const { return static_cast<cuda::Failure>(load_acquire(&status(rank).code)); }
   // Where `rank` sees arena number `arena` of `peer`.
-  char*& arena(int rank, int peer, int arena) { return tables_[rank][peer * cuda::kMaxArenas + arena]; }
+  char*& arena(int rank, int peer, int arena) { return tables_[rank][peer * cuda::kMaxRegions + arena]; }
 
   cuda::RankArgs rank_args(int rank) {
     cuda::RankArgs args{};

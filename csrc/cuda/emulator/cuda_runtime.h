@@ -316,6 +316,10 @@ long calls_so_far();
 // Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.
 bool has_context(int device);
 
+// As cuPointerGetAttributes tells it of memory from this process's cudaMalloc: base, size and buffer id. Of an address
+// elsewhere it tells nothing.
+void find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes, std::uint64_t* id);
+
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t stream, bool cooperative);
 
 // Cooperative: all blocks are on the device together, or the launch is refused.

@@ -24,6 +24,7 @@ struct Allocation {
   cudaMemoryType type = cudaMemoryTypeDevice;
   int opened = 1;  // imported so often
   std::uint64_t inode = 0;
+  std::uint64_t id = 0;     // of an allocation of this process, never used again
   bool registered = false;  // the caller's own, from cudaHostRegister
 };
 struct Handle {  // what is in a cudaIpcMemHandle_t
@@ -89,6 +90,8 @@ cudaError_t allocate(void** memory, std::size_t nbytes) {
   allocation.device = current_device();
   allocation.fd = fd;
   allocation.inode = inode_of(fd);
+  static std::uint64_t ids = 0;
+  allocation.id = ++ids;
   allocations()[address(at)] = allocation;
   *memory = at;
   return cudaSuccess;
@@ -241,6 +244,16 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
     if (at->second.type == cudaMemoryTypeHost) attributes->hostPointer = same;
     return cudaSuccess;
   });
+}
+
+void ringcomm::emulator::find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes,
+                                         std::uint64_t* id) {
+  const std::lock_guard<std::mutex> lock(Gpu::get().mutex);
+  const auto at = find(pointer);
+  if (at == allocations().end() || at->second.type != cudaMemoryTypeDevice || at->second.fd < 0) return;
+  *base = at->first;
+  *nbytes = at->second.nbytes;
+  *id = at->second.id;
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
