@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
+from ringcomm.comm.process_group import communicator_of
 from ringcomm.data_parallel.ddp import DistributedDataParallel, NaiveDataParallel
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 
 Values = dict[str, torch.Tensor]
 WORLD = 3
@@ -584,3 +586,29 @@ def test_torchs_join_is_ours(over_all: bool) -> None:
     ours = torch_ranks.run(_uneven_with_torchs_join, "ours", over_all, timeout_s=100)
     for found in (*by_torch, *ours[1:]):
         assert all(map(torch.equal, found, ours[0]))
+
+
+# ---- a rank that does not come -----------------------------------------------------------------------------------
+
+
+def _one_rank_steps_alone(wrap: str) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = nn.Linear(3, 3)
+    if wrap == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model, process_group=group)
+    else:
+        wrapped = shard(model, stage=int(wrap), comm=communicator_of(group, "test"))[0]
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            wrapped(torch.ones(2, 3)).sum().backward()
+        text = str(raised.value)
+    dist.barrier()  # the others wait here, so that none has ended or closed
+    return text
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "0", "3"])
+def test_calls_end_at_the_time_limit_of_the_process_group(wrap: str) -> None:
+    """The communicator beside a group has its limit, not the half hour of one that is made alone."""
+    told = torch_ranks.run(_one_rank_steps_alone, wrap, world_size=2)
+    assert "within the timeout of 2 s" in told[0]

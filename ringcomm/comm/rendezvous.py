@@ -21,6 +21,7 @@ from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.sealed import generation, seal, unseal
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 
+_LIMIT_S = 1800.0
 _MOST_RANKS = 1 << 20  # of a world: every rank reads a key of every other
 
 
@@ -30,7 +31,7 @@ def init(
     *,
     store: Any = None,
     init_method: str | None = None,
-    timeout: Timeout = 1800.0,
+    timeout: Timeout = _LIMIT_S,
     engine: str | None = None,
     device: Any = None,
     network: Any = None,
@@ -95,7 +96,7 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
     Args:
         group: of torch.distributed and any backend; None: the default one. Only its ranks and the store are used.
         device: where the arrays lie: "cpu", or such as "cuda:0".
-    Returns: the communicator, with the group's rank numbers. It does not end with the group: close it.
+    Returns: the communicator, with the group's rank numbers and time limit. It does not end with the group: close it.
     Raises:  as `init`.
     """
     import torch.distributed as dist
@@ -103,7 +104,19 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
     ranks = dist.get_process_group_ranks(group)
     name = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
     store = dist.PrefixStore(f"ringcomm/beside/{name}", dist.distributed_c10d._get_default_store())
-    return init(dist.get_rank(group), len(ranks), store=store, device=device)
+    return init(dist.get_rank(group), len(ranks), store=store, device=device, timeout=_limit_of(group, device))
+
+
+def _limit_of(group: Any, device: Any) -> Timeout:
+    """The time limit that a process group was made with; the default one where its backend does not tell."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if group is None else group
+    try:
+        return group._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError):
+        return _LIMIT_S
 
 
 def _default_group() -> Any:
