@@ -188,7 +188,8 @@ class Block {
       store_one(&status.expected, expected);
       store_one(&status.seen, seen);
       const char* const state = args.segments[args.rank] + layout.channel_at(channel);
-      store_one(&status.calls, load_one(&reinterpret_cast<const ChannelState*>(state)->calls));
+      const bool counts = channel < layout.channels;  // links may have more of them
+      store_one(&status.calls, counts ? load_one(&reinterpret_cast<const ChannelState*>(state)->calls) : 0);
       post(&status.code, static_cast<u64>(failure));
     }
     for (int p = 0; p < layout.world_size; ++p) post(flag(args.segments[p]), 1);

@@ -32,6 +32,9 @@
 
 namespace ringcomm::cuda {
 
+// Faults that have a name beside their number.
+inline constexpr int kFaultAnswer = 21;
+
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
