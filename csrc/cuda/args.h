@@ -49,7 +49,7 @@ struct Layout {
   std::uint32_t p2p_depth = 4;       // slots of a send/recv link
   std::int32_t p2p_channels = 1;     // most blocks that serve one send or recv
   std::uint64_t slot_bytes = 0;      // of a ring link; multiple of kLineBytes
-  std::uint64_t stage_bytes = 0;     // of a staging region, a channel has three; multiple of kLineBytes * world_size
+  std::uint64_t stage_bytes = 0;     // of a staging region, a channel has two; multiple of kLineBytes * world_size
   std::uint64_t packet_bytes = 0;    // most payload of one channel's oneshot message; multiple of 1920
   std::uint64_t p2p_slot_bytes = 0;  // multiple of kLineBytes
 
@@ -63,13 +63,15 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t ll128_at() const { return ll_at() + 2 * packet_bytes; }
   RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return ll128_at() + packet_bytes / 15 * 16; }
 
-  // One channel: state, consumed, meets, announcements, board, staging, boxes.
+  // One channel: state, consumed, meets, announcements, board, two regions for what goes out, two for a reduced shard,
+  // boxes.
+  RINGCOMM_HD constexpr std::uint64_t shard_bytes() const { return stage_bytes / world_size; }
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
   RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
   RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + kLineBytes; }
   RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + kMaxRanks * sizeof(SlotHeader); }
   RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
-  RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 3 * stage_bytes; }
+  RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 2 * (stage_bytes + shard_bytes()); }
   RINGCOMM_HD constexpr std::uint64_t channel_bytes() const { return boxes_at() + 2 * world_size * box_bytes(); }
 
   // One send/recv link: the tickets of this rank as writer towards a peer and as reader from it, what the peer says as
