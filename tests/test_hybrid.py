@@ -126,7 +126,7 @@ def test_fully_shard_over_a_pair() -> None:
         for block in model.blocks:
             fully_shard(block, comm=pair)
         fully_shard(model, comm=pair)
-        assert model.head.weight._ringcomm.group.layout.world_size == 2
+        assert model.head.weight._ringcomm.bucket.layout.world_size == 2
         return train(comm.rank, model, adamw(model))
 
     expected = on_ranks(lambda comm, model: train(comm.rank, *shard(model, adamw(model), 3, comm)))

@@ -40,14 +40,22 @@ struct alignas(kLineBytes) ChannelState {
   std::uint64_t packets;   // oneshot messages
 };
 
+// What the reader of a send/recv link tells the writer; it lies with the writer.
+struct alignas(kLineBytes) LinkCredit {
+  Flag consumed;        // tickets
+  std::int32_t pulled;  // of the long message that began with the newest ticket: the reader has copied all of it,
+  std::int32_t unused;
+  Location target;  // or else this is where it shall go
+};
+
 struct Layout {
   std::int32_t world_size = 1;
   std::int32_t channels = 1;         // most channels of any launch
   std::uint32_t depth = 4;           // slots of a ring link
   std::uint32_t p2p_depth = 4;       // slots of a send/recv link
-  std::int32_t p2p_channels = 1;     // blocks that serve one send or recv
+  std::int32_t p2p_channels = 1;     // most blocks that serve one send or recv
   std::uint64_t slot_bytes = 0;      // of a ring link; multiple of kLineBytes
-  std::uint64_t stage_bytes = 0;     // of a staging region, a channel has three; multiple of kLineBytes * world_size
+  std::uint64_t stage_bytes = 0;     // of a staging region, a channel has two; multiple of kLineBytes * world_size
   std::uint64_t packet_bytes = 0;    // most payload of one channel's oneshot message; multiple of 1920
   std::uint64_t p2p_slot_bytes = 0;  // multiple of kLineBytes
 
@@ -61,19 +69,21 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t ll128_at() const { return ll_at() + 2 * packet_bytes; }
   RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return ll128_at() + packet_bytes / 15 * 16; }
 
-  // One channel: state, consumed, meets, announcements, board, staging, boxes.
+  // One channel: state, consumed, meets, announcements, board, two regions for what goes out, two for a reduced shard,
+  // boxes.
+  RINGCOMM_HD constexpr std::uint64_t shard_bytes() const { return stage_bytes / world_size; }
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
   RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
   RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + kLineBytes; }
   RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + kMaxRanks * sizeof(SlotHeader); }
   RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
-  RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 3 * stage_bytes; }
+  RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 2 * (stage_bytes + shard_bytes()); }
   RINGCOMM_HD constexpr std::uint64_t channel_bytes() const { return boxes_at() + 2 * world_size * box_bytes(); }
 
-  // One send/recv link: the tickets of this rank as writer towards a peer and as reader from it, the credit the peer
-  // gives, the board that the peer writes.
-  RINGCOMM_HD constexpr std::uint64_t link_consumed_at() const { return sizeof(ChannelState); }
-  RINGCOMM_HD constexpr std::uint64_t link_board_at() const { return link_consumed_at() + sizeof(FlagLine); }
+  // One send/recv link: the tickets of this rank as writer towards a peer and as reader from it, what the peer says as
+  // reader, the board that the peer writes.
+  RINGCOMM_HD constexpr std::uint64_t link_credit_at() const { return sizeof(ChannelState); }
+  RINGCOMM_HD constexpr std::uint64_t link_board_at() const { return link_credit_at() + sizeof(LinkCredit); }
   RINGCOMM_HD constexpr std::uint64_t link_bytes() const { return link_board_at() + p2p_board_bytes(); }
 
   // The segment: abort flag, once-only flag of the status report, the probe lines of connect (0: of the rank itself,
@@ -196,14 +206,17 @@ struct CopyArgs {
 };
 static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
 
-// Sends and receives of one rank: grid (p2p_channels, num_transfers). Those of one peer in one direction keep their
-// order, all others are independent: the blocks of the first serve the whole line. A message takes the oldest one on
-// its link: tag, type and count must be those of the sender.
+// Sends and receives of one rank: grid (most channels of a transfer, num_transfers). Those of one peer in one direction
+// keep their order, all others are independent: the blocks of the first serve the whole line. A message takes the
+// oldest one on its link: tag, type and count must be those of the sender.
 inline constexpr int kMaxTransfers = 16;
 struct Transfer {
   char* data;
   std::uint64_t nbytes;
   std::uint64_t count;
+  Location at;            // of `data`, for the peer
+  std::int32_t channels;  // that share it; the same at both ends, for it follows from the size
+  std::int32_t unused;
   std::int32_t peer;
   std::int32_t tag;
   std::int32_t sends;

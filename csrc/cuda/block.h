@@ -41,9 +41,12 @@ class Block {
   RINGCOMM_DEVICE Board board(int rank) const {
     return Board::at(of(rank) + layout_.board_at(), layout_.depth, layout_.slot_bytes);
   }
-  // Staging regions 0 and 1 take turns for what goes out, region 2 holds what this rank has reduced.
+  // Two staging regions take turns for what goes out, and two for the shards that `rank` has reduced.
   RINGCOMM_DEVICE char* stage(int rank, int region) const {
     return of(rank) + layout_.stage_at() + region * layout_.stage_bytes;
+  }
+  RINGCOMM_DEVICE char* shard(int rank, int region) const {
+    return of(rank) + layout_.stage_at() + 2 * layout_.stage_bytes + region * layout_.shard_bytes();
   }
   // Where `rank` receives the packets of `source`.
   RINGCOMM_DEVICE char* box(int rank, int source, u64 parity) const {
@@ -188,7 +191,8 @@ class Block {
       store_one(&status.expected, expected);
       store_one(&status.seen, seen);
       const char* const state = args.segments[args.rank] + layout.channel_at(channel);
-      store_one(&status.calls, load_one(&reinterpret_cast<const ChannelState*>(state)->calls));
+      const bool counts = channel < layout.channels;  // links may have more of them
+      store_one(&status.calls, counts ? load_one(&reinterpret_cast<const ChannelState*>(state)->calls) : 0);
       post(&status.code, static_cast<u64>(failure));
     }
     for (int p = 0; p < layout.world_size; ++p) post(flag(args.segments[p]), 1);

@@ -4,9 +4,20 @@
 //
 //   known     one launch holds all ranks, every input is ready: nothing to wait for
 //   visible   the ranks tell each other where their buffers lie, work in place, and meet
-//   staged    through the staging areas, in windows: stage, meet, reduce; then meet, and take the others' shards home
+//   staged    through the staging areas, in windows, of which three are under way at once
 //
 // In place is safe: an element is written by the thread that has read it from every rank.
+//
+// Staged, with one meet a window. Between two meets, step k, a rank
+//
+//   reduces window k             reads the staging regions k % 2 of all ranks, writes its shard region k % 2
+//   stages window k + 1          writes its staging region (k + 1) % 2
+//   takes home window k - 1      reads the shard regions (k - 1) % 2 of all ranks, writes its output
+//
+// so that no two of these touch the same region, and what one step reads was written in the step before, on the other
+// side of a meet. What a step overwrites was read last in the step before as well: window k - 1 was the last in staging
+// region (k + 1) % 2, and window k - 2 the last in shard region k % 2. The steps of two calls cannot meet, for a call
+// begins when all ranks have announced it. Half of the warps move windows before they reduce, the others after it.
 #pragma once
 
 #include "cuda/arithmetic.h"
@@ -27,7 +38,7 @@ struct Reduction {
   u64 first, step;  // tiles of this block: first, first + step, ...
   u64 round;        // of messages in place, of windows else
   u64 tiles;        // of the messages before: the channels take them in turn
-  u64 turn;         // of the staging areas
+  u64 turn;         // of the staging areas; that of the round's window
   u64 deadline;
 };
 
@@ -66,12 +77,18 @@ class Direct {
     block_.sync();
     return true;
   }
-  // After a reduction: what comes of its result. False: gave up.
+  // After a reduction: ends its step. False: gave up.
   RINGCOMM_DEVICE bool deliver() {
-    block_.sync();
-    const bool ok = what_.in_place || take_home(windows().slice(block_.channel(), what_.round));
-    block_.sync();
-    if (block_.thread() == 0) ++what_.round;
+    bool ok = true;
+    if (!what_.in_place && !moves_first()) move_windows();
+    if (what_.in_place || is_alone_with_the_last())
+      block_.sync();
+    else
+      ok = block_.meet();
+    if (block_.thread() == 0) {
+      ++what_.round;
+      if (!what_.in_place) ++what_.turn;
+    }
     block_.sync();
     return ok;
   }
@@ -81,12 +98,19 @@ class Direct {
       if (what_.round == static_cast<u64>(args_.num_messages)) return false;
       aim(static_cast<int>(what_.round));
     } else {
-      const WindowCut cut = windows();
-      const Slice run = cut.slice(block_.channel(), what_.round);
-      if (what_.round == cut.windows() || run.count == 0) return false;  // so it is on all ranks
-      if (!stage(run)) return false;
+      const u64 round = what_.round;
+      if (!has(round)) {  // so it is on all ranks
+        if (round > 0) take_home(round - 1);
+        return false;
+      }
+      if (round == 0) {
+        stage(0);
+        if (!block_.meet()) return false;
+      }
+      aim_at_window();
     }
     block_.sync();
+    if (!what_.in_place && moves_first()) move_windows();
     return true;
   }
   RINGCOMM_DEVICE void end() {
@@ -144,7 +168,7 @@ class Direct {
   // ---- through the staging areas
 
   RINGCOMM_DEVICE u64 column_bytes() const {
-    return block_.layout().stage_bytes / (columns_.scatters() ? world_size() : 1);
+    return columns_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;
   }
   RINGCOMM_DEVICE WindowCut windows() const {
     return cut_windows(columns_.length(), block_.num_channels(), column_bytes() / element_, columns_.align());
@@ -153,39 +177,54 @@ class Direct {
   RINGCOMM_DEVICE Slice shard(const Slice& run, int p) const {
     return shard_of(run.count, world_size(), p, columns_.align());
   }
-  // Stages this rank's values and meets the others. False: gave up.
-  RINGCOMM_DEVICE bool stage(const Slice& run) {
-    const u64 turn = what_.turn;
-    const int region = RINGCOMM_FAULT == 15 ? 0 : static_cast<int>(turn & 1),
-              num_columns = columns_.scatters() ? world_size() : 1;
+  // Of this channel.
+  RINGCOMM_DEVICE Slice window(u64 round) const { return windows().slice(block_.channel(), round); }
+  RINGCOMM_DEVICE bool has(u64 round) const { return round < windows().windows() && window(round).count > 0; }
+  // The regions of the window of a round, before what_.turn has moved on to another one.
+  RINGCOMM_DEVICE int region(u64 round) const { return static_cast<int>((what_.turn + round - what_.round) & 1); }
+  RINGCOMM_DEVICE char* staged(int p, u64 round) const {
+    return block_.stage(p, RINGCOMM_FAULT == 15 ? 0 : region(round));
+  }
+  RINGCOMM_DEVICE char* reduced(int p, u64 round) const {
+    return block_.shard(p, RINGCOMM_FAULT == kFaultShards ? 0 : region(round));
+  }
+  // What this rank has reduced of the last window it takes home itself, and nobody stages any more.
+  RINGCOMM_DEVICE bool is_alone_with_the_last() const {
+    return (columns_.scatters() || RINGCOMM_FAULT == 19) && !has(what_.round + 1);
+  }
+  RINGCOMM_DEVICE bool moves_first() const { return block_.thread() / kWarp % 2 != 0; }
+  // The windows before and after the one that is being reduced.
+  RINGCOMM_DEVICE void move_windows() const {
+    const u64 round = what_.round;
+    if (has(round + 1)) stage(round + 1);
+    if (round > 0) take_home(round - 1);
+  }
+  RINGCOMM_DEVICE void stage(u64 round) const {
+    const int num_columns = columns_.scatters() ? world_size() : 1;
     for (int p = 0; p < num_columns; ++p)
-      columns_.stage(block_, p, run, block_.stage(rank(), region) + p * column_bytes());
-    if (!block_.meet()) return false;
+      columns_.stage(block_, p, window(round), staged(rank(), round) + p * column_bytes());
+  }
+  RINGCOMM_DEVICE void take_home(u64 round) const {
+    const Slice run = window(round);
+    if (columns_.scatters()) return columns_.take_home(block_, run, reduced(rank(), round));
+    if (args_.op == Op::kReduce && rank() != args_.root) return;
+    for (int hops = 0, p = rank(); hops < world_size(); ++hops, p = ring_next(p, world_size())) {
+      const Slice s = shard(run, p);
+      columns_.take_home(block_, {run.offset + s.offset, s.count}, reduced(p, round));
+    }
+  }
+  RINGCOMM_DEVICE void aim_at_window() {
+    const u64 round = what_.round;
+    const Slice run = window(round);
     const Slice own = columns_.scatters() ? Slice{0, run.count} : shard(run, rank());
     const u64 offset = columns_.scatters() ? rank() * column_bytes() : own.offset * element_;
-    if (const int p = block_.thread(); p < world_size()) what_.source[p] = block_.stage(p, region) + offset;
+    if (const int p = block_.thread(); p < world_size()) what_.source[p] = staged(p, round) + offset;
     if (block_.thread() == 0) {
-      what_.target[0] = block_.stage(rank(), 2);
-      what_.turn = turn + 1;
+      what_.target[0] = reduced(rank(), round);
       what_.count = own.count;
       what_.first = 0;
       what_.step = 1;
     }
-    return true;
-  }
-  // Region 2 of every rank holds what it has reduced of the window. False: gave up.
-  RINGCOMM_DEVICE bool take_home(const Slice& run) const {
-    if (columns_.scatters()) {
-      columns_.take_home(block_, run, block_.stage(rank(), 2));
-      return true;
-    }
-    if (RINGCOMM_FAULT != 19 && !block_.meet()) return false;
-    if (args_.op == Op::kReduce && rank() != args_.root) return true;
-    for (int hops = 0, p = rank(); hops < world_size(); ++hops, p = ring_next(p, world_size())) {
-      const Slice s = shard(run, p);
-      columns_.take_home(block_, {run.offset + s.offset, s.count}, block_.stage(p, 2));
-    }
-    return true;
   }
 
   const CallArgs& args_;

@@ -240,17 +240,18 @@ void Group::called() {
 }
 
 Location Group::locate(const void* data, std::size_t nbytes, bool captured, const char* call) {
-  const auto begin = reinterpret_cast<std::uint64_t>(data);
-  if (one_device_ && !user_memory_hidden_) return {-1, 1, begin};
-  const Location arena = locate_in_arenas(begin, nbytes);
-  if (arena.visible || user_memory_hidden_ || !connected_) return arena;
+  const Location own = locate_own(data, nbytes);
+  if (own.visible || user_memory_hidden_ || !connected_) return own;
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
+  const auto begin = reinterpret_cast<std::uint64_t>(data);
   if (allocation_of(data).holds(begin, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
   if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
-  return arena;
+  return own;
 }
 
-Location Group::locate_in_arenas(std::uint64_t begin, std::size_t nbytes) const {
+Location Group::locate_own(const void* data, std::size_t nbytes) const {
+  const auto begin = reinterpret_cast<std::uint64_t>(data);
+  if (one_device_ && !user_memory_hidden_) return {-1, 1, begin};
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   for (std::size_t i = 0; i < arenas_.size(); ++i) {
     const DeviceMemory& memory = *arenas_[i].memory;

@@ -84,6 +84,8 @@ class Group {
   // and it lies in an own arena or in what cudaMalloc gave; otherwise region and offset, if it lies in an own arena, or
   // in memory that all peers have opened by now; else not visible. `captured`: in a call that goes into a graph.
   Location locate(const void* data, std::size_t nbytes, bool captured, const char* call);
+  // The same for messages, which the ranks do not number alike: an address if one_device(), or in an own arena.
+  Location locate_own(const void* data, std::size_t nbytes) const;
   // Allocations of the caller's that the peers in other processes have opened.
   std::size_t num_visible_buffers() const { return buffers_ ? buffers_->num_visible() : 0; }
   // From now on locate finds arenas alone; see Apart::kPrivate.
@@ -138,7 +140,6 @@ class Group {
   char* scratch() const;  // a line of this device's memory
   void add_arena(const Mapped& memories);
   void set_region(int peer, int region, char* base);
-  Location locate_in_arenas(std::uint64_t begin, std::size_t nbytes) const;
   void* take(Arena& arena, std::size_t nbytes);
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;

@@ -73,9 +73,9 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 128 * 1024;
   layout.stage_bytes = 256 * 1024;
   layout.packet_bytes = 9 * 1920;  // 256 KiB, the most that auto sends as packets, in one launch of 16 channels
-  layout.p2p_channels = 4;
+  layout.p2p_channels = 16;
   layout.p2p_depth = 4;
-  layout.p2p_slot_bytes = 128 * 1024;
+  layout.p2p_slot_bytes = 64 * 1024;
   if (const char* const settings = std::getenv("RINGCOMM_CUDA_LAYOUT")) {
     std::istringstream in(settings);
     for (std::string setting; std::getline(in, setting, ',');) set_number(layout, setting);

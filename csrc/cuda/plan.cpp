@@ -90,6 +90,16 @@ int channels_that_fit(const Plan& plan, int blocks, int ranks) {
   return static_cast<int>(smaller(plan.channels, each));
 }
 
+int link_channels(const Layout& layout, int blocks) {
+  const std::size_t links = larger(1, 2 * (layout.world_size - 1));  // to and from every peer
+  const std::size_t room = blocks - smaller(blocks / 2, layout.channels);
+  return static_cast<int>(larger(1, smaller(layout.p2p_channels, room / links)));
+}
+
+int message_channels(std::uint64_t nbytes, int most) {
+  return static_cast<int>(larger(1, smaller(most, ceil_div(nbytes, kChannel))));
+}
+
 std::uint64_t oneshot_elements(const Layout& layout, int channels, std::uint64_t element) {
   return channels * layout.packet_bytes / element;
 }

@@ -72,6 +72,13 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, b
 // even one of each.
 int channels_that_fit(const Plan& plan, int blocks, int ranks);
 
+// Most channels of a send/recv link of a rank that has room for `blocks` of the kernel. Messages of all links may be
+// under way at once, in launches that wait for the peers' launches: together they leave room for a collective, or half
+// of it where there is little.
+int link_channels(const Layout& layout, int blocks);
+// Channels of a message of `nbytes` on links of at most `most`.
+int message_channels(std::uint64_t nbytes, int most);
+
 // Elements that one oneshot launch serves.
 std::uint64_t oneshot_elements(const Layout& layout, int channels, std::uint64_t element);
 

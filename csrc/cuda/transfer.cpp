@@ -168,6 +168,7 @@ bool Links::leads_to(int peer) const {
 
 void Links::connect() {
   const RelaxedCapture relaxed(context_.rank());
+  channels_ = link_channels(context_.group().layout(), room());
   for (int peer = 0; peer < context_.world_size(); ++peer) {
     if (!leads_to(peer)) continue;
     for (const bool sends : {false, true}) {
@@ -176,6 +177,16 @@ void Links::connect() {
       streams_[{peer, sends}] = stream;
     }
   }
+}
+
+int Links::threads() const {
+  const int set = context_.setting().threads;
+  return set ? set : kUsualBlockThreads;
+}
+
+int Links::room() const {
+  return room_for(reinterpret_cast<const void*>(transfer_kernel()), threads(), context_.device(), context_.rank()) /
+         context_.group().most_ranks_of_a_device();
 }
 
 std::vector<MarkPtr> Links::last() const {
@@ -189,8 +200,7 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
                                      unsigned long long capture) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Group& group = context_.group();
-  const int rank = context_.rank(),
-            threads = context_.setting().threads ? context_.setting().threads : kUsualBlockThreads;
+  const int rank = context_.rank();
   TransferArgs args{};
   args.layout = group.layout();
   args.rank.rank = rank;
@@ -199,32 +209,37 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
   args.rank.arenas = group.device_arenas();
   for (int p = 0; p < context_.world_size(); ++p) args.rank.segments[p] = group.segment(p);
   std::int64_t limit_ms = 0;
+  std::map<Way, int> channels;  // the blocks of a way's first message serve all of them
   for (const Call* call : calls) {
     if (call->root == kAnySource)
       fail(ErrorCode::kUnsupported, "recv: rank ", rank,
            " expected a source, got any, which GPU ranks of several processes do not have; name the source");
     const bool sends = call->op == Op::kSend;
-    args.transfers[args.num_transfers++] = {
-        sends ? static_cast<char*>(const_cast<void*>(call->input)) : static_cast<char*>(call->output),
-        call->count * element_bytes(call->dtype),
-        call->count,
-        call->root,
-        call->tag,
-        sends,
-        call->dtype};
+    Transfer& transfer = args.transfers[args.num_transfers++];
+    transfer.data = sends ? static_cast<char*>(const_cast<void*>(call->input)) : static_cast<char*>(call->output);
+    transfer.nbytes = call->count * element_bytes(call->dtype);
+    transfer.count = call->count;
+    if (transfer.nbytes) transfer.at = group.locate_own(transfer.data, transfer.nbytes);
+    transfer.channels = message_channels(transfer.nbytes, channels_);
+    transfer.peer = call->root;
+    transfer.tag = call->tag;
+    transfer.sends = sends;
+    transfer.dtype = call->dtype;
+    int& most = channels[way(*call)];
+    most = std::max(most, transfer.channels);
     limit_ms = std::max(limit_ms, context_.limit(*call));
     newest_[way(*call)].follow(stream, capture, rank);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
-  const Kernel<TransferArgs> kernel = transfer_kernel();
-  const int blocks = group.layout().p2p_channels * args.num_transfers;
-  const int room = room_for(reinterpret_cast<const void*>(kernel), threads, context_.device(), rank) /
-                   group.most_ranks_of_a_device();
-  if (room < blocks)
+  int blocks = 0, widest = 0;  // all that wait must be on the device at once
+  for (const auto& [way, most] : channels) {
+    blocks += most;
+    widest = std::max(widest, most);
+  }
+  if (room() < blocks)
     fail(ErrorCode::kUnsupported, name(calls[0]->op), ": rank ", rank, " expected room on the GPU for ", blocks,
-         " blocks of ", threads, " threads, got room for ", room, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
-  launch(kernel, name(calls[0]->op), dim3(group.layout().p2p_channels, args.num_transfers), threads, args, stream,
-         false, rank);
+         " blocks of ", threads(), " threads, got room for ", room(), "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
+  launch(transfer_kernel(), name(calls[0]->op), dim3(widest, args.num_transfers), threads(), args, stream, false, rank);
   const MarkPtr end = context_.marks().record(stream, capture, rank);
   for (const Call* call : calls) newest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);

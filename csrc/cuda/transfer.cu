@@ -1,6 +1,18 @@
 // send and recv between processes. Each ordered pair of ranks has its own links, one for every p2p channel: the board
 // lies with the receiver. Window w of a message goes over channel w % channels.
 //
+// A long message has more windows on a channel than the link has slots, so that its sender cannot end before the
+// receiver has begun. Its first ticket carries no data: it says where the source lies. A receiver that can reach the
+// source copies from there; else it says where its target lies, and a sender that can reach that copies to it. Only
+// where neither can do the windows go through the slots.
+//
+//   sender                                receiver
+//   ticket t: signature, source    --->   compares the signature; copies if it can reach the source
+//   done if it was copied          <---   consumed = t + 1, with: copied or not, and the target
+//   copies if it can reach the target
+//   ticket t + 1: copied or not    --->   done if it was copied               (only where the target is visible)
+//   else windows, from the next ticket on
+//
 // Transfers between the same two ranks in the same direction share a link, and keep the order of the launch: the blocks
 // of the first of them serve them all, those of the others return at once. Different peers and directions never wait
 // for each other, so that any set of transfers that match can be in one launch.
@@ -15,6 +27,10 @@ RINGCOMM_DEVICE bool share_a_link(const Transfer& a, const Transfer& b) {
   return a.peer == b.peer && (a.sends != 0) == (b.sends != 0);
 }
 
+struct Found {
+  char* at;
+};
+
 class TransferBlock {
  public:
   RINGCOMM_DEVICE TransferBlock(const Block& block, const Transfer& first)
@@ -25,17 +41,23 @@ class TransferBlock {
         theirs_(link(peer_, block.rank())),
         board_(Board::at((sends_ ? theirs_ : mine_) + block.layout().link_board_at(), block.layout().p2p_depth,
                          block.layout().p2p_slot_bytes)),
-        consumed_(reinterpret_cast<Flag*>((sends_ ? mine_ : theirs_) + block.layout().link_consumed_at())),
+        credit_(reinterpret_cast<LinkCredit*>((sends_ ? mine_ : theirs_) + block.layout().link_credit_at())),
         ends_(block),
         ticket_(load_one(count())) {}
 
   // False: a wait gave up.
   RINGCOMM_DEVICE bool run(const Transfer& transfer) {
-    const int channels = block_.num_channels();
+    const int channels = transfer.channels;
+    u64 window = block_.channel();
+    if (window >= static_cast<u64>(channels)) return true;
     const WindowCut cut = cut_for_channels(transfer.nbytes, 1, board_.slot_bytes, kLineBytes, kLeastBytes, channels);
     const Signature signature = sign(transfer);
     bool first = true;
-    u64 window = block_.channel();
+    if (window + board_.depth * channels < cut.windows()) {
+      if (sends_ ? offer(transfer, cut, signature) : answer(transfer, cut, signature)) return ends_.going();
+      first = false;
+    }
+    if (!ends_.going()) return false;
     do {  // an empty message too: the peer must hear of it
       if (window > 0 && window >= cut.windows()) break;
       const Slice s = cut.slice(0, window);
@@ -66,15 +88,71 @@ class TransferBlock {
   }
   RINGCOMM_DEVICE void step(char* data, u32 nbytes, const Signature& signature, bool first) {
     if (sends_) {
-      ends_.await_credit(consumed_, ticket_, board_.depth, peer_);
+      ends_.await_credit(&credit_->consumed, ticket_, board_.depth, peer_);
       if (ends_.ready()) copy_run(block_, data, nbytes, board_.slot(ticket_));
       ends_.publish(board_, ticket_, signature, first);
     } else {
       ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, first);
       if (ends_.ready()) copy_run(block_, board_.slot(ticket_), nbytes, data);
-      ends_.release(consumed_, ticket_);
+      ends_.release(&credit_->consumed, ticket_);
     }
     ++ticket_;
+  }
+
+  // ---- long messages
+
+  // Whether the message has arrived without slots.
+  RINGCOMM_DEVICE bool offer(const Transfer& transfer, const WindowCut& cut, const Signature& signature) {
+    ends_.await_credit(&credit_->consumed, ticket_, board_.depth, peer_);
+    if (ends_.ready() && block_.thread() == 0) store_one(&board_.header(ticket_)->input, transfer.at);
+    ends_.publish(board_, ticket_, signature, true);
+    ends_.await_credit(&credit_->consumed, ticket_, 0, peer_);
+    ++ticket_;
+    if (!ends_.ready()) return false;
+    const Location target = load_one(&credit_->target);
+    if (load_one(&credit_->pulled)) return true;
+    if (!target.visible) return false;
+    char* const to = find(target);
+    if (to) copy_windows(transfer, cut, transfer.data, to);
+    if (block_.thread() == 0) store_one(&board_.header(ticket_)->offset, u32{to != nullptr});
+    ends_.publish(board_, ticket_++, signature, false);
+    return to != nullptr;
+  }
+  RINGCOMM_DEVICE bool answer(const Transfer& transfer, const WindowCut& cut, const Signature& signature) {
+    ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, true);
+    if (!ends_.ready()) return false;
+    const char* const from = find(load_one(&board_.header(ticket_)->input));
+    if (from && RINGCOMM_FAULT != kFaultAnswer) copy_windows(transfer, cut, from, transfer.data);
+    if (block_.thread() == 0) {
+      store_one(&credit_->pulled, std::int32_t{from != nullptr});
+      store_one(&credit_->target, transfer.at);
+    }
+    ends_.release(&credit_->consumed, ticket_++);
+    if (from && RINGCOMM_FAULT == kFaultAnswer) copy_windows(transfer, cut, from, transfer.data);
+    if (from) return true;
+    if (!transfer.at.visible) return false;
+    ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, false);
+    if (!ends_.ready()) return false;
+    const bool pushed = load_one(&board_.header(ticket_)->offset) != 0;
+    ends_.release(&credit_->consumed, ticket_++);
+    return pushed;
+  }
+  // The peer's memory as this rank sees it; null: it does not, or not yet. One thread asks, for the host may add an
+  // arena at any time.
+  RINGCOMM_DEVICE char* find(const Location& at) const {
+    RINGCOMM_SHARED(Found, found);
+    if (block_.thread() == 0) found.at = block_.resolve(peer_, at);
+    block_.sync();
+    char* const here = found.at;
+    block_.sync();  // before the next one
+    return here;
+  }
+  // Those of this channel.
+  RINGCOMM_DEVICE void copy_windows(const Transfer& transfer, const WindowCut& cut, const char* from, char* to) const {
+    for (u64 window = block_.channel(); window < cut.windows(); window += transfer.channels) {
+      const Slice s = cut.slice(0, window);
+      copy_run(block_, from + s.offset, s.count, to + s.offset);
+    }
   }
 
   const Block& block_;
@@ -83,7 +161,7 @@ class TransferBlock {
   char* const mine_;
   char* const theirs_;
   const Board board_;
-  Flag* const consumed_;
+  LinkCredit* const credit_;
   LinkEnds ends_;
   u64 ticket_;
 };

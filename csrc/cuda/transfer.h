@@ -52,7 +52,7 @@ std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& 
 class Links {
  public:
   explicit Links(Context& context) : context_(context) {}
-  // Creates the streams: later that might wait for kernels that wait for us.
+  // Creates the streams: later that might wait for kernels that wait for us. To be called when the peers are known.
   void connect();
 
   bool leads_to(int peer) const;
@@ -69,8 +69,12 @@ class Links {
  private:
   using Way = std::pair<int, bool>;  // peer, whether this rank sends
   static Way way(const Call& call) { return {call.root, call.op == Op::kSend}; }
+  int threads() const;  // of a block
+  // Blocks of the kernel that fit on the device beside those of the other ranks there.
+  int room() const;
 
   Context& context_;
+  int channels_ = 1;  // most of a link
   mutable std::mutex mutex_;
   std::map<Way, Newest> newest_;
   std::map<Way, cudaStream_t> streams_;

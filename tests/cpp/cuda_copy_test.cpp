@@ -3,6 +3,8 @@
 // does not come, or its sizes or tags differ.
 //
 //   cuda_copy_test [quick | number of cases [first seed]]
+#include <algorithm>
+
 #include "cuda_world.h"
 
 namespace ringcomm::test {
@@ -259,8 +261,10 @@ std::string uneven_sizes_differ(std::uint64_t seed) {
 // ---- send and recv ----------------------------------------------------------------------------------------
 
 struct Letter {
-  int from, to, tag;
+  int from, to, tag, channels;
   Memory sent, received;
+  Location source, target;
+  std::vector<char> text;
 };
 
 // Random messages between random pairs; each rank posts its own in the order in which they were made.
@@ -271,22 +275,25 @@ class Letters {
       const int from = static_cast<int>(random.below(world.world_size())), to = other(random, from);
       Memory sent = noise(random.count(6000) & ~std::uint64_t{3}, random);
       Memory received(sent.nbytes(), random.one_in(3) ? random.below(16) : 0);
-      letters_.push_back({from, to, random.between(0, 3), std::move(sent), std::move(received)});
+      const Location source = place(random, from, to, i, sent), target = place(random, to, from, number + i, received);
+      std::vector<char> text(sent.data(), sent.data() + sent.nbytes());
+      letters_.push_back({from, to, random.between(0, 3), random.between(1, world.layout().p2p_channels),
+                          std::move(sent), std::move(received), source, target, std::move(text)});
     }
     for (int r = 0; r < world.world_size(); ++r) launches_.push_back(args_of(r));
   }
 
   std::vector<TransferArgs>& launches() { return launches_; }
   // All grids are as high as the longest list needs; blocks without a transfer have nothing to do.
-  bool run(Form form) {
+  bool run(Form form, cuda::Kernel<TransferArgs> kernel = cuda::transfer_kernel()) {
     int most = 1;
     for (const TransferArgs& args : launches_) most = args.num_transfers > most ? args.num_transfers : most;
     form.channels = world_.layout().p2p_channels;
-    return world_.run_each(cuda::transfer_kernel(), launches_, most, form);
+    return world_.run_each(kernel, launches_, most, form);
   }
   std::string wrong() const {
     for (std::size_t i = 0; i < letters_.size(); ++i)
-      if (std::memcmp(letters_[i].sent.data(), letters_[i].received.data(), letters_[i].sent.nbytes()) != 0)
+      if (!std::equal(letters_[i].text.begin(), letters_[i].text.end(), letters_[i].received.data()))
         return "letter " + text(i) + " from rank " + text(letters_[i].from) + " to rank " + text(letters_[i].to);
     return "";
   }
@@ -296,6 +303,19 @@ class Letters {
     const int to = static_cast<int>(random.below(world_.world_size()));
     return to == from ? (from + 1) % world_.world_size() : to;
   }
+  // Nowhere, at an address, or in an arena that the peer has mapped, or has not mapped yet.
+  Location place(Random& random, int rank, int peer, int arena, const Memory& memory) {
+    const auto where = reinterpret_cast<std::uint64_t>(memory.data());
+    switch (random.below(4)) {
+      case 0:
+        return {-1, 1, where};
+      case 1:
+        world_.arena(peer, rank, arena) = random.one_in(2) ? memory.data() - 256 : nullptr;
+        return {arena, 1, 256};
+      default:
+        return {-1, 0, 0};
+    }
+  }
   TransferArgs args_of(int rank) {
     TransferArgs args{};
     args.layout = world_.layout();
@@ -304,9 +324,16 @@ class Letters {
       if (letter.from != rank && letter.to != rank) continue;
       const bool sends = letter.from == rank;
       const Memory& memory = sends ? letter.sent : letter.received;
-      args.transfers[args.num_transfers++] = {
-          memory.data(), memory.nbytes(), memory.nbytes() / 4, sends ? letter.to : letter.from,
-          letter.tag,    sends,           DType::kFloat32};
+      Transfer& transfer = args.transfers[args.num_transfers++];
+      transfer.data = memory.data();
+      transfer.nbytes = memory.nbytes();
+      transfer.count = memory.nbytes() / 4;
+      transfer.at = sends ? letter.source : letter.target;
+      transfer.channels = letter.channels;
+      transfer.peer = sends ? letter.to : letter.from;
+      transfer.tag = letter.tag;
+      transfer.sends = sends;
+      transfer.dtype = DType::kFloat32;
     }
     return args;
   }
@@ -326,6 +353,34 @@ std::string letters(std::uint64_t seed) {
     if (const std::string wrong = some.wrong(); !wrong.empty()) return wrong;
   }
   return "";
+}
+
+// A sender whose kernel is over may write to its buffer at once.
+void send_and_spend(TransferArgs args) {
+  cuda::transfer_kernel()(args);
+  __syncthreads();
+  const auto first = static_cast<int>(blockIdx.y);
+  const auto same_way = [&](int i) {
+    return args.transfers[i].peer == args.transfers[first].peer &&
+           args.transfers[i].sends == args.transfers[first].sends;
+  };
+  for (int i = 0; i < first; ++i)
+    if (same_way(i)) return;
+  for (int i = first; i < args.num_transfers; ++i)
+    for (std::size_t at = threadIdx.x; same_way(i) && args.transfers[i].sends && at < args.transfers[i].nbytes;
+         at += blockDim.x)
+      cuda::store_one(args.transfers[i].data + at, '!');
+}
+std::string spent_letters(std::uint64_t seed) {
+  Random random(seed);
+  cuda::Layout layout = small_layout(random.between(2, 4), 1, random);
+  layout.p2p_channels = 1;  // what the other blocks still read is not known in a kernel
+  layout.p2p_slot_bytes = kLineBytes * random.between(1, 4);
+  World world(layout);
+  Letters some(world, random, random.between(1, 6));
+  if (!some.run(random_form(random, 1), send_and_spend)) return world.error;
+  if (const std::string who = who_gave_up(world); !who.empty()) return who;
+  return some.wrong();
 }
 
 // The receiver expects another tag, count or type.
@@ -367,7 +422,10 @@ std::string letter_without_reader(std::uint64_t seed) {
   args.layout = world.layout();
   args.rank = world.rank_args(0);
   args.num_transfers = 1;
-  args.transfers[0] = {buffer.data(), buffer.nbytes(), buffer.nbytes(), 1, 0, random.one_in(2), DType::kUInt8};
+  const Location at{-1, static_cast<std::int32_t>(random.below(2)), reinterpret_cast<std::uint64_t>(buffer.data())};
+  const int sends = random.one_in(2);
+  args.transfers[0] = {buffer.data(), buffer.nbytes(), buffer.nbytes(), at, world.layout().p2p_channels, 0, 1, 0,
+                       sends,         DType::kUInt8};
   Form form = random_form(random, world.layout().p2p_channels);
   form.exact = false;
   form.timeout_ms = 30;
@@ -391,6 +449,7 @@ int main(int argc, char** argv) {
   bad += run_cases("copies, barriers", cases / 40 + 2, first, barriers);
   bad += run_cases("copies, uneven sizes differ", cases / 40 + 2, first, uneven_sizes_differ);
   bad += run_cases("send and recv", cases, first, letters);
+  bad += run_cases("send and recv, spent at once", cases, first, spent_letters);
   bad += run_cases("send and recv differ", cases / 20 + 2, first, letters_differ);
   bad += run_cases("send and recv, nobody there", cases / 40 + 2, first, letter_without_reader);
   return bad != 0;

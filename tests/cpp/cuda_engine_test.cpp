@@ -351,6 +351,37 @@ void crossing_messages(Engine& engine) {
   engine.close();
 }
 
+// Long messages out of memory that the peer sees, into such memory, between two of them: none needs a slot.
+void visible_messages(Engine& engine) {
+  const OwnStream own;
+  const int peer = 1 - engine.rank();
+  constexpr std::size_t kCount = 60000;
+  auto* const out = static_cast<float*>(engine.allocate(kCount * sizeof(float)));
+  auto* const in = static_cast<float*>(engine.allocate(kCount * sizeof(float)));
+  std::vector<float> own_out(kCount), own_in(kCount);
+  for (int round = 0; round < 6; ++round) {
+    float* const source = round % 4 == 3 ? own_out.data() : out;
+    float* const target = round % 4 == 1 ? own_in.data() : in;
+    for (std::size_t i = 0; i < kCount; ++i) source[i] = static_cast<float>(i + 100000 * engine.rank() + round);
+    Call sends, receives;
+    sends.op = Op::kSend;
+    receives.op = Op::kRecv;
+    sends.dtype = receives.dtype = DType::kFloat32;
+    sends.root = receives.root = peer;
+    sends.count = receives.count = kCount - round;
+    sends.stream = receives.stream = stream;
+    sends.input = source;
+    receives.output = target;
+    engine.run_list({sends, receives});
+    engine.synchronize(stream);
+    for (std::size_t i = 0; i < receives.count; ++i)
+      require(target[i] == static_cast<float>(i + 100000 * peer + round), concat("round ", round, ", element ", i));
+  }
+  engine.release(out);
+  engine.release(in);
+  engine.close();
+}
+
 void lists(Engine& engine) {
   const OwnStream own;
   const int w = engine.world_size(), rank = engine.rank();
@@ -427,6 +458,7 @@ std::vector<Section> sections() {
       {"messages", threads(3, message_orders), {}},
       {"crossing", threads(2, crossing_messages), {}},
       {"crossing_processes", processes(2, crossing_messages), {}, true},
+      {"visible_processes", processes(2, visible_messages), {}, true},
       {"lists", threads(3, lists), {}},
       {"lists_apart", threads(3, lists), kApart},
       {"packing", packing, {}},

@@ -26,6 +26,8 @@
 //       19  values    cuda_direct_test        nobody meets before the results are taken home
 //       20  values    cuda_back_to_back_test  the boxes for packets do not take turns
 //       21  values    cuda_buffers_test       a peer's mapping is used after the memory was freed
+//       22  values    cuda_copy_test          the source of a long message is released before it is read
+//       23  values    cuda_direct_test        the regions for reduced shards do not take turns
 #pragma once
 
 #include <cstdlib>

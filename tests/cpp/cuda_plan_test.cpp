@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "core/error.h"
+#include "cuda/handle.h"
 #include "cuda/plan.h"
 #include "ranks.h"
 
@@ -61,6 +62,12 @@ void room() {
   p = plan(Op::kAllReduce, Algorithm::kDirect, 1ull << 30, setting(4, true));
   require(channels_that_fit(p, 132, 4) == 33 && channels_that_fit(p, 3, 4) == 1, "who does not wait needs no room");
   require(cuda::oneshot_elements(setting(4, false).layout, 2, 4) == 9600, "what the boxes hold");
+  const cuda::Layout two = cuda::default_layout(2, {}), eight = cuda::default_layout(8, {});
+  require(cuda::link_channels(two, 132) == 16 && cuda::link_channels(two, 16) == 4,
+          "a collective has room beside links");
+  require(cuda::link_channels(eight, 132) == 8 && cuda::link_channels(eight, 1) == 1, "all links at once");
+  require(cuda::message_channels(0, 16) == 1 && cuda::message_channels(16384, 16) == 1, "a block for a small message");
+  require(cuda::message_channels(16385, 16) == 2 && cuda::message_channels(1 << 30, 9) == 9, "more for a large one");
 }
 
 void bytes() {

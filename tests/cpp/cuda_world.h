@@ -196,7 +196,7 @@ class World {
     char* const at = segment(rank) + layout_.channel_at(channel);
     const std::size_t headers = layout_.depth * sizeof(SlotHeader);
     std::memset(at + layout_.board_at() + headers, 0xdd, layout_.board_bytes() - headers);
-    std::memset(at + layout_.stage_at(), 0xdd, 3 * layout_.stage_bytes);
+    std::memset(at + layout_.stage_at(), 0xdd, layout_.boxes_at() - layout_.stage_at());
   }
   static cuda::CallArgs alone(cuda::CallArgs args, int r) {
     args.known = 0;
