@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -658,3 +659,21 @@ def test_ranks_that_run_other_units_at_stage_3_are_told_and_nothing_is_lost() ->
 
     for got, wanted in zip(trained(True), trained(False), strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_embedding_that_rescales_its_rows_is_warned_of(stage: int) -> None:
+    """Its forward writes other rows on each rank, which stages treat differently."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))
+        ringcomm.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, comm)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ringcomm.run_ranks(rank, 2)
+    told = [str(each.message) for each in seen if "max_norm" in str(each.message)]
+    assert len(told) == (2 if stage else 0)
+    assert all(
+        "got 0, of class Embedding with max_norm" in each and "rescale the weight after step()" in each for each in told
+    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.process_group import communicator_of
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from ringcomm.mesh import Mesh
 
 CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of ranks that have the same part"
+_Module = TypeVar("_Module", bound=nn.Module)
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer | None, default=None)
 Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
@@ -61,8 +64,8 @@ Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | No
     init_fn=INIT,
 )
 def shard(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    module: _Module,
+    optimizer: _Optimizer = None,  # type: ignore[assignment]  # then it is None
     stage: int | None = None,
     comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
@@ -76,7 +79,7 @@ def shard(
     atom: Atom | None = None,
     offload: bool | str | torch.device = False,
     init_fn: InitFn | Literal[False] | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+) -> tuple[_Module, _Optimizer]:
     """Lets a module and its optimizer train over all ranks; every stage gives the same bits.
 
     Afterwards plain ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``, ``state_dict()`` and

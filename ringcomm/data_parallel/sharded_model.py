@@ -130,6 +130,8 @@ class ShardedModel:
         composed: bool = False,
     ) -> None:
         self.composed = composed
+        if stage > 0 and ranks.world_size > 1:
+            _advise_against_max_norm(module, ranks)
         self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
         ranks.order = 0  # some ranks may still have those of a model that is gone on others
         self.units, self.root = list(units), units[-1]
@@ -957,6 +959,17 @@ def will_run(node: Any) -> bool:
 
 def _first_call(unit: Unit) -> int:
     return unit.first_call or 0
+
+
+def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            warnings.warn(
+                f"shard: rank {ranks.rank} got {name or 'the model'}, of class {type(each).__name__} with max_norm, "
+                "whose forward rescales the rows that this rank looks up, expected weights that are alike on all "
+                "ranks: the result depends on the stage; rescale the weight after step(), on every rank",
+                stacklevel=4,
+            )
 
 
 @dataclass(frozen=True)
