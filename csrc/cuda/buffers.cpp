@@ -17,7 +17,8 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr Location kStaged{-1, 0, 0};
-constexpr std::uint64_t kCallsBetweenLooks = 64;  // for what is gone, where no new allocation is a reason to look
+constexpr std::uint64_t kInUse = ~std::uint64_t{0};  // no call is known that does not use it
+constexpr std::uint64_t kCallsBetweenLooks = 64;     // for what is gone, where no new allocation is a reason to look
 
 std::uint32_t bit(int peer) { return 1u << peer; }
 
@@ -74,7 +75,7 @@ void say_staged(const char* call, int rank, const std::string& got) {
   if (said.exchange(true)) return;
   std::fprintf(stderr,
                "ringcomm: %s: rank %d expected a buffer that the peers can reach, got %s, so that it is copied through "
-               "staging areas; allocate it with the communicator (comm.empty) or as torch does by default\n",
+               "staging areas; allocate it with the communicator (comm.empty)\n",
                call, rank, got.c_str());
 }
 
@@ -83,7 +84,7 @@ Buffers::Buffers(int rank, int device, std::vector<Peer> peers, std::function<vo
 
 std::uint32_t Buffers::all_peers() const { return (bit(static_cast<int>(peers_.size())) - 1) & ~bit(rank_); }
 
-void Buffers::attend(Mailbox& mailbox, const MarkPtr& last, const char* call) {
+void Buffers::attend(Mailbox& mailbox, const char* call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (mailbox.receive(0)) continue;
   Mail mail;
@@ -91,7 +92,6 @@ void Buffers::attend(Mailbox& mailbox, const MarkPtr& last, const char* call) {
   while (mailbox.take(Mail::kTaken, -1, nullptr, mail)) hear_taken(mail, call);
   while (mailbox.take(Mail::kWithdrawn, -1, nullptr, mail)) hear_withdrawn(mail);
   while (mailbox.take(Mail::kDropped, -1, nullptr, mail)) hear_dropped(mail);
-  close_what_is_over(last);
   if (calls_ % kCallsBetweenLooks == 0) withdraw_what_is_gone();
   send(mailbox);
 }
@@ -162,6 +162,8 @@ void Buffers::withdraw(Own& own) {
 }
 
 void Buffers::withdraw_what_is_gone() {
+  if (looked_ == calls_) return;
+  looked_ = calls_;
   for (Own& own : owns_) {
     if (own.state == State::kFree || own.state == State::kWithdrawn || own.captured) continue;
     if (allocation_of(reinterpret_cast<const void*>(own.allocation.base)) == own.allocation) continue;
@@ -202,8 +204,10 @@ void Buffers::hear_dropped(const Mail& mail) {
 
 void Buffers::open(const Mail& offer) {
   MemoryHandle handle;
-  if (!read_handle(offer.text, handle) || offer.code < 0 || offer.code >= kMaxBuffers) return;
-  Opened opened{offer.from, kMaxArenas + offer.code, offer.subject, nullptr, 0, nullptr, Opened::kInUse};
+  if (!read_handle(offer.text, handle) || offer.code < 0 || offer.code >= kMaxBuffers || offer.from < 0 ||
+      offer.from >= static_cast<int>(peers_.size()))
+    return;
+  Opened opened{offer.from, kMaxArenas + offer.code, offer.subject, nullptr, kInUse};
   try {
     auto* base = reinterpret_cast<char*>(handle.address);
     if (!peers_[offer.from].here) {
@@ -223,24 +227,31 @@ void Buffers::hear_withdrawn(const Mail& mail) {
       std::find_if(opened_.begin(), opened_.end(), [&](const Opened& o) { return o.identity == mail.subject; });
   if (opened == opened_.end()) return answer(mail, Mail::kDropped, true);
   opened->until = mail.call;
-  opened->state = Opened::kWithdrawn;
 }
 
-void Buffers::close_what_is_over(const MarkPtr& last) {
-  for (auto opened = opened_.begin(); opened != opened_.end();) {
-    if (opened->state == Opened::kWithdrawn && calls_ >= opened->until) {
-      opened->after = last;
-      opened->state = Opened::kEnding;
+bool Buffers::has_unused() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(opened_.begin(), opened_.end(), [&](const Opened& o) { return calls_ >= o.until; });
+}
+
+// The owner hears of it when it is closed: until then the driver would refuse another mapping of the same address.
+void Buffers::close_unused() {
+  std::list<Opened> unused;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto opened = opened_.begin(); opened != opened_.end();) {
+      const auto here = opened++;
+      if (calls_ < here->until) continue;
+      set_(here->peer, here->region, nullptr);
+      unused.splice(unused.end(), opened_, here);
     }
-    if (opened->state != Opened::kEnding || (opened->after && !reached(*opened->after, rank_))) {
-      ++opened;
-      continue;
-    }
-    set_(opened->peer, opened->region, nullptr);
+  }
+  for (Opened& opened : unused) {
+    opened.memory.reset();
     Mail withdrawal;
-    withdrawal.from = opened->peer;
-    withdrawal.subject = opened->identity;
-    opened = opened_.erase(opened);
+    withdrawal.from = opened.peer;
+    withdrawal.subject = opened.identity;
+    const std::lock_guard<std::mutex> lock(mutex_);
     answer(withdrawal, Mail::kDropped, true);
   }
 }
@@ -267,9 +278,13 @@ void Buffers::send(Mailbox& mailbox) {
                  answers_.end());
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
     if (p == rank_ || waits_ & bit(p)) continue;
-    const auto own = std::find_if(owns_.begin(), owns_.end(), [&](const Own& o) {
-      return (o.state == State::kOffered || o.state == State::kWithdrawn) && !(o.told & bit(p));
-    });
+    const auto untold = [&](State state) {
+      return std::find_if(owns_.begin(), owns_.end(),
+                          [&](const Own& o) { return o.state == state && !(o.told & bit(p)); });
+    };
+    // What is gone first: the driver refuses a mapping of an address that the peer has mapped still.
+    auto own = untold(State::kWithdrawn);
+    if (own == owns_.end()) own = untold(State::kOffered);
     if (own == owns_.end()) continue;
     Mail mail;
     mail.kind = own->state == State::kOffered ? Mail::kOffer : Mail::kWithdrawn;

@@ -5,7 +5,7 @@
 //   offers it                                   opens it, and answers with the number of the call that it makes next
 //   from the greatest of these numbers on:      reads and writes it where the announcement says
 //     announces where its buffers lie
-//   it is gone: withdraws it as of a call       closes it once its own calls before that one have ended, and answers
+//   it is gone: withdraws it as of a call       closes it at a later call, when none of its kernels runs, and answers
 //   all have answered: the place is free
 //
 // This goes by mail, while a rank prepares a call, and nobody waits for an answer: what does not fit into a mailbox is
@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "cuda/args.h"
-#include "cuda/launch.h"
 #include "cuda/mailbox.h"
 #include "cuda/memory.h"
 
@@ -50,7 +49,7 @@ Allocation allocation_of(const void* data);
 
 // Says, once in this process, that a buffer of a call goes through the staging areas, and why.
 void say_staged(const char* call, int rank, const std::string& got);
-inline constexpr const char* kForeignMemory = "memory that cudaMalloc did not give";
+inline constexpr const char* kForeignMemory = "memory that cudaMalloc did not give, as it does for torch by default";
 // Smaller buffers are staged, in a window or two: opening the memory would cost the peers more.
 inline constexpr std::size_t kLeastShown = 64u << 10;
 
@@ -63,12 +62,15 @@ class Buffers {
   // `peers`: of all ranks. set(peer, region, base): from now on this rank's kernels find the region of the peer there.
   Buffers(int rank, int device, std::vector<Peer> peers, std::function<void(int, int, char*)> set);
 
-  // Before each call, by its name. `last`: the end of this rank's calls so far, null if there were none.
-  void attend(Mailbox& mailbox, const MarkPtr& last, const char* call);
+  // Before each call, by its name.
+  void attend(Mailbox& mailbox, const char* call);
   // The call that was attended to has been launched.
   void called();
   // Where a buffer of the next call lies for the peers. The first use of an allocation offers it.
   Location locate(const void* data, std::size_t nbytes, bool captured, const char* call);
+  // Mappings of peers' memory that no call of this rank uses any more, and closing them.
+  bool has_unused() const;
+  void close_unused();
   // How many allocations of this rank the peers have opened.
   std::size_t num_visible() const;
 
@@ -93,8 +95,6 @@ class Buffers {
     Identity identity;
     std::shared_ptr<DeviceMemory> memory;  // null: of this process
     std::uint64_t until;                   // the first call that does not use it
-    MarkPtr after;                         // the calls that do end here
-    enum { kInUse, kWithdrawn, kEnding } state;
   };
 
   std::uint32_t all_peers() const;
@@ -106,7 +106,6 @@ class Buffers {
   void hear_dropped(const Mail& mail);
   void open(const Mail& offer);
   void hear_withdrawn(const Mail& mail);
-  void close_what_is_over(const MarkPtr& last);
   void answer(const Mail& letter, Mail::Kind kind, bool done);
   void send(Mailbox& mailbox);
 
@@ -115,6 +114,7 @@ class Buffers {
   const std::function<void(int, int, char*)> set_;
   mutable std::mutex mutex_;
   std::uint64_t calls_ = 0;
+  std::uint64_t looked_ = ~std::uint64_t{0};  // the last call before which we looked for what is gone
   std::array<Own, kMaxBuffers> owns_;
   std::list<Opened> opened_;
   std::deque<std::pair<int, Mail>> answers_;  // (to, what) that are not sent yet

@@ -26,8 +26,8 @@ void check_address(const char* call, const void* data, const char* side, int dev
 void check_algorithm(const Call& call, int rank) {
   if (call.algorithm == Algorithm::kOneshot && call.op == Op::kAllReduce && !has_packets(call))
     fail(ErrorCode::kUnsupported, "all_reduce: rank ", rank, " asked for algorithm oneshot for ", name(call.dtype),
-         ", ", name(call.reduce_op),
-         ", for which the cuda engine has no such kernel; use algorithm auto or direct, whose ", "bits are the same");
+         ", ", name(call.reduce_op), ", for which the cuda engine has no such kernel; ",
+         "use algorithm auto or direct, whose bits are the same");
 }
 
 void check_parts(const Call& call, int rank, int world_size) {

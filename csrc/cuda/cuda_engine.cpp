@@ -128,6 +128,7 @@ class CudaEngine final : public Engine {
   std::vector<std::string> gather(const std::string& mine);
   bool in_flight();
   std::vector<MarkPtr> last_marks() const;
+  bool is_idle() const;
   bool await_all(Clock::time_point end);
 
   const int forks_;
@@ -185,6 +186,8 @@ Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
 // Once ranks differ or a launch has failed, they cannot go on together.
 std::shared_ptr<Outcome> CudaEngine::post(Batch batch) {
   try {
+    Group& group = context_->group();
+    if (batch.capture == 0 && group.has_unused_mappings() && is_idle()) group.close_unused_mappings();
     auto outcome = team_->post(*context_, std::move(batch));
     const std::lock_guard<std::mutex> lock(mutex_);
     return newest_ = std::move(outcome);
@@ -417,12 +420,17 @@ bool CudaEngine::in_flight() {
   if ((newest_ && newest_->open()) || context_->local().matcher().has_open(rank())) return true;
   try {
     const DeviceGuard guard(context_->device(), rank());
-    for (const MarkPtr& mark : last_marks())
-      if (!reached(*mark, rank())) return true;
+    return !is_idle();
   } catch (const Error&) {
     return true;
   }
-  return false;
+}
+
+// Whether no kernel of this rank's runs.
+bool CudaEngine::is_idle() const {
+  for (const MarkPtr& mark : last_marks())
+    if (!reached(*mark, rank())) return false;
+  return true;
 }
 
 bool CudaEngine::await_all(Clock::time_point end) {

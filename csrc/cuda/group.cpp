@@ -227,12 +227,17 @@ std::size_t Group::num_arenas() const {
 }
 
 // While an arena is being made the mailbox is in use: the peers' letters wait for the next call.
-void Group::attend(const MarkPtr& last, const char* call) {
+void Group::attend(const char* call) {
   if (!buffers_) return;
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   const RelaxedCapture relaxed(rank_);
-  buffers_->attend(*mailbox_, last, call);
+  buffers_->attend(*mailbox_, call);
+}
+
+void Group::close_unused_mappings() {
+  const RelaxedCapture relaxed(rank_);
+  buffers_->close_unused();
 }
 
 void Group::called() {

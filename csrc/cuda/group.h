@@ -78,8 +78,11 @@ class Group {
   std::string reach(int peer) const;
 
   // Before each call, and after its launch; see Buffers.
-  void attend(const MarkPtr& last, const char* call);
+  void attend(const char* call);
   void called();
+  bool has_unused_mappings() const { return buffers_ && buffers_->has_unused(); }
+  // Waits for the device, so only while no kernel of this rank's runs, which might wait for a peer that waits for us.
+  void close_unused_mappings();
   // Where [data, data + nbytes) lies for the peers in the next call: an address if one_device(), or if one_process()
   // and it lies in an own arena or in what cudaMalloc gave; otherwise region and offset, if it lies in an own arena, or
   // in memory that all peers have opened by now; else not visible. `captured`: in a call that goes into a graph.

@@ -77,7 +77,11 @@ void DeviceRequest::join(std::uintptr_t stream) {
   if (outcome_->may_give_up()) context_->check(op_);
   const DeviceGuard guard(context_->device(), context_->rank());
   const auto target = reinterpret_cast<cudaStream_t>(stream);
-  Marks::follow_here(target, capture_of(target, context_->rank()), outcome_->mark(), false, context_->rank());
+  const unsigned long long capture = capture_of(target, context_->rank());
+  if (point_to_point(op_))  // its mark may be of the other end's device
+    Marks::follow(target, capture, outcome_->mark(), context_->rank());
+  else
+    Marks::follow_here(target, capture, outcome_->mark(), false, context_->rank());
 }
 
 void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {

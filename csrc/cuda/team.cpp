@@ -159,7 +159,7 @@ void Team::enqueue(Round& round, std::size_t lead) {
     Marks::follow(mine.stream, mine.capture, ready, context.rank());
   }
   newest_.follow(mine.stream, mine.capture, context.rank());
-  for (const Row& row : rows) row.context->group().attend(newest_.eager(), name(mine.first().op));
+  for (const Row& row : rows) row.context->group().attend(name(mine.first().op));
   const bool waits = preparation.enqueue();
   for (const Row& row : rows) row.context->group().called();
   const MarkPtr end = context.marks().record(mine.stream, mine.capture, context.rank());

@@ -244,7 +244,7 @@ void many(Engine& engine) {
   Memory output(kCount);
   for (int life = 0; life < (quick ? 24 : cuda::kMaxBuffers + 8); ++life) {
     Memory input(kCount + 64 * life);
-    for (int i = 0; i < 6; ++i) check_call(engine, Op::kAllReduce, input, output, life, "one after the other");
+    for (int i = 0; i < 12; ++i) check_call(engine, Op::kAllReduce, input, output, life, "one after the other");
     require(num_visible(engine) == 2, concat("both buffers of life ", life, " are visible, got ", num_visible(engine)));
   }
 }

@@ -326,6 +326,40 @@ void message_orders(Engine& engine) {
   }
 }
 
+// Both ends on the default stream, which has one handle on all devices: what follows on it sees the message.
+void messages_of_two_devices() {
+  const auto engines = make_ranks(2, short_timeout(), 1);
+  const auto rank_main = [&](int r) {
+    require(cudaSetDevice(r) == cudaSuccess, "a second device");
+    Engine& engine = *engines[r];
+    std::vector<float> data(5000), seen(data.size());
+    for (int i = 1; i <= 40; ++i) {
+      data.assign(data.size(), r == 1 ? static_cast<float>(i) : 0.f);
+      Call call;
+      call.op = r == 1 ? Op::kSend : Op::kRecv;
+      call.dtype = DType::kFloat32;
+      call.root = 1 - r;
+      call.count = data.size();
+      call.input = call.output = data.data();
+      if (i % 2 == r) usleep(300);  // either comes later, and enqueues the copy
+      const auto request = engine.submit(call);
+      request->join(0);
+      require(cudaSuccess ==
+                  cudaMemcpyAsync(seen.data(), data.data(), seen.size() * sizeof(float), cudaMemcpyDefault, nullptr),
+              "copying what came");
+      if (r == 1)
+        require(cudaSuccess == cudaMemsetAsync(data.data(), 0, data.size() * sizeof(float), nullptr),
+                "clearing what was sent");
+      require(cudaSuccess == cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+      for (const float x : seen) require(x == static_cast<float>(i), concat("message ", i, " of two devices: ", x));
+    }
+    engine.close();
+  };
+  std::thread other(rank_main, 1);
+  rank_main(0);
+  other.join();
+}
+
 // Both ranks send more than the links hold before they receive: requests and lists do not wait for each other.
 void crossing_messages(Engine& engine) {
   const OwnStream own;
@@ -456,6 +490,7 @@ std::vector<Section> sections() {
       {"single_thread_apart", single_thread, kApart},
       {"graphs", processes(2, graphs_of_processes), {}, true},
       {"messages", threads(3, message_orders), {}},
+      {"messages_of_two_devices", messages_of_two_devices, {}},
       {"crossing", threads(2, crossing_messages), {}},
       {"crossing_processes", processes(2, crossing_messages), {}, true},
       {"visible_processes", processes(2, visible_messages), {}, true},
