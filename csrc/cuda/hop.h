@@ -60,9 +60,9 @@ struct Pair {
 
 // Narrow types take many registers on the way through their accumulators, and so does a division.
 template <typename T, Ends kEnds>
-inline constexpr int kHopDepth = kEnds == Ends::kDivided ? 1
-                                 : sizeof(T) >= 4        ? kInFlight
-                                                         : kInFlight / 2;
+inline constexpr int kHopDepth = kEnds == Ends::kDivided || sizeof(T) == 1 ? 1
+                                 : sizeof(T) >= 4                          ? kInFlight
+                                                                           : kInFlight / 2;
 
 template <typename Unit, typename T, typename Combine, Ends kEnds>
 RINGCOMM_DEVICE void enter_units(const Hop<T, Combine, kEnds>& hop, const HopRun& run, u32 first, u32 count) {
