@@ -15,7 +15,7 @@ from training import batches_of, sharded_training
 
 import ringcomm
 from ringcomm.data_parallel import memory
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 
 KEPT = ("parameters", "master", "gradients", "optimizer", "transient", "gathered")
 COLUMNS = (*KEPT, "wire")
@@ -51,7 +51,7 @@ def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor, mesh: ringc
     batches = batches_of(a, text, mesh)
     train(argparse.Namespace(**{**vars(a), "until": first}), [training], batches, peak=peak)
     peak.stop()
-    flat = flat_model_of(training.model)
+    flat = sharded_model_of(training.model)
     before = Counter(flat.ranks.traffic)
     train(a, [training], batches, done=first)
     ranks, times = flat.ranks.world_size, [1e3 * x for x in slowest(training.seconds)[first:]]

@@ -18,7 +18,7 @@ from torch import nn
 import ringcomm
 from ringcomm import checkpoint
 from ringcomm.context import context_parallel, positions
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,7 +81,7 @@ class Training:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients only add up on this rank."""
-        if flat_model_of(self.model) is not None:
+        if sharded_model_of(self.model) is not None:
             return ringcomm.no_sync(self.model)
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
@@ -161,7 +161,7 @@ def sharded_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh, stag
         made.model, made.optimizer, stage, mesh=mesh, mixed_precision=precision, bucket_cap_mb=a.bucket_mb,
         accumulation=order_of(made.measure.passes),
     )  # fmt: skip
-    flat = flat_model_of(made.model)
+    flat = sharded_model_of(made.model)
     made.blocked = lambda: flat.communication_seconds
     return made
 

@@ -24,7 +24,7 @@ from ringcomm.checkpoint.files import boxes
 from ringcomm.data_parallel.fully_shard import fully_shard
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
 
 torch.set_num_threads(1)
@@ -577,7 +577,7 @@ class Wide(Net):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_its_share_and_sends_no_parameters(tmp_path: Path, stage: int) -> None:
     def body(model: nn.Module, optimizer: Any, comm: Any) -> int:
-        flat = flat_model_of(model)
+        flat = sharded_model_of(model)
         assert flat is not None
         before, exchange, sent = dict(flat.ranks.traffic), comm.exchange, []
         comm.exchange = lambda payload: sent.append(len(payload)) or exchange(payload)

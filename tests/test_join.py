@@ -19,7 +19,7 @@ from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.data_parallel.join import join
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import no_sync, shard
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.tools.bench.check import tree_sum
 
@@ -275,7 +275,7 @@ def test_no_more_than_a_message_a_phase_while_all_have_input() -> None:
         model = models[comm.rank]
         model, optimizer = shard(model, optimizer_of(model.parameters()), 2, comm, bucket_cap_mb=0.0001)
         assert optimizer is not None
-        flat = flat_model_of(model)
+        flat = sharded_model_of(model)
         assert flat is not None
         with join(model):
             for step in range(2):
@@ -308,7 +308,7 @@ def test_disabled_it_does_nothing() -> None:
 
     def rank(comm: ringcomm.Communicator) -> int:
         model = DistributedDataParallel(models[comm.rank], comm)
-        flat = flat_model_of(model)
+        flat = sharded_model_of(model)
         assert flat is not None
         with model.join(enable=False):
             loss_of(model, comm.rank, 0).backward()

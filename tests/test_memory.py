@@ -16,7 +16,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.budget import bytes_per_rank
 from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tools import cli
 
@@ -31,7 +31,7 @@ def trained(
     """A sharded model after some steps, and the last one's traffic."""
     opt = optimizer_of(model, case.optimizer)
     ringcomm.shard(model, opt, stage, comm, **{"bucket_cap_mb": SMALL_MB, **how})
-    ranks = flat_model_of(model).ranks
+    ranks = sharded_model_of(model).ranks
     for step in range(steps):
         ranks.traffic.clear()
         for k in range(case.accumulate):
@@ -120,7 +120,7 @@ def test_figures_by_hand(world_size: int) -> None:
                 opt = torch.optim.Adam(model.parameters())
                 ringcomm.shard(model, opt, stage, comm, mixed_precision=precision, bucket_cap_mb=25)
                 model(torch.ones(1, 64)).sum().backward()
-                sent = flat_model_of(model).ranks.traffic.copy()
+                sent = sharded_model_of(model).ranks.traffic.copy()
                 opt.step()
                 held = memory(model)
                 assert held.parameters == width * numel * shards[0]
@@ -130,7 +130,7 @@ def test_figures_by_hand(world_size: int) -> None:
                 reduction = "all_reduce" if stage == 0 else "reduce_scatter"
                 assert (sent[f"{reduction} calls"], sent[f"{reduction} bytes"]) == (1, 4 * numel)
                 assert sent["all_gather bytes"] == (width * numel if stage == 3 else 0)
-                hers = flat_model_of(model).ranks.traffic["all_gather bytes"]
+                hers = sharded_model_of(model).ranks.traffic["all_gather bytes"]
                 assert hers == (width * numel if stage == 3 or (stage and world_size > 1) else 0)
 
     everywhere(world_size, rank)
@@ -150,7 +150,7 @@ def test_nothing_is_held_that_is_not_reported(stage: int, how: dict[str, Any]) -
     before = living()
     ranks = everywhere(3, rank)
     found = sum(nbytes for key, nbytes in living().items() if key not in before)
-    constants = sum(group.types.compute.itemsize for kept in ranks for group in flat_model_of(kept[0]).buckets)
+    constants = sum(group.types.compute.itemsize for kept in ranks for group in sharded_model_of(kept[0]).buckets)
     said = [memory(kept[0]) for kept in ranks]
     assert found == sum(each.resident + each.transient for each in said) + constants
 

@@ -18,7 +18,7 @@ from ringcomm.data_parallel.memory import predict
 from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
 from ringcomm.data_parallel.shard import restage
 from ringcomm.data_parallel.shard_spec import ShardSpec
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -198,9 +198,9 @@ def test_accumulation_over_several_steps_of_the_pipeline(stage: int) -> None:
             with ringcomm.no_sync(job.pipe):  # nested
                 job.forward_backward(numbers[0])
             for number in numbers[1:-1]:
-                sent = dict(flat_model_of(job.pipe).ranks.traffic)
+                sent = dict(sharded_model_of(job.pipe).ranks.traffic)
                 job.forward_backward(number)
-                reduced = dict(flat_model_of(job.pipe).ranks.traffic)
+                reduced = dict(sharded_model_of(job.pipe).ranks.traffic)
                 kinds = ("all_reduce calls", "reduce_scatter calls", "flags calls")
                 assert [sent.get(kind) for kind in kinds] == [reduced.get(kind) for kind in kinds]
         job.forward_backward(numbers[-1])
@@ -353,7 +353,7 @@ def test_evaluation_lets_go_of_the_parameters_again() -> None:
         job = Job(model, mesh, 3)
         x, y = cases.batch(0)
         found = job.pipe.evaluate(x, target=y)
-        flat = flat_model_of(job.pipe)
+        flat = sharded_model_of(job.pipe)
         assert flat is not None
         assert not any(group.is_whole for group in flat.buckets)
         assert flat.sync
@@ -371,7 +371,7 @@ def test_evaluation_lets_go_of_the_parameters_again() -> None:
 def test_a_step_that_fails_is_forgotten() -> None:
     def body(model: Net, mesh: Any) -> Result:
         job = Job(model, mesh, 3)
-        flat = flat_model_of(job.pipe)
+        flat = sharded_model_of(job.pipe)
         assert flat is not None
 
         def fails() -> None:
@@ -396,7 +396,7 @@ def test_buffers_are_those_of_the_first_rank_of_each_stage() -> None:
         job.train(0, 1)
         job.pipe.train()
         told: dict[str, float] = {}
-        flat = flat_model_of(job.pipe)
+        flat = sharded_model_of(job.pipe)
         assert flat is not None
         with flat.interleaved():
             told = {name: float(b) for name, b in job.pipe.named_buffers()}

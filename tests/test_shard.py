@@ -19,7 +19,7 @@ from parity import differences_of
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 
 STAGES = (0, 1, 2, 3)
 SHARD = importlib.import_module("ringcomm.data_parallel.shard")
@@ -506,7 +506,7 @@ def test_a_model_that_is_smaller_than_a_bucket_is_one_unit(stage: int, monkeypat
         opt = sgd(model)
         ringcomm.shard(model, opt, stage, comm, **how)
         losses = [step_of(model, opt, comm.rank, step) for step in range(3)]
-        flat = flat_model_of(model)
+        flat = sharded_model_of(model)
         assert flat is not None
         return len(flat.units), losses + state_of(model)
 
@@ -613,7 +613,7 @@ def test_nothing_outlives_the_model(last: str) -> None:
                 loss.backward()
             if last == "a graph in an attribute":
                 model.loss = loss
-            left += [weakref.ref(each) for each in (model, opt, flat_model_of(model))]
+            left += [weakref.ref(each) for each in (model, opt, sharded_model_of(model))]
         return left
 
     found = ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)

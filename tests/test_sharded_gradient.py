@@ -19,7 +19,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.sharded_gradient import ShardedGradient
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -354,7 +354,7 @@ def test_hooks_before_a_step_edit_gradients() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_sent(stage: int) -> None:
     def check(comm: Any, model: Tower, opt: torch.optim.Optimizer) -> None:
-        ranks = flat_model_of(model).ranks
+        ranks = sharded_model_of(model).ranks
         loss_of(model, comm.rank, 0).backward()
         gathers = ranks.traffic["gradient all_gather calls"]
         scalars(model, opt)
@@ -367,7 +367,7 @@ def test_what_is_sent(stage: int) -> None:
                 assert isinstance(g.detach(), ShardedGradient)
                 assert isinstance(g.data, ShardedGradient)
         assert ranks.traffic["gradient all_gather calls"] == gathers
-        groups = flat_model_of(model).order
+        groups = sharded_model_of(model).order
         layouts = [group.layout for group in groups]
         assert len(groups) > 3
         assert any(s.offset < x.shard_numel < s.end for x in layouts for s in x.segments)  # cut between ranks
@@ -396,7 +396,7 @@ def test_inside_of_no_sync_it_is_this_ranks_sum(stage: int, options: dict[str, A
         sums: list[torch.Tensor] = []
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: sums.append(p.grad.float()))
-        ranks, gathers = flat_model_of(model).ranks, "gradient all_gather calls"
+        ranks, gathers = sharded_model_of(model).ranks, "gradient all_gather calls"
         with ringcomm.no_sync(model):
             loss_of(model, comm.rank, 0).backward()
             values = [g.float().norm() for g in grads_of(model)]

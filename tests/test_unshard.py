@@ -14,7 +14,7 @@ from test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
@@ -83,7 +83,7 @@ def test_a_rank_may_still_have_a_model_that_is_gone_on_others() -> None:
         model = new(Tower)
         opt = sgd(model)
         first = step_of(by_module(comm, model, opt), opt, comm.rank, 0)
-        kept = flat_model_of(model).ranks  # type: ignore[union-attr]
+        kept = sharded_model_of(model).ranks  # type: ignore[union-attr]
         ringcomm.unshard(model, opt)
         if comm.rank == 1:
             del kept

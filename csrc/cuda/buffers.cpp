@@ -216,16 +216,16 @@ void Buffers::open(const Mail& offer) {
     }
     set_(opened.peer, opened.region, base);
   } catch (const Error&) {
-    return answer(offer, Mail::kTaken, false);
+    return answer(offer.from, offer.subject, Mail::kTaken, false);
   }
   opened_.push_back(std::move(opened));
-  answer(offer, Mail::kTaken, true);
+  answer(offer.from, offer.subject, Mail::kTaken, true);
 }
 
 void Buffers::hear_withdrawn(const Mail& mail) {
   const auto opened =
       std::find_if(opened_.begin(), opened_.end(), [&](const Opened& o) { return o.identity == mail.subject; });
-  if (opened == opened_.end()) return answer(mail, Mail::kDropped, true);
+  if (opened == opened_.end()) return answer(mail.from, mail.subject, Mail::kDropped, true);
   opened->until = mail.call;
 }
 
@@ -248,24 +248,21 @@ void Buffers::close_unused() {
   }
   for (Opened& opened : unused) {
     opened.memory.reset();
-    Mail withdrawal;
-    withdrawal.from = opened.peer;
-    withdrawal.subject = opened.identity;
     const std::lock_guard<std::mutex> lock(mutex_);
-    answer(withdrawal, Mail::kDropped, true);
+    answer(opened.peer, opened.identity, Mail::kDropped, true);
   }
 }
 
 // ---- letters -------------------------------------------------------------------------------------------------------
 
-void Buffers::answer(const Mail& letter, Mail::Kind kind, bool done) {
+void Buffers::answer(int peer, const Identity& subject, Mail::Kind kind, bool done) {
   Mail mail;
   mail.kind = kind;
   mail.from = rank_;
-  mail.subject = letter.subject;
+  mail.subject = subject;
   mail.call = calls_;
   mail.code = done ? 0 : 1;
-  answers_.emplace_back(letter.from, std::move(mail));
+  answers_.emplace_back(peer, std::move(mail));
 }
 
 // A peer that has closed gets no more letters: it counts as one that does not answer.

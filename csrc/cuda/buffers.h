@@ -106,7 +106,7 @@ class Buffers {
   void hear_dropped(const Mail& mail);
   void open(const Mail& offer);
   void hear_withdrawn(const Mail& mail);
-  void answer(const Mail& letter, Mail::Kind kind, bool done);
+  void answer(int peer, const Identity& subject, Mail::Kind kind, bool done);
   void send(Mailbox& mailbox);
 
   const int rank_, device_;

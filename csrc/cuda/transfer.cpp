@@ -168,7 +168,11 @@ bool Links::leads_to(int peer) const {
 
 void Links::connect() {
   const RelaxedCapture relaxed(context_.rank());
-  channels_ = link_channels(context_.group().layout(), room());
+  const int set = context_.setting().threads;
+  threads_ = set ? set : kUsualBlockThreads;
+  room_ = room_for(reinterpret_cast<const void*>(transfer_kernel()), threads_, context_.device(), context_.rank()) /
+          context_.group().most_ranks_of_a_device();
+  channels_ = link_channels(context_.group().layout(), room_);
   for (int peer = 0; peer < context_.world_size(); ++peer) {
     if (!leads_to(peer)) continue;
     for (const bool sends : {false, true}) {
@@ -177,16 +181,6 @@ void Links::connect() {
       streams_[{peer, sends}] = stream;
     }
   }
-}
-
-int Links::threads() const {
-  const int set = context_.setting().threads;
-  return set ? set : kUsualBlockThreads;
-}
-
-int Links::room() const {
-  return room_for(reinterpret_cast<const void*>(transfer_kernel()), threads(), context_.device(), context_.rank()) /
-         context_.group().most_ranks_of_a_device();
 }
 
 std::vector<MarkPtr> Links::last() const {
@@ -236,10 +230,10 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
     blocks += most;
     widest = std::max(widest, most);
   }
-  if (room() < blocks)
+  if (room_ < blocks)
     fail(ErrorCode::kUnsupported, name(calls[0]->op), ": rank ", rank, " expected room on the GPU for ", blocks,
-         " blocks of ", threads(), " threads, got room for ", room(), "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
-  launch(transfer_kernel(), name(calls[0]->op), dim3(widest, args.num_transfers), threads(), args, stream, false, rank);
+         " blocks of ", threads_, " threads, got room for ", room_, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
+  launch(transfer_kernel(), name(calls[0]->op), dim3(widest, args.num_transfers), threads_, args, stream, false, rank);
   const MarkPtr end = context_.marks().record(stream, capture, rank);
   for (const Call* call : calls) newest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);

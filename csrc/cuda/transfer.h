@@ -69,11 +69,10 @@ class Links {
  private:
   using Way = std::pair<int, bool>;  // peer, whether this rank sends
   static Way way(const Call& call) { return {call.root, call.op == Op::kSend}; }
-  int threads() const;  // of a block
-  // Blocks of the kernel that fit on the device beside those of the other ranks there.
-  int room() const;
 
   Context& context_;
+  int threads_ = 0;   // of a block
+  int room_ = 0;      // blocks of the kernel that fit on the device beside those of the other ranks there
   int channels_ = 1;  // most of a link
   mutable std::mutex mutex_;
   std::map<Way, Newest> newest_;

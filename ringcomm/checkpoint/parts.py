@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.optimizer import ShardedOptimizer, attached_of
+from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.data_parallel.shard_spec import part_of, refuse_parts
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 
 def flat_of(model: nn.Module, call: str) -> ShardedModel:
-    flat = flat_model_of(model)
+    flat = sharded_model_of(model)
     if flat is None:
         raise InvalidArgumentError(
             f"{call}: got a {type(model).__name__} that is not wrapped, expected what ringcomm.shard returned; use "
@@ -138,7 +138,7 @@ class Held:
                 f"{call}: rank {flat.ranks.rank} got a ZeroRedundancyOptimizer, which holds its state itself, expected "
                 "a plain optimizer or that of ringcomm.shard; use its consolidate_state_dict() and state_dict()"
             )
-        attached = attached_of(optimizer, call)
+        attached = sharded_optimizer_of(optimizer, call)
         if attached is not None and len(attached.flats) > 1:
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got an optimizer over {len(attached.flats)} sharded modules, expected "

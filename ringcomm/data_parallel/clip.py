@@ -13,7 +13,7 @@ from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.norm import total_norm
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.shard_spec import is_primary_copy, refuse_parts, renew_parts
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.validation import FLAG, expects
 
@@ -98,7 +98,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
-        own = flat_model_of(parameters)
+        own = sharded_model_of(parameters)
         parameters = [p for p in parameters.parameters() if p.requires_grad]
     elif isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]

@@ -41,7 +41,7 @@ from ringcomm.data_parallel.partition import (
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.data_parallel.unit import skipped
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
@@ -423,7 +423,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 
 def _unwrap(module: nn.Module) -> None:
     """Unwraps a module that another DistributedDataParallel holds, which wraps it again when it is next used."""
-    flat = flat_model_of(module)
+    flat = sharded_model_of(module)
     if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
         flat.unwrap()
 
@@ -448,7 +448,7 @@ def _flat(
         facts = facts_of(module, ignored, sends_buffers)
         ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
     cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    recipe = BucketBuilder(
+    builder = BucketBuilder(
         ranks=ranks,
         stage=0,
         precision=precision,
@@ -460,7 +460,7 @@ def _flat(
         kept=kept_in_their_type(module),
         send=init_sync,
     )
-    unit = recipe.unit("", [module], params, False)
+    unit = builder.unit("", [module], params, False)
     flat = ShardedModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
     flat.ignore_buffers(ignored)
     keep_ordinary_state(flat)

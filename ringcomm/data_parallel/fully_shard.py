@@ -288,7 +288,7 @@ def fully_shard(
     ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
     device = device_of(ranks.comm, top)
     waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
-    recipe = BucketBuilder(
+    builder = BucketBuilder(
         ranks=ranks,
         stage=LAST_STAGE,
         precision=precision,
@@ -300,7 +300,7 @@ def fully_shard(
         kept=kept_in_their_type(top),
         device=device,
     )
-    unit = recipe.unit("", modules, params, bool(reshard))
+    unit = builder.unit("", modules, params, bool(reshard))
     unit.precision, unit.asked_reshard = precision, reshard
     waiting.initialise([unit])
     unmade = [each.flat.unmade for each in below]

@@ -21,7 +21,7 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import MODULE
 from ringcomm.data_parallel.clip import clip_grad_norm_
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.validation import FLAG, expects
 
@@ -61,7 +61,7 @@ def join(
     Raises:  RingcommError: a rank has no more input, with ``throw_on_early_termination``. MismatchError: the ranks do
              different things. UnsupportedError: a model with replicas, or with SyncBatchNorm.
     """
-    flat = flat_model_of(model)
+    flat = sharded_model_of(model)
     if flat is None:
         raise InvalidArgumentError(
             f"join: got a {type(model).__name__} that is not wrapped; pass what ringcomm.shard returned"

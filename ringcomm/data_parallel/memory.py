@@ -25,7 +25,7 @@ from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, kept_in_t
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import units_of
-from ringcomm.data_parallel.sharded_model import IN_FLIGHT, ShardedModel, flags_numel, flat_model_of
+from ringcomm.data_parallel.sharded_model import IN_FLIGHT, ShardedModel, flags_numel, sharded_model_of
 from ringcomm.data_parallel.unit import Unit
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.validation import expects, whole
@@ -79,7 +79,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     Args:
         optimizer: None: those that were sharded with the model.
     """
-    flat = flat_model_of(model)
+    flat = sharded_model_of(model)
     totals: Counter[str] = Counter()
     for p in model.parameters():
         if place_of(p) is None:
@@ -153,7 +153,7 @@ class Plan:
         background: bool | None = None,
         **plain: Any,
     ) -> None:
-        flat = flat_model_of(model)
+        flat = sharded_model_of(model)
         if flat is not None and plain:
             raise InvalidArgumentError(
                 f"predict: got {', '.join(plain)} for a sharded model, which has its own; leave them out"
@@ -224,7 +224,7 @@ class Plan:
         memo: dict[int, Any] = {id(b): torch.empty_like(b, device=_META) for b in model.buffers()}
         twin = copy.deepcopy(model, memo | twins)
         numbers = {} if optimizer is None else _group_numbers(optimizer)
-        recipe = BucketBuilder(
+        builder = BucketBuilder(
             ranks=self.ranks,
             stage=self.stage,
             precision=mixed_precision or MixedPrecision(),
@@ -236,7 +236,7 @@ class Plan:
             kept=kept_in_their_type(twin),
             send=False,
         )
-        units = units_of(twin, recipe, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
+        units = units_of(twin, builder, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
         places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
         return units

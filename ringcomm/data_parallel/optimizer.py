@@ -145,7 +145,7 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
 # ---- which optimizer is sharded --------------------------------------------------------------------------------------
 
 
-def attached_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
+def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
     """What an optimizer is attached to; one over parameters that it cannot step by itself is attached now. None: to
     nothing."""
     found: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
@@ -200,7 +200,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     del args, kwargs
     now = (_watches, len(optimizer.param_groups))
     if optimizer.__dict__.get("_ringcomm_seen") != now:
-        if attached_of(optimizer, "step") is None:
+        if sharded_optimizer_of(optimizer, "step") is None:
             flats = _flats_of(optimizer.param_groups)
             optimizer._ringcomm_options = SteppedOptions(optimizer, flats) if flats else None
         optimizer._ringcomm_seen = now

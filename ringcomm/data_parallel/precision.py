@@ -159,9 +159,9 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
-        from ringcomm.data_parallel.optimizer import attached_of
+        from ringcomm.data_parallel.optimizer import sharded_optimizer_of
 
-        attached = attached_of(optimizer, "GradScaler")
+        attached = sharded_optimizer_of(optimizer, "GradScaler")
         self._refuse_unscaled([] if attached is None else attached.flats)
         if attached is None:
             refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")

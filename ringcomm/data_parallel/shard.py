@@ -32,7 +32,7 @@ from ringcomm.data_parallel.partition import (
 from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.data_parallel.unit import Unit, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
@@ -117,7 +117,7 @@ def shard(
     Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
              optimizer that no shard can serve. MismatchError: the ranks have different modules.
     """
-    flat = flat_model_of(module)
+    flat = sharded_model_of(module)
     wish = _Wish(
         2 if stage is None else stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward,
         broadcast_buffers, accumulation, atom, _host(offload), init_fn is not False,
@@ -184,7 +184,7 @@ def _wrap(
     if _is_one_unit(params, wish, cap):
         blocks = []
     groups = [] if optimizer is None else optimizer.param_groups
-    recipe = BucketBuilder(
+    builder = BucketBuilder(
         ranks=ranks,
         stage=wish.stage,
         precision=wish.mixed_precision,
@@ -196,7 +196,7 @@ def _wrap(
         kept=kept_in_their_type(module),
         device=device,
     )
-    units = units_of(module, recipe, params, blocks, wish.reshard_after_forward, wish.units is None)
+    units = units_of(module, builder, params, blocks, wish.reshard_after_forward, wish.units is None)
     waiting.initialise(units)
     later = optimizer is None  # it may come later, as with fully_shard
     flat = ShardedModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
@@ -236,8 +236,8 @@ def _checked(
         )
     if optimizer is not None:
         refuse_foreign(optimizer, module, "shard", ranks.rank)
-    lonely = ranks.mesh is None and any(part_of(p).is_partial for _, p in params)
-    ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if lonely else "")
+    partial = ranks.mesh is None and any(part_of(p).is_partial for _, p in params)
+    ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if partial else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
 
@@ -259,7 +259,7 @@ def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) 
 
 def units_of(
     module: nn.Module,
-    recipe: BucketBuilder,
+    builder: BucketBuilder,
     params: list[tuple[str, nn.Parameter]],
     blocks: list[tuple[str, nn.Module]],
     reshard: bool,
@@ -272,7 +272,7 @@ def units_of(
     """
     blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
     owned = owned_by_one(blocks, module)
-    runs = runs_of(blocks, owned, recipe.bucket_bytes if join else 0)
+    runs = runs_of(blocks, owned, builder.bucket_bytes if join else 0)
     units: list[Unit] = []
     taken: set[int] = set()
     names = {id(block): name for name, block in blocks}
@@ -281,8 +281,8 @@ def units_of(
         mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
         if mine:
             taken |= {id(p) for _, p in mine}
-            units.append(recipe.unit(name, modules, mine, reshard))
-    units.append(recipe.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
+            units.append(builder.unit(name, modules, mine, reshard))
+    units.append(builder.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
     return units
 
 
@@ -320,7 +320,7 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
 
 
 def _wrapped(module: nn.Module, call: str) -> ShardedModel:
-    flat = flat_model_of(module)
+    flat = sharded_model_of(module)
     if flat is None:
         raise InvalidArgumentError(
             f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"

@@ -1048,7 +1048,7 @@ def flags_numel(buckets: Sequence[Bucket], stage: int) -> int:
     return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
 
 
-def flat_model_of(module: nn.Module) -> ShardedModel | None:
+def sharded_model_of(module: nn.Module) -> ShardedModel | None:
     """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
     parameters."""
     for p in module.parameters():

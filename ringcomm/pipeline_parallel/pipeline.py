@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.meta import device_of
 from ringcomm.data_parallel.partition import facts_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, flat_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.pipeline_parallel.check import check
@@ -249,7 +249,7 @@ class Pipeline(nn.Module):
         train: bool,
         computes: bool = True,
     ) -> tuple[Any, torch.Tensor | None]:
-        flat = flat_model_of(self)
+        flat = sharded_model_of(self)
         try:
             if train:
                 self._check_target(args, target)

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.data_parallel.shard_spec import part_of, renew_parts
-from ringcomm.data_parallel.sharded_model import flat_model_of
+from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import MismatchError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 from ringcomm.tensor_parallel.sequence import sum_gradients_of
@@ -286,7 +286,7 @@ def _each(look: Any, values: Iterable[Any]) -> None:
 @contextmanager
 def _gathered(block: nn.Module) -> Iterator[None]:
     """The parameters of a sharded block can be read; inside of a forward pass, which `whole` is not for."""
-    flat, mine = flat_model_of(block), {id(p) for p in block.parameters()}
+    flat, mine = sharded_model_of(block), {id(p) for p in block.parameters()}
     units = [unit for unit in flat.units if not unit.is_whole] if flat is not None else []
     units = [unit for unit in units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     for unit in units:
