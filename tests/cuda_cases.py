@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from ringcomm import _C, Communicator, errors
 from ringcomm.comm import hosts
 
 LIMIT_S = 60
+_DLPACK_CUDA = 2
 
 
 def ranks(
@@ -294,6 +295,61 @@ class Elsewhere:
         return self.where
 
 
+class _DlTensor(ctypes.Structure):
+    _fields_ = (
+        *(("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)),
+        *(("num_dims", ctypes.c_int32), ("type_code", ctypes.c_uint8), ("bits", ctypes.c_uint8)),
+        *(("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DlExchange(ctypes.Structure):
+    _borrow = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DlTensor))
+    _stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+    _fields_ = (
+        *(("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("unused", ctypes.c_void_p * 4)),
+        *(("borrow", _borrow), ("current_work_stream", _stream)),
+    )
+
+
+@_DlExchange._borrow
+def _borrow(array: Any, out: Any) -> int:
+    kind = {"f": 2, "i": 0}[array.data.dtype.kind]
+    address, shape = array.data.ctypes.data, ctypes.addressof(array.shape)
+    dims, bits = array.data.ndim, 8 * array.data.itemsize
+    out[0] = _DlTensor(address, _DLPACK_CUDA, array.device, dims, kind, bits, 1, shape, None, 0)
+    return 0
+
+
+@_DlExchange._stream
+def _current_work_stream(device_type: int, device_id: int, stream: Any) -> int:
+    Exchanged.asked.append((device_type, device_id))
+    stream[0] = None  # the default one
+    return 0 if Exchanged.knows_stream else -1
+
+
+class Exchanged:
+    """An array on a device as torch shows its own: by DLPack's C exchange interface."""
+
+    asked: ClassVar[list[tuple[int, int]]] = []
+    knows_stream = True
+
+    def __init__(self, data: np.ndarray, device: int = 0) -> None:
+        self.data = data
+        self.device = device
+        self.shape = (ctypes.c_int64 * data.ndim)(*data.shape)
+
+    def is_neg(self) -> bool:
+        return False
+
+    exchange = _DlExchange(1, 3, (None,) * 4, _borrow, _current_work_stream)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    name = b"dlpack_exchange_api"  # a capsule keeps its address alone
+    __dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(exchange), name, None)
+
+
 def refused(comm: Communicator) -> None:
     ones = torch.ones(4)
     bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -474,6 +530,25 @@ def native() -> None:
     ctypes.memset(memory, 0, 64)
     engine.release(memory)
     assert engine.run_plain("all_reduce", "sum", 0, 0, x, x) is None  # an array without a stream
+    plain = Exchanged(x := np.arange(8, dtype=np.float32))
+    for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"):
+        y = np.zeros(8, np.float32)
+        out = plain if op == "broadcast" else Exchanged(y)
+        assert engine.run_plain(op, "sum", 0, 0, plain, out) == -1
+        assert Exchanged.asked.pop() == (_DLPACK_CUDA, 0)  # for its stream
+        engine.synchronize(0)
+        assert op == "broadcast" or y.tolist() == x.tolist()
+    assert engine.run_plain("barrier", "sum", 0, 0, None, None) is None  # the host has to wait for it
+    assert engine.run_plain("all_reduce", "sum", 0, 0, plain, x) is None
+    assert engine.run_plain("all_reduce", "sum", 0, 0, plain, Exchanged(np.zeros(8, np.float32), device=1)) is None
+    assert engine.run_plain("all_reduce", "sum", 0, 0, plain, Exchanged(x.astype(np.int32))) is None
+    assert engine.run_plain("all_reduce", "band", 0, 0, plain, plain) is None
+    Exchanged.knows_stream = False
+    assert engine.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None
+    cpu = _C.Engine("cpu", 0, 1)
+    cpu.connect([cpu.handle()])
+    assert cpu.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None  # it lies on a device
+    cpu.close()
     with pytest.raises(errors.UnsupportedError, match="expected a cpu engine, got cuda"):
         engine.exchange(b"")
     with pytest.raises(TypeError):

@@ -105,8 +105,6 @@ Call make_call(const Fields& fields) {
   return call;
 }
 
-bool on_cpu(const Engine& engine) { return std::string_view(engine.kind()) == "cpu"; }
-
 template <typename... Args>
 int run(Engine& engine, Args... args) {
   const Call call = make_call(Fields(std::move(args)...));
@@ -158,7 +156,7 @@ void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::u
 
 // Every rank's byte string, by rank: lengths first, then all strings padded to the longest. Its memory is the host's.
 std::vector<py::bytes> exchange(Engine& engine, const std::string& payload) {
-  if (!on_cpu(engine))
+  if (engine.device() >= 0)
     fail(ErrorCode::kUnsupported, "exchange: rank ", engine.rank(), " expected a cpu engine, got ", engine.kind(),
          "; make a cpu engine beside it");
   const std::size_t world_size = static_cast<std::size_t>(engine.world_size());
@@ -256,7 +254,7 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   const bool sends = *op == Op::kSend, receives = *op == Op::kRecv;
   switch (*op) {
     case Op::kBarrier:
-      return true;
+      return engine.device() < 0;  // on a device it waits for a stream
     case Op::kSend:
     case Op::kRecv:
       if (!any_source && !is_peer(engine, *root)) return false;
@@ -273,8 +271,8 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
       return false;
   }
   const bool in_place = args[4] == args[5];
-  if (!sends && !output.read(args[5], true)) return false;
-  if (!receives && (sends || !in_place) && !input.read(args[4], false)) return false;
+  if (!sends && !output.read(args[5], true, engine.device())) return false;
+  if (!receives && (sends || !in_place) && !input.read(args[4], false, engine.device())) return false;
   const PlainArray &from = receives || (in_place && !sends) ? output : input, &to = sends ? input : output;
   const bool reduces = *op == Op::kAllReduce || *op == Op::kReduceScatter;
   if (reduces && (*reduce_op == ReduceOp::kPremulSum || !supports(to.dtype(), *reduce_op))) return false;
@@ -284,7 +282,7 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   call.output = sends ? nullptr : to.data();
   call.count = from.count() < to.count() ? from.count() : to.count();
   if (*op == Op::kAllToAll) call.count /= static_cast<std::size_t>(engine.world_size());
-  return true;
+  return engine.device() < 0 || from.find_stream(call.stream);
 }
 
 // Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
@@ -292,7 +290,6 @@ PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (num_args != 6) return PyErr_Format(PyExc_TypeError, "run_plain takes 6 arguments, got %zd", num_args);
   try {
     Engine& engine = *py::handle(self).cast<Engine*>();
-    if (!on_cpu(engine)) Py_RETURN_NONE;
     PlainArray input, output;
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
@@ -314,8 +311,10 @@ PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
 PyMethodDef kRunPlain = {
     "run_plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_plain)), METH_FASTCALL,
     "run_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> int | None\n\n"
-    "A call on plain arrays with every default: the source of a recv, else -1. None: nothing was done, the arguments "
-    "need preparation, or a word about what is wrong with them."};
+    "A call on plain arrays with every default: the source of a recv, else -1. On a device it runs on the stream on "
+    "which "
+    "the library of the first array works now. None: nothing was done, the arguments need preparation, or a word about "
+    "what is wrong with them."};
 
 // ---- sums that do not depend on the order --------------------------------------------------------------------------
 

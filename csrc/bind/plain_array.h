@@ -1,5 +1,6 @@
-// Plain arrays: contiguous memory on the cpu of one of our types. A torch tensor is read through DLPack's C exchange
-// interface, a NumPy array or anything else through the buffer protocol; either takes some tens of nanoseconds.
+// Plain arrays: contiguous memory of one of our types where the engine works. A torch tensor is read through DLPack's C
+// exchange interface, a NumPy array or anything else on the cpu through the buffer protocol; either takes some tens of
+// nanoseconds.
 #pragma once
 
 #include <Python.h>
@@ -26,6 +27,7 @@ struct DlExchange {
   std::uint32_t major, minor;
   void* unused[4];
   int (*borrow)(PyObject* array, DlTensor* out);
+  int (*current_work_stream)(int device_type, std::int32_t device_id, void** stream);
 };
 static_assert(std::is_same_v<Py_ssize_t, std::int64_t>, "shapes of buffers and of DLPack are the same numbers");
 
@@ -98,12 +100,25 @@ class PlainArray {
   PlainArray& operator=(const PlainArray&) = delete;
   ~PlainArray() { PyBuffer_Release(&view_); }
 
-  // False, with no Python error set, when `array` is not plain. The array must outlive this.
-  bool read(PyObject* array, bool writable) {
-    const DlExchange* const exchange = exchange_of(Py_TYPE(array));
-    const bool plain = exchange == nullptr ? read_buffer(array, writable) : read_tensor(array, *exchange);
+  // `device`: a CUDA device, or -1 for the cpu. False, with no Python error set, when `array` is not plain, or lies
+  // elsewhere. The array must outlive this.
+  bool read(PyObject* array, bool writable, int device) {
+    exchange_ = exchange_of(Py_TYPE(array));
+    device_ = device;
+    const bool plain = exchange_ != nullptr ? read_tensor(array) : device < 0 && read_buffer(array, writable);
     if (!plain) PyErr_Clear();
     return plain;
+  }
+
+  // The stream on which the array's library works on the array's device now. False, with no Python error set, when the
+  // library does not say.
+  bool find_stream(std::uintptr_t& stream) const {
+    void* found = nullptr;
+    const bool known =
+        exchange_->current_work_stream != nullptr && exchange_->current_work_stream(kDlCuda, device_, &found) == 0;
+    if (!known) PyErr_Clear();
+    stream = reinterpret_cast<std::uintptr_t>(found);
+    return known;
   }
 
   char* data() const { return data_; }
@@ -142,10 +157,11 @@ class PlainArray {
     return exchange->major == 1 ? exchange : nullptr;
   }
 
-  bool read_tensor(PyObject* array, const DlExchange& exchange) {
-    constexpr int kCpu = 1;
+  bool read_tensor(PyObject* array) {
     DlTensor tensor;
-    if (exchange.borrow(array, &tensor) != 0 || tensor.device_type != kCpu || flips_sign(array)) return false;
+    if (exchange_->borrow == nullptr || exchange_->borrow(array, &tensor) != 0 || flips_sign(array)) return false;
+    if (device_ < 0 ? tensor.device_type != kDlCpu : tensor.device_type != kDlCuda || tensor.device_id != device_)
+      return false;
     for (int dim = tensor.num_dims - 1; dim >= 0; --dim) {
       if (tensor.strides != nullptr && tensor.shape[dim] != 1 && tensor.strides[dim] != count_) return false;
       count_ *= tensor.shape[dim];
@@ -177,6 +193,10 @@ class PlainArray {
     return dtype.has_value();
   }
 
+  static constexpr int kDlCpu = 1, kDlCuda = 2;
+
+  const DlExchange* exchange_ = nullptr;
+  int device_ = -1;
   char* data_ = nullptr;
   const std::int64_t* shape_ = nullptr;
   int num_dims_ = 0;

@@ -142,6 +142,8 @@ class Engine {
   virtual const char* kind() const = 0;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  // Index of the device whose memory its calls use; -1: the host's.
+  virtual int device() const { return -1; }
 
   virtual std::string handle() const = 0;
   virtual void connect(const std::vector<std::string>& handles) = 0;

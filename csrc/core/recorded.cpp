@@ -77,7 +77,7 @@ class RecordedEngine final : public Engine {
       : forks_(forks_so_far()),
         journal_(capacity ? std::make_shared<Journal>(*engine, capacity) : nullptr),
         engine_(std::move(engine)),
-        on_host_(engine_->kind() == std::string_view("cpu")) {}
+        on_host_(engine_->device() < 0) {}
 
   // The engine itself, for another one that is recorded.
   const std::shared_ptr<Engine>& absorb() {
@@ -87,6 +87,7 @@ class RecordedEngine final : public Engine {
   }
 
   const char* kind() const override { return engine_->kind(); }
+  int device() const override { return engine_->device(); }
   int rank() const override { return engine_->rank(); }
   int world_size() const override { return engine_->world_size(); }
   std::string handle() const override { return engine_->handle(); }

@@ -59,6 +59,7 @@ class CudaEngine final : public Engine {
   const char* kind() const override { return "cuda"; }
   int rank() const override { return context_->rank(); }
   int world_size() const override { return context_->world_size(); }
+  int device() const override { return context_->device(); }
   std::string handle() const override { return context_->group().handle(); }
   void connect(const std::vector<std::string>& handles) override {
     context_->connect(handles, [this] { prepare_device(); });

@@ -32,7 +32,7 @@ class HostsEngine final : public Engine {
         wire_(std::move(wire)),
         collectives_(std::move(topology), local_, wire_, std::move(options)),
         fate_(std::make_shared<Fate>(local_, concat("rank ", rank(), " on host ", name_of(rank())))),
-        on_host_(local_->kind() == std::string("cpu")),
+        on_host_(local_->device() < 0),
         forks_(forks_so_far()),
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); },
                                            [this](const char* call) { interrupt(call); }, false)) {
@@ -56,6 +56,7 @@ class HostsEngine final : public Engine {
   }
 
   const char* kind() const override { return local_->kind(); }
+  int device() const override { return local_->device(); }
   int rank() const override { return topology().rank(); }
   int world_size() const override { return topology().world_size(); }
   std::string handle() const override { return local_->handle(); }

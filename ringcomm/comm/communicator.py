@@ -52,7 +52,6 @@ class Communicator(BucketCollectives):
         self._endpoint = endpoint
         self._engine: _C.Engine | None = endpoint.engine
         self._device = endpoint.device
-        self._plain = endpoint.device == CPU
         self.rank = endpoint.engine.rank
         self.world_size = endpoint.engine.world_size
         self.kind = endpoint.engine.kind
@@ -113,7 +112,7 @@ class Communicator(BucketCollectives):
     ) -> int | None:
         usual = timeout is None and async_op is False and factor is None and self._group is None
         usual = usual and type(algorithm) is str and algorithm == "auto"
-        if not usual or self._engine is None or not self._plain or stream is not None:
+        if not usual or self._engine is None or stream is not None:
             return None
         if profiling.profiler._is_profiler_enabled:
             return None  # the long way names its calls
