@@ -15,8 +15,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of
-from ringcomm.comm.rendezvous import init
+from ringcomm.comm.rendezvous import communicator_of, init
 from ringcomm.errors import InvalidArgumentError, MismatchError, shown
 from ringcomm.validation import COMMUNICATOR, expects, is_communicator
 

@@ -261,7 +261,7 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
     with ringcomm.init(timeout=timedelta(seconds=5)) as comm:
-        assert (comm.rank, comm.world_size, comm.kind, comm.timeout) == (0, 1, "cpu", 5.0)
+        assert (comm.rank, comm.world_size, comm.engine, comm.timeout) == (0, 1, "cpu", 5.0)
         assert comm.all_reduce(torch.tensor([2.0, 4.0]), "avg").tolist() == [2.0, 4.0]
         assert comm.all_gather(torch.ones(2, 3)).shape == (2, 3)
         comm.timeout = 7
@@ -312,6 +312,17 @@ def over_a_process_group(comm: Communicator, folder: str) -> list[str]:
         assert part is not None
         assert part.world_size == len(range(comm.rank % 2, comm.world_size, 2))
         assert float(part.all_reduce(torch.ones(1))) == part.world_size
+        assert (peer.engine, peer.lends_memory) == ("torch.distributed:gloo", False)
+        assert "cpu" in peer.device.split(",")
+        assert (comm.engine, comm.lends_memory) == ("cpu", True)
+        named = peer.subgroup(range(comm.world_size))
+        assert named is not None
+        assert named.exchange(b"x" * comm.rank) == [b"x" * r for r in range(comm.world_size)]
+        for call in (lambda: peer.shrink(), lambda: peer.hosts):
+            with pytest.raises(errors.UnsupportedError, match="engine of its own, got torch"):
+                call()
+        with pytest.raises(errors.InvalidArgumentError, match="like='jax'; pass 'torch' or 'numpy' or 'cupy'"):
+            peer.empty(1, like="jax")
     with pytest.raises(errors.ClosedError):
         peer.barrier()
     dist.destroy_process_group()

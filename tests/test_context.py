@@ -369,7 +369,7 @@ def _in_processes(backend: str, choice: str) -> list[float]:
     import torch.distributed as dist
 
     comm = ringcomm.Communicator.from_process_group(dist.group.WORLD)
-    assert comm.kind == f"torch.distributed:{backend}"
+    assert comm.engine == f"torch.distributed:{backend}"
     whole = inputs(SHAPES["grouped"], comm.world_size)
     with sdpa_kernel(getattr(SDPBackend, choice)):
         q, k, v, grad = (shard_sequence(x, comm, 2).requires_grad_() for x in whole)

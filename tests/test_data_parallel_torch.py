@@ -14,7 +14,7 @@ import torch_ranks
 from torch import nn
 
 import ringcomm
-from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.ddp import DistributedDataParallel, NaiveDataParallel
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard

@@ -46,7 +46,6 @@ PRIMITIVES = FLOORS[: FLOORS.index("mesh")]
 ROOT_NAMES = {"_C", "_c10d", "__version__"}
 """What any floor may import from `ringcomm` itself; the tools use its public names as users do."""
 CIRCLES = [
-    {"comm.communicator", "comm.process_group", "comm.rendezvous"},
     {
         *("data_parallel.arguments", "data_parallel.clip", "data_parallel.sharded_model", "data_parallel.grad_buffer"),
         *("data_parallel.bucket", "data_parallel.join", "data_parallel.meta", "data_parallel.offload"),
@@ -59,7 +58,7 @@ CIRCLES = [
 # The only primitives beside arrays/ that import torch or NumPy at all, and then inside functions, or for type checkers,
 # unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {
-    *("backend", "comm.buckets", "comm.collectives", "comm.hosts", "comm.process_group", "comm.rendezvous"),
+    *("backend", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
     *("observe.cuda", "observe.info"),
 }
 TORCH_AT_IMPORT = {"backend"}

@@ -607,7 +607,7 @@ def _in_processes() -> Any:
         assert_same(expected, found)
     else:  # Gloo's order of summation depends on the length of a message
         assert torch.allclose(expected[0], found[0])
-    return len(units), model._ringcomm_unit.flat.ranks.comm.kind
+    return len(units), model._ringcomm_unit.flat.ranks.comm.engine
 
 
 def _where_one_rank_keeps_an_earlier_model() -> Any:

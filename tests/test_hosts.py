@@ -20,7 +20,7 @@ from reference import BOOL_COMBINE, COMBINE, DTYPES, FLOATS, accumulator, factor
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.arrays.devices import CPU
-from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, identity, memory_store
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
@@ -53,7 +53,7 @@ def over(ranks: Ranks, body: Callable[..., Any], *args: Any, **network: Any) -> 
     hosts, store = hosts_of(ranks), memory_store()
     world_size = hosts.world_size
     ends = [
-        Endpoint("cpu", rank, world_size, 20_000, CPU, hosts, Network(store, "over", **network))
+        NativeEngine("cpu", rank, world_size, 20_000, CPU, hosts, Network(store, "over", **network))
         for rank in range(world_size)
     ]
     handles = [end.handle() for end in ends]

@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.arrays.devices import EMULATED, Device
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.engine import NativeEngine
 from ringcomm.errors import CollectiveTimeoutError
 
 PLACE = "cpu" if EMULATED else "cuda:0"
@@ -21,17 +21,19 @@ PLACE = "cpu" if EMULATED else "cuda:0"
 @contextmanager
 def communicators(world_size: int, timeout_s: float = 60) -> Iterator[list[Communicator]]:
     """Communicators of all ranks, by rank; each call on them must be asynchronous. ``timeout_s`` limits every call."""
-    ends = [Endpoint("cuda", rank, world_size, int(timeout_s * 1000), Device("cuda", 0)) for rank in range(world_size)]
-    handles = [end.handle() for end in ends]
+    engines = [
+        NativeEngine("cuda", rank, world_size, int(timeout_s * 1000), Device("cuda", 0)) for rank in range(world_size)
+    ]
+    handles = [engine.handle() for engine in engines]
     failures: list[BaseException] = []
 
-    def connect(end: Endpoint) -> None:
+    def connect(engine: NativeEngine) -> None:
         try:
-            end.connect(handles)
+            engine.connect(handles)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=connect, args=(end,), daemon=True) for end in ends]
+    threads = [threading.Thread(target=connect, args=(engine,), daemon=True) for engine in engines]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -40,7 +42,7 @@ def communicators(world_size: int, timeout_s: float = 60) -> Iterator[list[Commu
         raise failures[0]
     if any(thread.is_alive() for thread in threads):
         raise CollectiveTimeoutError(f"connect: {world_size} ranks expected to connect within {2 * timeout_s:g} s")
-    comms = [Communicator(end) for end in ends]
+    comms = [Communicator(engine) for engine in engines]
     try:
         yield comms
     finally:

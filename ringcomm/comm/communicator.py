@@ -1,77 +1,98 @@
-"""A communicator over one of our engines: how it lives, splits, lends memory and ends."""
+"""A communicator: the collectives on arrays, and the life of a group of ranks.
+
+All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with
+``__dlpack__`` or ``__cuda_array_interface__``, on the communicator's device; what is not contiguous goes through a
+contiguous copy and is written back. Every rank makes the same calls in the same order with the same counts and element
+types. ``timeout`` is in seconds (or a timedelta), None means the communicator's. With ``async_op=True`` a method
+returns a Work at once, whose ``wait()`` gives the result.
+
+On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
+address), else the one on which the library of the first array works now. ``barrier`` and ``synchronize`` wait, and
+raise what went wrong in the calls before; so does any call after them.
+
+Every method raises, before anything is sent: ShapeError, DtypeError, DeviceError, InvalidArgumentError, ClosedError;
+and from the call itself: CollectiveTimeoutError, AbortedError, MismatchError.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-import sys
-import weakref
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringcomm import _C
-from ringcomm.arrays import libraries
-from ringcomm.arrays.devices import CPU, EMULATED
-from ringcomm.arrays.interop import Array, wire_type
+from ringcomm.arrays.interop import Array, dtype_in
 from ringcomm.comm import profiling
-from ringcomm.comm.buckets import BucketCollectives, Pairs
-from ringcomm.comm.calls import Call, milliseconds
-from ringcomm.comm.collectives import Timeout
-from ringcomm.comm.endpoint import Endpoint
-from ringcomm.comm.work import Request
-from ringcomm.errors import (
-    ClosedError,
-    InvalidArgumentError,
-    MismatchError,
-    ShapeError,
-    UnsupportedError,
-    rank_list,
-    shown,
-)
+from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
+from ringcomm.comm.engine import Engine
+from ringcomm.comm.work import DeviceWork, Group, Request, Work
+from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
 
-if TYPE_CHECKING:
-    from ringcomm.comm.process_group import ProcessGroupCommunicator
-
-_PLACE = struct.Struct("<?qq")  # has a color, color, key
-_MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
+_CASTABLE = ("float32", "float64", "float16", "bfloat16")
 
 
-class Communicator(BucketCollectives):
+class Communicator:
     """One rank of a group of ranks, and the collectives among them.
 
-    Made by `ringcomm.init`, `ringcomm.run_ranks`, or from another one by `split`, `subgroup` and `dup`. Use it as a
-    context manager, or call `close`.
+    Made by `ringcomm.init`, `ringcomm.run_ranks`, `from_process_group`, or from another one by `split`, `subgroup` and
+    `dup`. Use it as a context manager, or call `close`.
     """
 
-    _endpoint: Endpoint | None = None
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__()
-        self._endpoint = endpoint
-        self._engine: _C.Engine | None = endpoint.engine
-        self._device = endpoint.device
-        self.rank = endpoint.engine.rank
-        self.world_size = endpoint.engine.world_size
-        self.kind = endpoint.engine.kind
-        self._unused: list[int] = []  # memory on the device to give back
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._engine_name = engine.name
+        self._device = engine.device
+        self._device_names = engine.device_names
+        self._lends_memory = engine.lends_memory
+        self._run_plain_native: Any = engine.run_plain
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self._closed = False
+        self._group: Group | None = None
+        self._in_flight: deque[tuple[Request, CollectiveArgs]] = deque()
+        self._in_flight_lock = threading.Lock()
         profiling.look()
+
+    @staticmethod
+    def from_process_group(pg: Any = None) -> Communicator:
+        """The same methods over any process group of torch.distributed, such as one of NCCL or Gloo. The order of
+        summation, the types and the devices are those of the group's own backend.
+
+        Args:
+            pg: the group; None: the default one.
+        Returns: a communicator; closing it leaves the group as it is.
+        """
+        from ringcomm.comm.process_group import ProcessGroupEngine
+
+        return Communicator(ProcessGroupEngine(pg))
 
     @property
     def engine(self) -> str:
-        """What moves the bytes: "cpu" or "cuda"."""
-        return self.kind
+        """What moves the bytes: "cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
+        return self._engine_name
 
     @property
     def device(self) -> str:
-        """Where arrays must lie, as torch names it: "cpu", or such as "cuda:0"."""
-        return str(self._device)
+        """Where arrays must lie, as torch names it: "cpu", or such as "cuda:0"; of a process group all types of device
+        that it serves, such as "cpu,cuda"."""
+        return self._device_names
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether `empty` gives memory that the peers read and write in place."""
+        return self._lends_memory
 
     @property
     def hosts(self) -> list[list[int]]:
         """The ranks of each host: those of one share memory."""
-        return [list(ranks) for ranks in self._linked.hosts.ranks]
+        return [list(ranks) for ranks in self._open.hosts.ranks]
 
     @property
     def order(self) -> str:
@@ -80,21 +101,59 @@ class Communicator(BucketCollectives):
         "canonical": the balanced tree over all ranks. "canonical over hosts": the balanced tree over the ranks of each
         host, and that over the hosts: where the ranks of a host are no subtree of the first.
         """
-        return self._linked.hosts.order()
+        return self._open.hosts.order()
 
-    @staticmethod
-    def from_process_group(pg: Any = None) -> ProcessGroupCommunicator:
-        """The same methods over any process group of torch.distributed, such as one of NCCL or Gloo.
+    @property
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise ClosedError(f"communicator: rank {self.rank} expected an open one, got one that was closed")
+        return self._engine
 
-        Args:
-            pg: the group; None: the default one.
-        Returns: a communicator; closing it leaves the group as it is.
+    # ---- how a call begins and ends ------------------------------------------------------------------------------
+
+    def _begin(self, op: str, timeout: Timeout = None, stream: Any = None) -> CollectiveArgs:
+        if self._closed:
+            raise ClosedError(
+                f"{op}: rank {self.rank} expected an open communicator, got one that was closed; create a new one"
+            )
+        call = CollectiveArgs(op, self.rank, self.world_size, self._device, stream)
+        call.timeout_ms = milliseconds(timeout, op, self.rank)
+        return call
+
+    def _launch(self, call: CollectiveArgs, async_op: bool) -> Any:
+        group = self._group
+        if not call.flag("async_op", async_op) and group is None:
+            return call.finish(self._open.run(call))
+        request = self._open.submit(call)
+        with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
+            for _ in range(min(2, len(self._in_flight))):  # asks two for each that comes, since asking all costs
+                each = self._in_flight.popleft()
+                if not each[0].done:
+                    self._in_flight.append(each)
+            self._in_flight.append((request, call))
+        work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
+        if group is not None:
+            group.works.append(work)
+        return work
+
+    @contextmanager
+    def coalesce(self) -> Iterator[Group]:
+        """Calls made inside are started one behind the other and waited for together at the end.
+
+        Inside, every method returns a Work. The communicator must not be used by another thread meanwhile.
+
+        Returns: the Group of calls; its ``wait()`` gives the results, also after the block.
         """
-        from ringcomm.comm.process_group import ProcessGroupCommunicator
-
-        return ProcessGroupCommunicator(pg)
-
-    # ---- running calls -------------------------------------------------------------------------------------------
+        if self._group is not None:
+            raise InvalidArgumentError(
+                f"coalesce: rank {self.rank} is inside another coalesce block, expected none; leave it first"
+            )
+        self._group = group = Group()
+        try:
+            yield group
+        finally:
+            self._group = None
+        group.wait()
 
     def _run_plain(
         self,
@@ -110,51 +169,623 @@ class Communicator(BucketCollectives):
         root: int | None = 0,
         tag: int = 0,
     ) -> int | None:
+        """The short way: runs a call that needs no preparation; None if nothing was done."""
+        run = self._run_plain_native  # None once it is closed
         usual = timeout is None and async_op is False and factor is None and self._group is None
         usual = usual and type(algorithm) is str and algorithm == "auto"
-        if not usual or self._engine is None or stream is not None:
+        if not usual or run is None or stream is not None:
             return None
         if profiling.profiler._is_profiler_enabled:
             return None  # the long way names its calls
-        return self._engine.run_plain(op, reduce_op, root, tag, x, out)
+        return run(op, reduce_op, root, tag, x, out)
 
-    def _run(self, call: Call) -> int:
-        end = self._linked
-        with profiling.named(call.op):
-            source = end.run(*call.numbers())
-            if call.waits:
-                end.synchronize(call.stream)
-        return source
+    # ---- reductions ----------------------------------------------------------------------------------------------
 
-    def _submit(self, call: Call) -> Request:
-        with profiling.named(call.op):
-            return self._linked.submit(*call.numbers())
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        factor: float | None = None,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combines ``x`` of all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
 
-    def _run_list(self, calls: Sequence[Call]) -> None:
-        if self._endpoint is None:  # over a process group
-            return super()._run_list(calls)
-        with profiling.named(calls[0].op):
-            self._native.run_list([call.numbers() for call in calls])
-            if calls[0].waits:
-                self._linked.synchronize(calls[0].stream)
+        Args:
+            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor.
+            factor: with premul_sum: this rank's values are multiplied by it first.
+            algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
+        Shapes:  any; the same number of elements on every rank.
+        Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool; complex: sum, avg.
+        Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats add in float32 and round once.
+        Cost:    2 (W-1)/W of the bytes each way; short messages one round.
+        Returns: ``x``, or ``out``.
+        """
+        target = x if out is None else out
+        if self._run_plain("all_reduce", x, target, timeout, stream, async_op, algorithm, op, factor) is not None:
+            return target
+        call = self._begin("all_reduce", timeout, stream)
+        return self._launch(self._prepare_all_reduce(call, x, op, out, factor, algorithm), async_op)
 
-    def _pack(self, call: Call, pairs: Pairs, scale: float) -> None:
-        if self._endpoint is None:  # over a process group
-            return super()._pack(call, pairs, scale)
-        (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
-        pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
-        self._native.pack(pieces, before, after, scale, call.stream)
-        if call.waits:
-            self._linked.synchronize(call.stream)
+    def _prepare_all_reduce(
+        self, call: CollectiveArgs, x: Any, op: str, out: Any, factor: float | None, algorithm: str
+    ) -> CollectiveArgs:
+        call.reduces(op, factor)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
+        if out is None:
+            call.input = call.output = call.update(x)
+            call.result = x
+        else:
+            source = call.read(x)
+            call.output = call.output_like(source, out, source.shape)
+            call.input = call.separate(source, call.output)
+        return call.validate(call.output.count, call.output.dtype)
 
-    def _wire(self, array: Array, call: Call) -> tuple[int, int]:
-        return wire_type(array.dtype, None, call.op, self.rank)
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        factor: float | None = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combines ``x`` of all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
+
+        Shapes:  any; the same number of elements on every rank.
+        Order:   canonical, as in all_reduce.
+        Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays as it is.
+        """
+        call = self._begin("reduce", timeout, stream)
+        call.root = call.peer("root", root)
+        call.reduces(op, factor)
+        at_root = self.rank == root
+        if at_root and out is None:
+            call.input = call.output = call.update(x)
+            call.result = x
+        else:
+            call.input = call.read(x)
+            if at_root:
+                call.output = call.output_like(call.input, out, call.input.shape)
+                call.input = call.separate(call.input, call.output)
+        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        factor: float | None = None,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combines ``x`` of all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
+
+        Shapes:  x (W*n, ...), out (n, ...). ``out`` may be this rank's part of ``x``.
+        Order:   canonical, as in all_reduce.
+        Cost:    (W-1)/W of the bytes each way.
+        Returns: ``out``, or a new array.
+        """
+        if self._run_plain("reduce_scatter", x, out, timeout, stream, async_op, algorithm, op, factor) is not None:
+            return out
+        call = self._begin("reduce_scatter", timeout, stream)
+        call.reduces(op, factor)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
+        source = call.read(x)
+        part = call.divisible(source)
+        shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
+        call.output = call.output_like(source, out, *shapes)
+        call.input = call.separate(source, call.output, self.rank * call.output.count)
+        return self._launch(call.validate(call.output.count, source.dtype), async_op)
+
+    # ---- movement ------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank gets ``x`` of all ranks, in rank order along dimension 0.
+
+        Shapes:  x (n, ...), out (W*n, ...) or (W, n, ...). ``x`` may be this rank's part of ``out``.
+        Dtypes:  all.
+        Cost:    (W-1)/W of the bytes each way.
+        Returns: ``out``, or a new array.
+        """
+        if self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm) is not None:
+            return out
+        call = self._begin("all_gather", timeout, stream)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
+        source = call.read(x)
+        call.output = call.output_like(source, out, *call.gathered(source))
+        call.input = call.separate(source, call.output, self.rank * source.count)
+        return self._launch(call.validate(source.count, source.dtype), async_op)
+
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank gets the root's ``x``, in place.
+
+        Shapes:  any; the same number of elements on every rank.
+        Dtypes:  all.
+        Returns: ``x``.
+        """
+        if self._run_plain("broadcast", x, x, timeout, stream, async_op, algorithm, root=root) is not None:
+            return x
+        call = self._begin("broadcast", timeout, stream)
+        call.root = call.peer("root", root)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
+        if self.rank == root:
+            call.input = call.read(x)
+            call.output = call.input
+        else:
+            call.output = call.write(x)
+        call.result = x
+        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The root gets ``x`` of all ranks, in rank order along dimension 0.
+
+        Shapes:  x (n, ...), out at the root (W*n, ...) or (W, n, ...).
+        Dtypes:  all.
+        Returns: ``out`` or a new array at the root, None elsewhere.
+        """
+        call = self._begin("gather", timeout, stream)
+        call.root = call.peer("root", root)
+        call.input = call.read(x)
+        if self.rank == root:
+            call.output = call.output_like(call.input, out, *call.gathered(call.input))
+            call.input = call.separate(call.input, call.output, None)
+        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Rank r gets the r-th part of the root's ``x`` along dimension 0.
+
+        Args:
+            x: at the root; None elsewhere.
+            out: where the part goes; needed on every rank but the root.
+        Shapes:  x (W*n, ...), out (n, ...).
+        Dtypes:  all.
+        Returns: ``out``; at the root without one, a new array.
+        """
+        call = self._begin("scatter", timeout, stream)
+        call.root = call.peer("root", root)
+        if self.rank == root:
+            source = call.read(x)
+            part = call.divisible(source)
+            shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
+            call.output = call.output_like(source, out, *shapes)
+            call.input = call.separate(source, call.output, None)
+        elif out is None:
+            raise InvalidArgumentError(
+                f"scatter: rank {self.rank} got no out, expected an array for its part of rank {root}'s; pass out="
+            )
+        else:
+            call.output = call.write(out)
+            call.result = out
+        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Rank r gets part r of every rank's ``x``, in rank order along dimension 0.
+
+        Args:
+            send_counts: rows of ``x`` for each rank, where they are not all the same.
+            recv_counts: rows from each rank. Without it the ranks tell each other first; either all ranks pass it or
+                none does.
+        Shapes:  x (W*n, ...), out the same; with counts x (sum(send_counts), ...), out (sum(recv_counts), ...).
+        Dtypes:  all.
+        Cost:    (W-1)/W of the bytes each way.
+        Returns: ``out``, or a new array.
+        """
+        even = send_counts is None and recv_counts is None
+        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op) is not None:
+            return out
+        call = self._begin("all_to_all", timeout, stream)
+        source = call.read(x)
+        if even:
+            part = math.prod(call.divisible(source))
+            call.output = call.output_like(source, out, source.shape)
+            call.input = call.separate(source, call.output)
+            return self._launch(call.validate(part, source.dtype), async_op)
+        return self._launch(self._prepare_uneven(call, source, out, send_counts, recv_counts), async_op)
+
+    def _prepare_uneven(
+        self,
+        call: CollectiveArgs,
+        source: Array,
+        out: Any,
+        send_counts: Sequence[int] | None,
+        recv_counts: Sequence[int] | None,
+    ) -> CollectiveArgs:
+        if send_counts is None:
+            send_counts = [call.divisible(source)[0]] * self.world_size
+        self._check_counts(call, "send_counts", send_counts)
+        if not source.shape or sum(send_counts) != source.shape[0]:
+            raise ShapeError(
+                f"all_to_all: rank {self.rank} got shape {source.shape} and send_counts that sum to "
+                f"{sum(send_counts)}; make them sum to the first dimension"
+            )
+        if recv_counts is None:
+            recv_counts = self._swap_counts(list(send_counts), call.timeout_ms)
+        self._check_counts(call, "recv_counts", recv_counts)
+        call.output = call.output_like(source, out, (sum(recv_counts), *source.shape[1:]))
+        call.input = call.separate(source, call.output, None)
+        call.input_parts = rows(call.input, send_counts)
+        call.output_parts = rows(call.output, recv_counts)
+        return call.validate(0, source.dtype)
+
+    def _check_counts(self, call: CollectiveArgs, what: str, counts: Sequence[int]) -> None:
+        listed = isinstance(counts, (list, tuple, range)) and len(counts) == self.world_size
+        if not listed or any(not isinstance(n, int) or not 0 <= n < 1 << 62 for n in counts):
+            raise ShapeError(
+                f"{call.op}: rank {self.rank} got {what}={shown(counts)}, expected {self.world_size} whole numbers; "
+                "pass one number of rows for each rank"
+            )
 
     def _swap_counts(self, counts: list[int], timeout_ms: int) -> list[int]:
-        if self._device == CPU or self._endpoint is None:
-            return super()._swap_counts(counts, timeout_ms)
-        row = struct.Struct(f"<{self.world_size}q")
-        return [row.unpack(each)[self.rank] for each in self._endpoint.exchange(row.pack(*counts))]
+        if self._device is not None and self._device.kind != "cpu":  # the numbers lie on the host
+            row = struct.Struct(f"<{self.world_size}q")
+            return [row.unpack(each)[self.rank] for each in self._open.exchange(row.pack(*counts))]
+        import numpy as np
+
+        call = self._begin("all_to_all", timeout_ms / 1e3 or None)
+        call.input = call.read(np.array(counts, np.int64))
+        call.output = call.output_like(call.input, None, (self.world_size,))
+        call.finish(self._open.run(call.validate(1, call.input.dtype)))
+        return [int(n) for n in call.output.data]
+
+    # ---- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Any:
+        """Sends ``x`` to rank ``dst``. A receive takes the oldest message of its source that has its tag.
+
+        Shapes:  any; the receiver passes as many elements.
+        Dtypes:  all.
+        """
+        if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is not None:
+            return None
+        return self._launch_send(x, dst, tag, timeout, stream, async_op=False)
+
+    def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Work:
+        """``send`` that returns a Work at once; ``x`` must not change before it is done."""
+        return self._launch_send(x, dst, tag, timeout, stream, async_op=True)
+
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> int:
+        """Receives into ``x`` from rank ``src``, or from whoever sends first if it is None.
+
+        Returns: the rank that sent.
+        """
+        source = self._run_plain("recv", None, x, timeout, stream, root=src, tag=tag)
+        return self._launch_recv(x, src, tag, timeout, stream, async_op=False) if source is None else source
+
+    def irecv(
+        self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None
+    ) -> Work:
+        """``recv`` that returns a Work at once; its ``wait()`` gives the rank that sent."""
+        return self._launch_recv(x, src, tag, timeout, stream, async_op=True)
+
+    def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        call = self._begin("send", timeout, stream)
+        call.root = self._other("dst", dst, call)
+        call.tag = call.integer("tag", tag, 32)
+        call.input = call.read(x)
+        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+
+    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        call = self._begin("recv", timeout, stream)
+        call.root = -1 if src is None else self._other("src", src, call)
+        if self.world_size == 1:
+            raise InvalidArgumentError(
+                f"recv: rank {self.rank} is alone, expected another rank that can send; leave the call out"
+            )
+        call.tag = call.integer("tag", tag, 32)
+        call.output = call.write(x)
+        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+
+    def _other(self, what: str, value: int, call: CollectiveArgs) -> int:
+        if call.peer(what, value) == self.rank:
+            raise InvalidArgumentError(
+                f"{call.op}: rank {self.rank} got itself as {what}, expected another rank; copy the array instead"
+            )
+        return value
+
+    def barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False) -> Any:
+        """Returns when every rank has come here, and on a device when what was called before has run.
+
+        Raises: what went wrong in the calls before, on a device.
+        """
+        if self._run_plain("barrier", None, None, timeout, stream, async_op) is not None:
+            return None
+        call = self._begin("barrier", timeout, stream)
+        if not call.on_device:
+            return self._launch(call, async_op)
+        call.stream = call.waiting_stream(None)
+        if call.flag("async_op", async_op) or self._group is not None:
+            return self._launch(call, async_op)
+        self._launch(call, async_op=True).synchronize()
+        return None
+
+    # ---- lists of arrays: nothing is packed, each array is read and written where it lies --------------------------
+
+    def all_reduce_coalesced(
+        self,
+        xs: Sequence[Any],
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``all_reduce`` of every array of ``xs``, in place; all are checked before the first is sent.
+
+        Arrays of one type that follow one another are served together: on a device by one launch for many of them.
+
+        Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
+        """
+        calls = []
+        for x in self._begin("all_reduce_coalesced").list_of("xs", xs):
+            call = self._begin("all_reduce", timeout, stream)
+            call.flag("async_op", async_op)
+            calls.append(self._prepare_all_reduce(call, x, op, None, factor, algorithm))
+        if not async_op and self._group is None:
+            for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
+                self._open.run_list(list(alike))
+            return [call.finish(-1) for call in calls]
+        if not async_op:
+            return [self._launch(call, async_op=False) for call in calls]
+        group = Group()
+        group.works.extend(self._launch(call, async_op=True) for call in calls)
+        return group
+
+    def all_gather_list(
+        self, outputs: Sequence[Any], x: Any, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False
+    ) -> Any:
+        """``outputs[r]`` gets ``x`` of rank r.
+
+        Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r; every rank passes the same sizes.
+        Returns: ``list(outputs)``.
+        """
+        call = self._begin("all_gather_list", timeout, stream)
+        source = call.read(x)
+        parts = self._written(call, outputs, source)
+        call.same_count(f"x, for outputs[{self.rank}]", parts[self.rank].count, source.count)
+        call.input = call.separate_pieces(source, parts)
+        call.result = list(outputs)
+        return self._finish_list(call, source, output_parts=parts, async_op=async_op)
+
+    def reduce_scatter_list(
+        self,
+        out: Any,
+        inputs: Sequence[Any],
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``out`` of rank r gets the combination of ``inputs[r]`` of all ranks.
+
+        Shapes:  ``inputs[r]`` has as many elements as ``out`` of rank r; every rank passes the same sizes.
+        Order:   canonical, as in all_reduce.
+        Returns: ``out``.
+        """
+        call = self._begin("reduce_scatter_list", timeout, stream)
+        call.reduces(op, factor)
+        call.output = call.write(out)
+        parts = self._read(call, inputs, call.output)
+        call.same_count(f"out, for inputs[{self.rank}]", parts[self.rank].count, call.output.count)
+        call.result = out
+        return self._finish_list(call, call.output, input_parts=parts, async_op=async_op)
+
+    def all_to_all_list(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        *,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``outputs[p]`` gets ``inputs[rank]`` of rank p.
+
+        Shapes:  ``inputs[p]`` has as many elements as ``outputs[rank]`` of rank p.
+        Returns: ``list(outputs)``.
+        """
+        call = self._begin("all_to_all_list", timeout, stream)
+        inputs = call.list_of("inputs", inputs, self.world_size)
+        first = call.read(inputs[0])
+        written = self._written(call, outputs, first)
+        read = [self._apart(call, call.read(x), written) for x in inputs]
+        call.same_dtype(first.dtype, *(piece.array for piece in read))
+        call.same_count(f"outputs[{self.rank}]", read[self.rank].count, written[self.rank].count)
+        call.result = list(outputs)
+        return self._finish_list(call, first, input_parts=read, output_parts=written, count=0, async_op=async_op)
+
+    def gather_list(
+        self,
+        outputs: Sequence[Any] | None,
+        x: Any,
+        root: int = 0,
+        *,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """At the root ``outputs[r]`` gets ``x`` of rank r; elsewhere ``outputs`` is None.
+
+        Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r.
+        Returns: ``list(outputs)`` at the root, None elsewhere.
+        """
+        call = self._begin("gather_list", timeout, stream)
+        call.root = call.peer("root", root)
+        source = call.read(x)
+        written = [Piece(source, 0, 0)] * self.world_size
+        if self.rank == root:
+            written = self._written(call, outputs, source)
+            call.same_count(f"x, for outputs[{self.rank}]", written[self.rank].count, source.count)
+            source = call.separate_pieces(source, written)
+            call.result = list(outputs or ())
+        read = [Piece(source, 0, source.count if p == root else 0) for p in range(self.world_size)]
+        return self._finish_list(call, source, input_parts=read, output_parts=written, count=0, async_op=async_op)
+
+    def scatter_list(
+        self,
+        out: Any,
+        inputs: Sequence[Any] | None,
+        root: int = 0,
+        *,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``out`` of rank r gets ``inputs[r]`` of the root; elsewhere ``inputs`` is None.
+
+        Shapes:  ``inputs[r]`` has as many elements as ``out`` of rank r.
+        Returns: ``out``.
+        """
+        call = self._begin("scatter_list", timeout, stream)
+        call.root = call.peer("root", root)
+        target = call.write(out)
+        call.result = out
+        read = [Piece(target, 0, 0)] * self.world_size
+        if self.rank == root:
+            read = self._read(call, inputs, target)
+            call.same_count(f"out, for inputs[{self.rank}]", read[self.rank].count, target.count)
+        written = [Piece(target, 0, target.count if p == root else 0) for p in range(self.world_size)]
+        return self._finish_list(call, target, input_parts=read, output_parts=written, count=0, async_op=async_op)
+
+    def _finish_list(
+        self,
+        call: CollectiveArgs,
+        like: Array,
+        *,
+        input_parts: list[Piece] | None = None,
+        output_parts: list[Piece] | None = None,
+        count: int | None = None,
+        async_op: bool,
+    ) -> Any:
+        call.input_parts, call.output_parts = input_parts, output_parts
+        return self._launch(call.validate(like.count if count is None else count, like.dtype), async_op)
+
+    def _written(self, call: CollectiveArgs, outputs: Sequence[Any] | None, like: Array) -> list[Piece]:
+        arrays = [call.write(x) for x in call.list_of("outputs", outputs, self.world_size)]
+        call.same_dtype(like.dtype, *arrays)
+        return [Piece.of(array) for array in arrays]
+
+    def _read(self, call: CollectiveArgs, inputs: Sequence[Any] | None, target: Array) -> list[Piece]:
+        """Inputs beside one output; one that shares memory with it, and is not this rank's own, is copied."""
+        pieces = []
+        for r, x in enumerate(call.list_of("inputs", inputs, self.world_size)):
+            array = call.read(x)
+            call.same_dtype(target.dtype, array)
+            own = r == self.rank and array.address == target.address
+            pieces.append(Piece.of(call.copy(array) if array.overlaps(target) and not own else array))
+        return pieces
+
+    def _apart(self, call: CollectiveArgs, array: Array, written: Sequence[Piece]) -> Piece:
+        return Piece.of(call.copy(array) if any(array.overlaps(piece.array) for piece in written) else array)
+
+    # ---- several tensors in one bucket: local, no rank waits for another ------------------------------------------
+
+    def pack(self, tensors: Sequence[Any], bucket: Any, scale: float = 1.0, *, stream: Any = None) -> Any:
+        """The elements of all ``tensors``, in order and one behind the other, into ``bucket``, times ``scale``.
+
+        Shapes:  any; ``bucket`` has at least as many elements, and keeps those behind the last tensor.
+        Dtypes:  one for all tensors, one for the bucket; where they differ or there is a scale: float32, float64,
+                 float16, bfloat16. Values are multiplied in float32 (float64 if either is) and rounded once.
+        Cost:    one pass over the bytes: one kernel on a device.
+        Returns: ``bucket``.
+        """
+        call = self._begin("pack", None, stream)
+        target = call.update(bucket)
+        sources = [call.read(x) for x in call.list_of("tensors", tensors)]
+        pairs = [(Piece.of(source), piece) for source, piece in zip(sources, _cut(call, target, sources), strict=True)]
+        self._move(call, pairs, scale)
+        return bucket
+
+    def unpack(self, bucket: Any, tensors: Sequence[Any], scale: float = 1.0, *, stream: Any = None) -> list[Any]:
+        """The elements of ``bucket`` back into ``tensors``, as `pack` laid them, times ``scale``.
+
+        Shapes, dtypes, cost: as in `pack`.
+        Returns: ``list(tensors)``.
+        """
+        call = self._begin("unpack", None, stream)
+        source = call.read(bucket)
+        targets = [call.write(x) for x in call.list_of("tensors", tensors)]
+        pairs = [(piece, Piece.of(target)) for target, piece in zip(targets, _cut(call, source, targets), strict=True)]
+        self._move(call, pairs, scale)
+        return list(tensors)
+
+    def _move(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
+        call.number("scale", scale)
+        if not pairs:
+            return
+        sources, targets = ([pair[end].array for pair in pairs] for end in (0, 1))
+        for arrays in (sources, targets):
+            call.same_dtype(arrays[0].dtype, *arrays)
+        before, after = sources[0].dtype, targets[0].dtype
+        if (before != after or scale != 1) and not (before.name in _CASTABLE and after.name in _CASTABLE):
+            raise DtypeError(
+                f"{call.op}: rank {self.rank} got {before.name} to {after.name} times {scale:g}, expected "
+                f"{', '.join(_CASTABLE)} where there is a cast or a scale; convert first"
+            )
+        self._open.pack(call, [_apart(call, *pair) for pair in pairs], scale)
+        call.finish(-1)
+
+    # ---- waiting, and small messages ------------------------------------------------------------------------------
 
     def synchronize(self, stream: Any = None) -> None:
         """Blocks the host until every call so far on ``stream`` has run; on the cpu every call already has.
@@ -165,7 +796,7 @@ class Communicator(BucketCollectives):
         """
         call = self._begin("synchronize", None, stream)
         if call.on_device:
-            self._linked.synchronize(call.waiting_stream(None))
+            self._open.synchronize(call.waiting_stream(None))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, by rank, through the host's memory whatever the device; a collective."""
@@ -174,31 +805,15 @@ class Communicator(BucketCollectives):
             raise InvalidArgumentError(
                 f"exchange: rank {self.rank} got {type(payload).__name__}, expected bytes; encode it first"
             )
-        return self._linked.exchange(payload)
-
-    @property
-    def _linked(self) -> Endpoint:
-        if self._endpoint is None and self._closed:
-            raise ClosedError(f"communicator: rank {self.rank} expected an open one, got one that was closed")
-        if self._endpoint is None:
-            raise UnsupportedError(
-                f"communicator: rank {self.rank} expected an engine of its own, got {self.kind}; use the functions "
-                "of torch.distributed on its group"
-            )
-        return self._endpoint
-
-    @property
-    def _native(self) -> _C.Engine:
-        if self._engine is None:
-            raise ClosedError(f"communicator: rank {self.rank} expected an open one, got one that was closed")
-        return self._engine
+        return self._open.exchange(payload)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
         """A new array in memory that the peers read and write in place: collectives on it copy less.
 
-        Between processes on devices a collective: every rank asks for the same bytes, in the same order.
+        Between processes on devices a collective: every rank asks for the same bytes, in the same order. Over a process
+        group, which lends no memory, an ordinary array.
 
         Args:
             shape: a number of elements, or a shape.
@@ -210,18 +825,15 @@ class Communicator(BucketCollectives):
         """
         if self._closed:
             raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
-        on_host = self._device == CPU or EMULATED
+        engine = self._open
         if like is None:
-            like = libraries.library_of(dtype) if on_host else libraries.device_library()
-        known = ("torch", "numpy") if on_host else ("torch", "cupy")
-        if not isinstance(like, str) or like not in known:
+            like = engine.usual_library(dtype)
+        if not isinstance(like, str) or like not in engine.libraries:
+            known = " or ".join(map(repr, engine.libraries))
             raise InvalidArgumentError(
-                f"empty: rank {self.rank} got like={shown(like)}; pass '{known[0]}' or '{known[1]}' for memory on "
-                f"{self._device}"
+                f"empty: rank {self.rank} got like={shown(like)}; pass {known} for memory on {self.device}"
             )
-        extents = self._extents(shape)
-        found = libraries.dtype_in(like, dtype, self.rank)
-        return self._allocate(extents, found, like, math.prod(extents) * found.itemsize)
+        return engine.empty(self._extents(shape), dtype_in(like, dtype, self.rank), like)
 
     def _extents(self, shape: Any) -> tuple[int, ...]:
         extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None
@@ -231,32 +843,6 @@ class Communicator(BucketCollectives):
                 "negative extent; pass a shape"
             )
         return tuple(int(extent) for extent in extents)
-
-    def _allocate(self, shape: tuple[int, ...], dtype: Any, library: str, nbytes: int) -> Any:
-        import ctypes
-
-        engine = self._native
-        if nbytes > _MOST_BYTES:
-            raise ShapeError(
-                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {_MOST_BYTES}; pass a "
-                "smaller "
-                "one"
-            )
-        on_host = self._device == CPU or EMULATED
-        if nbytes == 0:
-            return libraries.wrap_nothing(library, dtype, shape, CPU if on_host else self._device)
-        if self._unused:
-            libraries.settle(library, self._device)  # which may still work on it
-            while self._unused:
-                engine.release(self._unused.pop())
-        address = engine.allocate(nbytes)
-        if on_host:
-            memory = (ctypes.c_char * nbytes).from_address(address)
-            weakref.finalize(memory, engine.release, address).atexit = False
-            return libraries.wrap_memory(memory, library, dtype, shape)
-        there = libraries.DeviceMemory(address, nbytes, self._device)
-        weakref.finalize(there, _retire, engine, self._unused, address).atexit = False
-        return libraries.wrap_device_memory(there, library, dtype, shape)
 
     # ---- more communicators --------------------------------------------------------------------------------------
 
@@ -268,20 +854,14 @@ class Communicator(BucketCollectives):
             key: order inside the new one; ranks of equal key keep their order.
         Returns: the new communicator, or None. Its calls are independent of those of this one, which stays open. An
                  `abort` of this one aborts it too; an abort of the new one leaves this one alone.
+        Raises:  UnsupportedError: over a process group: keys that reorder the ranks, where this torch cannot; ranks
+                 that have made different numbers of process groups before, which torch would let wait for each other.
         """
         call = self._begin("split")
-        named = 0 if color is None else call.whole("color", color, 64)
-        place = _PLACE.pack(color is not None, named, call.whole("key", key, 64))
-        linked = self._linked
-        places = [_PLACE.unpack(each) for each in linked.exchange(place)]
-        members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
-        members.sort(key=lambda r: places[r][2])  # stable: equal keys keep their order
-        end = linked.part(members, self._device)
-        handles = linked.exchange(b"" if end is None else end.handle())
-        if end is None:
-            return None
-        end.connect([handles[r] for r in members])
-        return Communicator(end)
+        part = self._open.split(
+            None if color is None else call.integer("color", color, 64), call.integer("key", key, 64)
+        )
+        return None if part is None else Communicator(part)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some ranks, numbered in the order given; a collective of all ranks of this one.
@@ -300,7 +880,7 @@ class Communicator(BucketCollectives):
             call.peer("ranks", rank)
         if len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(list(ranks))}; name each rank once")
-        everybody = [json.loads(each) for each in self._linked.exchange(json.dumps([int(r) for r in ranks]).encode())]
+        everybody = [json.loads(each) for each in self._open.exchange(json.dumps([int(r) for r in ranks]).encode())]
         if any(theirs != everybody[0] for theirs in everybody):
             who = {str(named): [r for r, theirs in enumerate(everybody) if theirs == named] for named in everybody}
             told = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
@@ -334,23 +914,19 @@ class Communicator(BucketCollectives):
         """
         self._begin("shrink")
         limit_ms = milliseconds(timeout, "shrink", self.rank)
-        end = self._linked
-        if not self.aborted:
-            handled = sys.exc_info()[1]  # such as that of a group that has ended of the same loss
-            after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
-            end.abort(f"rank {self.rank} called shrink(){after}", handled)
-        return Communicator(end.shrink(limit_ms))
+        return Communicator(self._open.shrink(limit_ms))
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     @property
     def timeout(self) -> float:
-        """Time limit, in seconds, of every call that names none."""
-        return self._native.timeout_ms / 1e3
+        """Time limit, in seconds, of every call that names none; of a process group torch's default one, until it is
+        set here."""
+        return self._open.timeout_ms / 1e3
 
     @timeout.setter
     def timeout(self, limit: Timeout) -> None:
-        self._linked.timeout_ms = milliseconds(limit, "timeout", self.rank)
+        self._open.timeout_ms = milliseconds(limit, "timeout", self.rank)
 
     @property
     def closed(self) -> bool:
@@ -365,22 +941,31 @@ class Communicator(BucketCollectives):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread. It reaches
-        the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), and their ranks."""
-        end = self._endpoint  # another thread may close it meanwhile
-        if end is not None:
-            end.abort(reason)
+        the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), and their ranks.
+
+        Raises: UnsupportedError: over a process group whose backend cannot.
+        """
+        engine = self._engine  # another thread may close it meanwhile
+        if engine is not None:
+            engine.abort(reason)
 
     def close(self) -> None:
-        """Finishes what is in flight and lets go of the peers; not a collective. Twice is as good as once."""
-        end, self._endpoint, self._engine = self._endpoint, None, None
-        self._closed = True
-        if end is not None:
-            end.close()
+        """Finishes what is in flight and lets go of the peers, or of the process group, which stays as it is; not a
+        collective. Twice is as good as once."""
+        engine, self._engine, self._closed = self._engine, None, True
+        self._run_plain_native = None
+        if engine is not None:
+            engine.close()
         self._in_flight.clear()
 
     def describe(self) -> dict[str, str]:
         """Facts for people: ranks, engine, instruction set, memory, limits."""
-        facts = {"rank": str(self.rank), "world_size": str(self.world_size), "kind": self.kind, "device": self.device}
+        facts = {
+            "rank": str(self.rank),
+            "world_size": str(self.world_size),
+            "engine": self.engine,
+            "device": self.device,
+        }
         return facts if self._engine is None else facts | self._engine.describe()
 
     def __enter__(self) -> Communicator:
@@ -390,18 +975,31 @@ class Communicator(BucketCollectives):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
-        if not ended_well and self._endpoint is not None:
-            reason = f"rank {self.rank} left its communicator with {type(error).__name__}: {error}"
-            self._endpoint.abort(reason, error)
+        if not ended_well and self._engine is not None:
+            self._engine.leave(f"rank {self.rank} left its communicator with {type(error).__name__}: {error}", error)
         self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "aborted" if self.aborted else "open"
-        where = self.device if self.kind == "cuda" else self.kind
+        where = self.device if self.engine == "cuda" else self.engine
         return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
 
 
-def _retire(engine: _C.Engine, unused: list[int], address: int) -> None:
-    """Notes memory on a device that nobody names any more. Not the place to wait for the device: this runs wherever the
-    last reference goes, also while a graph is captured. ``engine`` is alive until now."""
-    unused.append(address)
+def _cut(call: CollectiveArgs, bucket: Array, tensors: Sequence[Array]) -> list[Piece]:
+    pieces, offset = [], 0
+    for array in tensors:
+        pieces.append(Piece(bucket, offset, array.count))
+        offset += array.count
+    if offset > bucket.count:
+        raise ShapeError(
+            f"{call.op}: rank {call.rank} got tensors of {offset} elements together and a bucket of {bucket.count}; "
+            "pass a bucket that holds them"
+        )
+    return pieces
+
+
+def _apart(call: CollectiveArgs, source: Piece, target: Piece) -> tuple[Piece, Piece]:
+    """The two, or a copy of the source where they share memory."""
+    if not source.array.overlaps(target.array):
+        return source, target
+    return Piece(call.copy(source.array), source.offset, source.count), target

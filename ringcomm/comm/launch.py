@@ -18,10 +18,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ringcomm.arrays.devices import Device, choose
-from ringcomm.comm.calls import milliseconds
-from ringcomm.comm.collectives import Timeout
+from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
 
@@ -47,11 +46,11 @@ class _Job:
     hosts: Hosts | None
     wire_dtype: str | None
 
-    def end(self, rank: int, store: Any) -> Endpoint:
-        """A rank's endpoint, not connected; ``store`` where there are hosts."""
+    def engine(self, rank: int, store: Any) -> NativeEngine:
+        """A rank's engine, not connected; ``store`` where there are hosts."""
         kind, device = self.places[rank]
         network = None if self.hosts is None else Network(store, "run_ranks", None, self.wire_dtype)
-        return Endpoint(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
+        return NativeEngine(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
 
 
 def run_ranks(
@@ -134,23 +133,23 @@ def _run_threads(job: _Job) -> list[Any]:
     _choose_kernels()
     world_size = len(job.places)
     store = None if job.hosts is None else memory_store()
-    ends = [job.end(rank, store) for rank in range(world_size)]
-    handles = [end.handle() for end in ends]
+    engines = [job.engine(rank, store) for rank in range(world_size)]
+    handles = [engine.handle() for engine in engines]
     outcome = _Outcome(world_size)
     comms: list[Communicator] = []
 
     def rank_main(rank: int) -> None:
-        end = ends[rank]
+        engine = engines[rank]
         try:
-            end.connect(handles)
-            comm = Communicator(end)
+            engine.connect(handles)
+            comm = Communicator(engine)
             comms.append(comm)
             outcome.results[rank] = job.fn(comm, *job.args)
             comm.close()
-            end.close_descendants()  # others that still need this rank, in whatever communicator, hear of it at once
+            engine.close_descendants()  # others that still need this rank, in whatever communicator, hear of it at once
         except BaseException as error:
             outcome.failures.append((rank, error))
-            for each in ends:  # others may wait in communicators that this rank has no part in
+            for each in engines:  # others may wait in communicators that this rank has no part in
                 each.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
@@ -160,8 +159,8 @@ def _run_threads(job: _Job) -> list[Any]:
         for thread in threads:
             thread.join()
     except BaseException as error:  # an interrupt of the caller
-        for end in ends:
-            end.abort(f"run_ranks was left by {type(error).__name__}")
+        for engine in engines:
+            engine.abort(f"run_ranks was left by {type(error).__name__}")
         deadline = time.monotonic() + _GRACE_S
         for thread in threads:  # one that is inside native code as Python ends would bring the process down
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -179,12 +178,12 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
     """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
     leaving = threading.Lock()
     try:
-        end = job.end(rank, None if job.hosts is None else client_store(port))
-        _tell(pipe, "handle", end.handle())
+        engine = job.engine(rank, None if job.hosts is None else client_store(port))
+        _tell(pipe, "handle", engine.handle())
         handles = pipe.recv()
-        threading.Thread(target=_obey, args=(pipe, end, leaving), daemon=True).start()
-        end.connect(handles)
-        with Communicator(end) as comm:
+        threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
+        engine.connect(handles)
+        with Communicator(engine) as comm:
             result = job.fn(comm, *job.args)
         _tell(pipe, "result", result)
     except BaseException as error:
@@ -198,15 +197,15 @@ def _tell(pipe: Connection, kind: str, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
-def _obey(pipe: Connection, end: Endpoint, leaving: threading.Lock) -> None:
+def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
     """Aborts when the parent says so, and ends this process soon after the parent has gone."""
     try:
         reason, died = pipe.recv()
         with leaving:
-            end.abort(reason, RankLostError(reason) if died else None)
+            engine.abort(reason, RankLostError(reason) if died else None)
     except (EOFError, OSError):
         if leaving.acquire(timeout=_GRACE_S):
-            end.abort("the process that called run_ranks ended")
+            engine.abort("the process that called run_ranks ended")
             leaving.release()
         time.sleep(_GRACE_S)
         os._exit(1)

@@ -1,36 +1,18 @@
-"""The collectives over any process group of torch.distributed: code on a communicator can run on NCCL or Gloo."""
+"""A process group of torch.distributed as a communicator's engine: code on a communicator can run on NCCL or Gloo."""
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringcomm.arrays.devices import CPU
-from ringcomm.arrays.interop import Array, dtype_in, library_of
+from ringcomm.arrays.interop import Array
 from ringcomm.arrays.libraries import usual_stream
-from ringcomm.comm.calls import Call, Piece, milliseconds, whole
-from ringcomm.comm.collectives import Timeout
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.lists import ListCollectives
-from ringcomm.comm.rendezvous import beside, init
-from ringcomm.errors import (
-    ClosedError,
-    CollectiveTimeoutError,
-    InvalidArgumentError,
-    RingcommError,
-    UnsupportedError,
-    shown,
-)
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-BACKEND = "ringcomm"
-_shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
+from ringcomm.comm.args import CollectiveArgs, Pairs, Piece
+from ringcomm.comm.engine import Engine
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
 Started = tuple[list[Any], Callable[[], None]]
 """The group's handles of a call, and what is left to do when they are done."""
@@ -39,7 +21,7 @@ Started = tuple[list[Any], Callable[[], None]]
 class TorchRequest:
     """A call in flight in a process group."""
 
-    def __init__(self, call: Call, started: Started, limit_ms: int) -> None:
+    def __init__(self, call: CollectiveArgs, started: Started, limit_ms: int) -> None:
         self._call = call
         self._works = [work for work in started[0] if work is not None]
         self._finish: Callable[[], None] | None = started[1]
@@ -84,7 +66,7 @@ def nothing() -> None:
 def piece_of(array: Array | None) -> Piece:
     """All of an array that the call has."""
     assert array is not None
-    return whole(array)
+    return Piece.of(array)
 
 
 def flat(piece: Piece) -> Any:
@@ -97,13 +79,14 @@ def flat(piece: Piece) -> Any:
     return data.reshape(-1)[piece.offset : piece.offset + piece.count]
 
 
-class ProcessGroupCommunicator(Communicator):
-    """A communicator whose calls go through torch.distributed; made by ``Communicator.from_process_group``.
+def _chunks(call: CollectiveArgs, array: Array, empty: Any) -> list[Any]:
+    """An array in a piece for each rank; ``empty`` for each where there is nothing to cut."""
+    return list(flat(Piece.of(array)).chunk(call.world_size)) if call.count else [empty] * call.world_size
 
-    The order of summation, the types and the devices are those of the group's own backend.
-    """
 
-    _any_device = True
+class ProcessGroupEngine(Engine):
+    """Its calls go through torch.distributed. The order of summation, the types and the devices are those of the
+    group's own backend."""
 
     def __init__(self, pg: Any = None) -> None:
         import torch.distributed as dist
@@ -112,18 +95,16 @@ class ProcessGroupCommunicator(Communicator):
             raise InvalidArgumentError(
                 "from_process_group: expected an initialised torch.distributed, got none; call init_process_group first"
             )
-        ListCollectives.__init__(self)
-        self._engine = None
         self._limit_ms = 0
         self.pg = dist.group.WORLD if pg is None else pg
         self.rank = dist.get_rank(self.pg)
         self.world_size = dist.get_world_size(self.pg)
         if self.rank < 0:
             raise InvalidArgumentError("from_process_group: this process is not in the group; call it on members only")
-        self.kind = f"torch.distributed:{dist.get_backend(self.pg)}"
+        self.name = f"torch.distributed:{dist.get_backend(self.pg)}"
 
     @property
-    def device(self) -> str:
+    def device_names(self) -> str:
         """Where arrays may lie: what the group has a backend for, such as "cpu,cuda"."""
         return ",".join(sorted({device.type for device in self.pg._device_types}))
 
@@ -137,27 +118,40 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- running calls -------------------------------------------------------------------------------------------
 
-    def _run(self, call: Call) -> int:
-        request = self._submit(call)
+    def run(self, call: CollectiveArgs) -> int:
+        """Runs a call to its end; the source of a recv, else -1."""
+        request = self.submit(call)
         request.wait()
         return request.source
 
-    def _submit(self, call: Call) -> TorchRequest:
+    def submit(self, call: CollectiveArgs) -> TorchRequest:
+        """Starts a call."""
         start = getattr(self, f"_{call.engine_op}")
         return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
 
-    def _reduction(self, call: Call) -> tuple[Any, float]:
+    def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
+        """Moves pairs of pieces that were checked; as torch does it."""
+        del call
+        import torch
+
+        for source, target in pairs:
+            x, y = flat(source), flat(target)
+            if x.dtype != y.dtype or scale != 1:
+                x = x.to(torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32) * scale
+            y.copy_(x)
+
+    def _reduction(self, call: CollectiveArgs) -> tuple[Any, float]:
         """The group's reduce op, and what its result is divided by: Gloo has no average."""
         import torch.distributed as dist
 
         if call.reduce_op == "premul_sum":
             return dist.ReduceOp.SUM, 1
-        if call.reduce_op == "avg" and "gloo" in self.kind:
+        if call.reduce_op == "avg" and "gloo" in self.name:
             return dist.ReduceOp.SUM, self.world_size
         name = "PRODUCT" if call.reduce_op == "prod" else str(call.reduce_op).upper()
         return getattr(dist.ReduceOp, name), 1
 
-    def _source(self, call: Call, piece: Piece) -> Any:
+    def _source(self, call: CollectiveArgs, piece: Piece) -> Any:
         """A piece to reduce; a copy of it times the factor for premul_sum."""
         tensor = flat(piece)
         return tensor * call.factor if call.reduce_op == "premul_sum" else tensor
@@ -169,7 +163,7 @@ class ProcessGroupCommunicator(Communicator):
             else:
                 tensor.div_(divisor, rounding_mode="trunc")
 
-    def _all_reduce(self, call: Call) -> Started:
+    def _all_reduce(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         op, divisor = self._reduction(call)
@@ -179,7 +173,7 @@ class ProcessGroupCommunicator(Communicator):
         work = dist.all_reduce(target, op, group=self.pg, async_op=True)
         return [work], lambda: self._divide(target, divisor)
 
-    def _reduce(self, call: Call) -> Started:
+    def _reduce(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         op, divisor = self._reduction(call)
@@ -193,7 +187,7 @@ class ProcessGroupCommunicator(Communicator):
 
         return [work], finish
 
-    def _reduce_scatter(self, call: Call) -> Started:
+    def _reduce_scatter(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         op, divisor = self._reduction(call)
@@ -216,7 +210,7 @@ class ProcessGroupCommunicator(Communicator):
 
         return works, finish
 
-    def _all_gather(self, call: Call) -> Started:
+    def _all_gather(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         source = flat(piece_of(call.input))
@@ -232,31 +226,35 @@ class ProcessGroupCommunicator(Communicator):
             works.append(dist.broadcast(part, group_src=root, group=self.pg, async_op=True))
         return works, nothing
 
-    def _broadcast(self, call: Call) -> Started:
+    def _broadcast(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         tensor = flat(piece_of(call.output))
         return [dist.broadcast(tensor, group_src=call.root, group=self.pg, async_op=True)], nothing
 
-    def _gather(self, call: Call) -> Started:
+    def _gather(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         source = flat(piece_of(call.input))
         parts = None
         if call.output is not None:
-            parts = list(flat(whole(call.output)).chunk(self.world_size)) if call.count else [source] * self.world_size
+            parts = (
+                list(flat(Piece.of(call.output)).chunk(self.world_size)) if call.count else [source] * self.world_size
+            )
         return [dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
 
-    def _scatter(self, call: Call) -> Started:
+    def _scatter(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         target = flat(piece_of(call.output))
         parts = None
         if call.input is not None:
-            parts = list(flat(whole(call.input)).chunk(self.world_size)) if call.count else [target] * self.world_size
+            parts = (
+                list(flat(Piece.of(call.input)).chunk(self.world_size)) if call.count else [target] * self.world_size
+            )
         return [dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
 
-    def _all_to_all(self, call: Call) -> Started:
+    def _all_to_all(self, call: CollectiveArgs) -> Started:
         import torch
         import torch.distributed as dist
 
@@ -275,18 +273,18 @@ class ProcessGroupCommunicator(Communicator):
 
         return [work], finish
 
-    def _send(self, call: Call) -> Started:
+    def _send(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         return [dist.isend(flat(piece_of(call.input)), group=self.pg, tag=call.tag, group_dst=call.root)], nothing
 
-    def _recv(self, call: Call) -> Started:
+    def _recv(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         source = None if call.root < 0 else call.root
         return [dist.irecv(flat(piece_of(call.output)), group=self.pg, tag=call.tag, group_src=source)], nothing
 
-    def _barrier(self, call: Call) -> Started:
+    def _barrier(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         del call
@@ -294,31 +292,15 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
         """An ordinary new array: a process group has no memory of its own to lend."""
-        import numpy as np
-        import torch
+        return importlib.import_module(library).empty(shape, dtype=dtype)
 
-        if self._closed:
-            raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
-        library = like or library_of(dtype)
-        if library == "numpy":
-            return np.empty(shape, dtype_in("numpy", dtype))
-        if library == "cupy":
-            import cupy
-
-            return cupy.empty(shape, dtype_in("cupy", dtype))
-        return torch.empty(shape, dtype=dtype_in("torch", dtype))
-
-    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
-        """Cuts this communicator into one for each color, each over a new process group of the same backend.
-
-        Raises: UnsupportedError: keys that reorder the ranks, where this torch cannot; ranks that have made different
-                numbers of process groups before, which torch would let wait for each other.
-        """
+    def split(self, color: int | None, key: int) -> ProcessGroupEngine | None:
+        """The engine over a new process group of the same backend, of the ranks of this color; None without one. A
+        collective."""
         import torch.distributed as dist
 
-        self._begin("split")
         places: list[Any] = [None] * self.world_size
         made = len(dist.distributed_c10d._world.pg_names)  # torch makes it a part of the new group's name
         dist.all_gather_object(places, (color, key, made), group=self.pg)
@@ -333,7 +315,7 @@ class ProcessGroupCommunicator(Communicator):
                 f"got {counts}, which torch cannot bring together; split so that every rank gets a group each time"
             )
         ranks = [dist.get_global_rank(self.pg, r) for r in members]
-        limit = timedelta(seconds=self.timeout)
+        limit = timedelta(milliseconds=self.timeout_ms)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         try:
             group = dist.new_group(
@@ -344,77 +326,31 @@ class ProcessGroupCommunicator(Communicator):
                 f"split: rank {self.rank} got keys that order the ranks {ranks}, this torch makes groups in ascending "
                 "order only; pass keys that keep the order"
             ) from error
-        return ProcessGroupCommunicator(group)
+        return ProcessGroupEngine(group)
 
     @property
-    def timeout(self) -> float:
-        """Time limit, in seconds, of every call that names none: the one set here, else torch's default."""
+    def timeout_ms(self) -> int:
+        """Limit of every call that names none: the one set here, else torch's default."""
         from torch.distributed.constants import default_pg_timeout
 
-        return self._limit_ms / 1e3 if self._limit_ms else default_pg_timeout.total_seconds()
+        return self._limit_ms or int(default_pg_timeout / timedelta(milliseconds=1))
 
-    @timeout.setter
-    def timeout(self, limit: Timeout) -> None:
-        self._limit_ms = milliseconds(limit, "timeout", self.rank)
+    @timeout_ms.setter
+    def timeout_ms(self, limit_ms: int) -> None:
+        self._limit_ms = limit_ms
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str, cause: BaseException | None = None) -> None:
         """Aborts the process group, where its backend can."""
+        del cause
         try:
             self.pg.abort()
         except RuntimeError as error:
             raise UnsupportedError(
-                f"abort: rank {self.rank} asked {self.kind} to abort ({reason}), which it cannot: {error}"
+                f"abort: rank {self.rank} asked {self.name} to abort ({reason}), which it cannot: {error}"
             ) from error
 
+    def leave(self, reason: str, error: BaseException | None) -> None:
+        """The group stays as it is."""
+
     def close(self) -> None:
-        """Lets go of the process group, which stays as it is."""
-        self._closed = True
-        self._in_flight.clear()
-
-    def __exit__(self, *error: object) -> None:
-        del error
-        self.close()
-
-
-# ---- where a communicator comes from -----------------------------------------------------------------------------
-
-
-def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.device | None = None) -> Communicator:
-    """A communicator over a process group: on our own engine where the group's backend is ours, else through the group.
-
-    None: the default group; without torch.distributed, `ringcomm.init` from torchrun's environment.
-    """
-    if group is not None and not hasattr(type(group), "_get_backend"):
-        raise InvalidArgumentError(
-            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, or None"
-        )
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return init(device=device)
-    group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
-        raise InvalidArgumentError(f"{call}: this process is not in the process group; call it on members only")
-    import torch
-
-    where = torch.device("cpu") if device is None else device
-    if BACKEND in group._get_backend(where).name():
-        return beside(group, where)
-    return Communicator.from_process_group(group)
-
-
-def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
-    """As `communicator_of`, but the same one for every call with this group and device.
-
-    Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
-    if it lived only as long as the modules that use it, each rank's garbage collector would decide.
-    """
-    import torch.distributed as dist
-
-    joined = dist.is_available() and dist.is_initialized()
-    owner = (dist.group.WORLD if group is None else group) if joined else init  # without a group: this process
-    known = _shared.get(owner, {}).get(device)
-    if known is None or known.closed or known.aborted:
-        known = communicator_of(group, call, device)
-        if not known.kind.startswith("torch.distributed"):  # that one refers to its group, and making it sends nothing
-            _shared.setdefault(owner, {})[device] = known
-    return known
+        """The group stays as it is."""

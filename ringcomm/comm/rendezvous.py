@@ -9,20 +9,25 @@ import os
 import struct
 import sys
 import time
+import weakref
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringcomm.arrays.devices import choose, local_rank
-from ringcomm.comm.calls import milliseconds
-from ringcomm.comm.collectives import Timeout
+from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.endpoint import Endpoint
+from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.sealed import generation, seal, unseal
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
 _LIMIT_S = 1800.0
 _MOST_RANKS = 1 << 20  # of a world: every rank reads a key of every other
+_shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
 
 def init(
@@ -76,18 +81,18 @@ def init(
     kind, where = choose(engine, device, "init", local_rank(rank))
     limit_ms = milliseconds(timeout, "init", rank)
     if world_size == 1:
-        end = Endpoint(kind, rank, world_size, limit_ms, where)
-        end.connect([end.handle()])
-        return Communicator(end)
+        made = NativeEngine(kind, rank, world_size, limit_ms, where)
+        made.connect([made.handle()])
+        return Communicator(made)
     limit = timedelta(milliseconds=limit_ms)
     if store is None:
         store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
     name, identities = _exchange(store, "host", rank, world_size, identity().encode(), limit)
     hosts = Hosts.of([each.decode() for each in identities])
-    end = Endpoint(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
-    end.connect(_exchange(store, "init", rank, world_size, end.handle(), limit)[1])
-    end.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
-    return Communicator(end)
+    made = NativeEngine(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
+    made.connect(_exchange(store, "init", rank, world_size, made.handle(), limit)[1])
+    made.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
+    return Communicator(made)
 
 
 def beside(group: Any = None, device: Any = "cpu") -> Communicator:
@@ -280,3 +285,47 @@ def _both_know(store: Any, theirs: str, mine: str) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(f"{mine}/differs", b"")
         store.wait([f"{theirs}/differs"], timedelta(seconds=1))
+
+
+# ---- a communicator for a process group --------------------------------------------------------------------------
+
+
+def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.device | None = None) -> Communicator:
+    """A communicator over a process group: on our own engine where the group's backend is ours, else through the group.
+
+    None: the default group; without torch.distributed, `ringcomm.init` from torchrun's environment.
+    """
+    if group is not None and not hasattr(type(group), "_get_backend"):
+        raise InvalidArgumentError(
+            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, or None"
+        )
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return init(device=device)
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise InvalidArgumentError(f"{call}: this process is not in the process group; call it on members only")
+    import torch
+
+    where = torch.device("cpu") if device is None else device
+    if "ringcomm" in group._get_backend(where).name():
+        return beside(group, where)
+    return Communicator.from_process_group(group)
+
+
+def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
+    """As `communicator_of`, but the same one for every call with this group and device.
+
+    Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
+    if it lived only as long as the modules that use it, each rank's garbage collector would decide.
+    """
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    owner = (dist.group.WORLD if group is None else group) if joined else init  # without a group: this process
+    known = _shared.get(owner, {}).get(device)
+    if known is None or known.closed or known.aborted:
+        known = communicator_of(group, call, device)
+        if known.lends_memory:  # else the group is its engine: that refers to the group, and making it sends nothing
+            _shared.setdefault(owner, {})[device] = known
+    return known

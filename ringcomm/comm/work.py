@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ringcomm.comm.calls import milliseconds
+from ringcomm.comm.args import milliseconds
 
 
 class Request(Protocol):

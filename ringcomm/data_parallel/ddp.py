@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.utils._pytree import tree_map
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.comm_hook import CommHook, Hook

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import shared_communicator
+from ringcomm.comm.rendezvous import shared_communicator
 from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, RANKS
 from ringcomm.data_parallel.bucket import LAST_STAGE
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh

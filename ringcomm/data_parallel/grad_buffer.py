@@ -71,7 +71,7 @@ class GradBuffer:
         self.plain = bucket.types.compute == self.dtype  # autograd can add into our buffers
         # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
         alone = len(bucket.params) == 1 and bucket.layout.used_numel == bucket.layout.numel
-        self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.kind == "cpu"
+        self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.engine == "cpu"
         self.views: list[torch.Tensor] | None = None
         # Whether `p.grad` is not what was reduced: that has another type, or is a part of what the model's ranks have.
         self.uses_placeholders = stage > 0 or not self.plain or self.ranks.cuts_model

@@ -14,7 +14,7 @@ import torch
 
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of, shared_communicator
+from ringcomm.comm.rendezvous import communicator_of, shared_communicator
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
 from ringcomm.mesh import Mesh, refuse_no_mesh
 
@@ -68,7 +68,7 @@ class DataParallelGroup:
         self.root = 0  # whose values all ranks get: the first that still has input
         self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
-        self.background = comm.kind != "cpu" or self._least_cores() >= 2 * ranks_here
+        self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
 
     @property
     def rank(self) -> int:
@@ -108,7 +108,7 @@ class DataParallelGroup:
         """New memory that the peers read in place, where the communicator lends such."""
         if str(device) == self.comm.device or (device.type == "cpu" and (self.comm.device == "cpu" or EMULATED)):
             return self.comm.empty(numel, dtype=dtype, like="torch")
-        if "," in self.comm.device or self.comm.kind.startswith("torch.distributed"):
+        if not self.comm.lends_memory:
             return torch.empty(numel, dtype=dtype, device=device)
         raise DeviceError(
             f"ringcomm.data_parallel: rank {self.rank} got a parameter on {device}, its communicator serves "
@@ -149,7 +149,7 @@ class DataParallelGroup:
 
     def another(self, x: torch.Tensor) -> torch.Tensor:
         """New memory of the same size, on this rank alone: on devices it is none that the peers read in place."""
-        return self.empty(x.numel(), x.dtype, x.device) if self.comm.kind == "cpu" else torch.empty_like(x)
+        return self.empty(x.numel(), x.dtype, x.device) if self.comm.engine == "cpu" else torch.empty_like(x)
 
     def note_order(self, number: int) -> None:
         """A group's parameters are collected now."""

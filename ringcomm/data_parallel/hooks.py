@@ -24,7 +24,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from ringcomm.arrays import libraries
 from ringcomm.arrays.devices import Device
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import ProcessGroupCommunicator
 from ringcomm.comm.rendezvous import beside
 from ringcomm.data_parallel.arguments import MODULE
 from ringcomm.errors import DeviceError, InvalidArgumentError, UnsupportedError
@@ -49,7 +48,7 @@ class _Buffers:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised; the peers read and write it in place."""
-        if isinstance(self.comm, ProcessGroupCommunicator):  # has no memory of its own
+        if not self.comm.lends_memory:
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:

@@ -389,8 +389,8 @@ def _atom_of(layout: FlatLayout) -> Atom:
 class _Still:
     """A communicator of one rank among many, which moves nothing."""
 
-    def __init__(self, rank: int, world_size: int, kind: str) -> None:
-        self.rank, self.world_size, self.kind, self.device = rank, world_size, kind, "meta"
+    def __init__(self, rank: int, world_size: int, engine: str) -> None:
+        self.rank, self.world_size, self.engine, self.device = rank, world_size, engine, "meta"
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _Still:
         return self
@@ -417,11 +417,11 @@ class _StillRanks(DataParallelGroup):
 
 
 def _ranks_of(flat: ShardedModel | None, rank: int, world_size: int, background: bool | None) -> DataParallelGroup:
-    kind = "cpu" if flat is None else flat.ranks.comm.kind
+    engine = "cpu" if flat is None else flat.ranks.comm.engine
     replicas: Any = None
     if flat is not None and flat.ranks.replicas is not None:
-        replicas = _Still(0, flat.ranks.replicas.world_size, kind)
-    comm: Any = _Still(rank, world_size, kind)
+        replicas = _Still(0, flat.ranks.replicas.world_size, engine)
+    comm: Any = _Still(rank, world_size, engine)
     ranks = _StillRanks(comm, replicas)
     ranks.background = background if background is not None else True if flat is None else flat.ranks.background
     return ranks

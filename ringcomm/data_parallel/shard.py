@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom

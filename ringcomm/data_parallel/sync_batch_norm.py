@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.data_parallel.place import place_of
 from ringcomm.errors import InvalidArgumentError

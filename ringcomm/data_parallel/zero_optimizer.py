@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.process_group import communicator_of
+from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable

@@ -31,15 +31,20 @@ class Piece:
         self.offset = offset
         self.count = count
 
+    @classmethod
+    def of(cls, array: Array) -> Piece:
+        """All of an array."""
+        return cls(array, 0, array.count)
+
     @property
     def address(self) -> int:
         """Where the run begins."""
         return self.array.address + self.offset * self.array.dtype.nbytes
 
 
-def whole(array: Array) -> Piece:
-    """All of an array as one piece."""
-    return Piece(array, 0, array.count)
+Pairs = list[tuple[Piece, Piece]]
+"""(source, target) of every tensor of a bucket, of equal counts."""
+Timeout = float | timedelta | None
 
 
 def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
@@ -66,7 +71,7 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     return max(1, math.ceil(seconds * 1e3))
 
 
-class Call:
+class CollectiveArgs:
     """What one rank asks of one collective, ready for an engine once every array has been named."""
 
     __slots__ = (
@@ -139,7 +144,7 @@ class Call:
             raise ShapeError(f"{self.op}: rank {self.rank} got {got} as {what}, expected {expected}; pass {remedy}")
         return found
 
-    def whole(self, what: str, value: int, bits: int) -> int:
+    def integer(self, what: str, value: int, bits: int) -> int:
         """``value``, which must be a whole number of so many bits with its sign."""
         if isinstance(value, bool) or not isinstance(value, int) or not -1 << bits - 1 <= value < 1 << bits - 1:
             raise InvalidArgumentError(
@@ -331,7 +336,7 @@ class Call:
 
     # ---- ready ---------------------------------------------------------------------------------------------------
 
-    def seal(self, count: int, dtype: Dtype) -> Call:
+    def validate(self, count: int, dtype: Dtype) -> CollectiveArgs:
         """Last check: whether the element type can do this. ``count`` is in the caller's elements."""
         self.wire = wire_type(dtype, self.reduce_op, self.op, self.rank)
         self.count = count
@@ -343,7 +348,7 @@ class Call:
         nothing: only there do ranks tell each other their counts."""
         return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
 
-    def numbers(self) -> tuple[Any, ...]:
+    def to_native(self) -> tuple[Any, ...]:
         """The call as the native engine takes it."""
         code, each = self.wire
         return (

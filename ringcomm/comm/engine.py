@@ -1,0 +1,459 @@
+"""What moves a communicator's bytes: our own engines, or (process_group.py) a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from ringcomm import _C, errors
+from ringcomm.arrays import libraries
+from ringcomm.arrays.devices import CPU, EMULATED, Device
+from ringcomm.arrays.interop import Array, library_of, wire_type
+from ringcomm.comm import profiling
+from ringcomm.comm.args import CollectiveArgs, Pairs
+from ringcomm.comm.hosts import Hosts, Network, Span
+from ringcomm.comm.work import Request
+from ringcomm.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    EngineError,
+    InvalidArgumentError,
+    MismatchError,
+    RankLostError,
+    RingcommError,
+    ShapeError,
+    UnsupportedError,
+    carry_notes,
+)
+
+_LENGTH = struct.Struct("<I")  # goes in front of a device engine's handle; the cpu engine's follows it
+
+_ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # of a communicator
+_PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)  # to other communicators of a rank that gives up
+_ADVICE = "; the communicator is aborted, create a new one"
+_CAUSE_S = 1.0  # for the rank that found out to say so
+_PLACE = struct.Struct("<?qq")  # has a color, color, key
+_MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
+
+
+class Engine(ABC):
+    """One rank's end of what moves a communicator's bytes. What an engine cannot do raises UnsupportedError."""
+
+    name: str
+    """"cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
+    rank: int
+    world_size: int
+    device: Device | None = None
+    """Where arrays must lie; None: wherever the process group takes them."""
+    lends_memory = False
+    """Whether `empty` gives memory that the peers read and write in place."""
+    aborted = False
+    libraries: tuple[str, ...] = ("torch", "numpy", "cupy")
+    """Those whose arrays `empty` can make."""
+
+    @property
+    def device_names(self) -> str:
+        """Where arrays must lie, as torch names it."""
+        return str(self.device)
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks share a host."""
+        self._refuse()
+
+    @abstractmethod
+    def run(self, call: CollectiveArgs) -> int:
+        """Runs a call to its end, or enqueues it on its stream; the source of a recv, else -1."""
+
+    @abstractmethod
+    def submit(self, call: CollectiveArgs) -> Request:
+        """Starts a call."""
+
+    def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
+        """Runs calls that differ in their arrays alone."""
+        for call in calls:
+            self.run(call)
+
+    def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
+        """Runs a call on plain arrays with every default; None if it needs preparation, and nothing was done."""
+        return None
+
+    @abstractmethod
+    def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
+        """Moves pairs of pieces that were checked."""
+
+    @abstractmethod
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; a collective."""
+
+    def synchronize(self, stream: int) -> None:
+        """Waits for what is enqueued on a stream."""
+        self._refuse()
+
+    def usual_library(self, dtype: Any) -> str:
+        """The library of `empty`'s array where none was named."""
+        return library_of(dtype)
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
+        """A new array of a library, of its dtype."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> Engine | None:
+        """The engine among the ranks of this color, connected; None without one. A collective."""
+
+    def shrink(self, limit_ms: int) -> Engine:
+        """The engine among the ranks that are left; see `Communicator.shrink`."""
+        self._refuse()
+
+    timeout_ms: int
+    """Limit of every call that names none."""
+
+    @abstractmethod
+    def abort(self, reason: str, cause: BaseException | None = None) -> None:
+        """Ends every wait on every rank. ``cause``: what brought this rank here."""
+
+    @abstractmethod
+    def leave(self, reason: str, error: BaseException | None) -> None:
+        """This rank ends with an error; `close` comes next."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what is in flight and lets go of the peers."""
+
+    def describe(self) -> dict[str, str]:
+        """Facts for people."""
+        return {}
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"communicator: rank {self.rank} expected an engine of its own, got {self.name}; use the functions of "
+            "torch.distributed on its group"
+        )
+
+
+class NativeEngine(Engine):
+    """Our own engine, and beside a device's engine one on the cpu, through which ranks tell each other small things."""
+
+    lends_memory = True
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world_size: int,
+        limit_ms: int,
+        device: Device,
+        hosts: Hosts | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.name, self.rank, self.world_size = kind, rank, world_size
+        self.device: Device = device
+        self._on_host = device == CPU or EMULATED
+        self.libraries = ("torch", "numpy") if self._on_host else ("torch", "cupy")
+        self._hosts = hosts or Hosts((tuple(range(world_size)),), ("this host",))
+        self.network = network
+        self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
+        self._span_beside = self._main
+        # An abort reaches them too: those that `part` has made, those that these have made, and so on.
+        self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
+        self._lineage = [self._descendants]  # the sets that those belong to which this one makes
+        if device.kind != "cpu":
+            apart = None if network is None else network.beside()
+            self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
+        self._unused: list[int] = []  # memory on the device to give back
+
+    @property
+    def native(self) -> _C.Engine:
+        """The engine of the calls; before `connect` that of this host alone."""
+        return self._main.engine
+
+    @property
+    def _beside(self) -> _C.Engine:
+        return self._span_beside.engine
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks share a host."""
+        return self._hosts
+
+    def handle(self) -> bytes:
+        """What every rank needs of this one to connect."""
+        first = self._main.handle()
+        if self._span_beside is self._main:
+            return first
+        return _LENGTH.pack(len(first)) + first + self._span_beside.handle()
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Connects to every rank; a collective."""
+        if self._span_beside is not self._main:
+            ends = [self._end_of_first(peer, each) for peer, each in enumerate(handles)]
+            self._span_beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
+            handles = [each[_LENGTH.size : end] for each, end in zip(handles, ends, strict=True)]
+        self._main.connect(handles)
+
+    def _end_of_first(self, peer: int, handle: bytes) -> int:
+        end = _LENGTH.size + _LENGTH.unpack_from(handle)[0] if len(handle) >= _LENGTH.size else _LENGTH.size
+        if end > len(handle):
+            raise InvalidArgumentError(
+                f"connect: rank {self.rank} expected a handle for each of two engines of rank {peer}, got "
+                f"{len(handle)} "
+                "bytes; install one version of ringcomm everywhere"
+            )
+        return end
+
+    def split(self, color: int | None, key: int) -> NativeEngine | None:
+        """The engine among the ranks of this color, connected; None without one. A collective."""
+        places = [_PLACE.unpack(each) for each in self.exchange(_PLACE.pack(color is not None, color or 0, key))]
+        members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
+        members.sort(key=lambda r: places[r][2])  # stable: equal keys keep their order
+        part = self._part(members)
+        handles = self.exchange(b"" if part is None else part.handle())
+        if part is not None:
+            part.connect([handles[r] for r in members])
+        return part
+
+    def _part(self, members: Sequence[int], shrunk: bool = False) -> NativeEngine | None:
+        """A new engine among some of the ranks, not connected; None where this rank is none of them. Every rank of
+        this one calls it as often, unless ``shrunk``."""
+        network = None if self.network is None else self.network.child(members, shrunk)
+        if self.rank not in members:
+            return None
+        hosts = self.hosts.among(members)
+        rank, world_size = members.index(self.rank), len(members)
+        made = NativeEngine(self.name, rank, world_size, self.timeout_ms, self.device, hosts, network)
+        if not shrunk:  # which is to outlive this one
+            made._lineage += self._lineage
+            for descendants in self._lineage:
+                descendants.add(made)
+        return made
+
+    def shrink(self, limit_ms: int) -> NativeEngine:
+        """The engine, connected, among the ranks that are left and call this too; see `Communicator.shrink`."""
+        if not self.aborted:
+            handled = sys.exc_info()[1]  # such as that of a group that has ended of the same loss
+            after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
+            self.abort(f"rank {self.rank} called shrink(){after}", handled)
+        regroup: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.regroup
+        if self.network is not None and self.hosts.several:
+            regroup = self.network.regroup(self.rank, self.world_size)
+        came = regroup(b"here", [], limit_ms)
+        members = [rank for rank, said in enumerate(came) if said]
+        part = self._part(members, shrunk=True)
+        assert part is not None  # this rank came
+
+        def swapped(mine: bytes) -> list[bytes]:
+            theirs = regroup(mine, members, limit_ms)
+            return [theirs[rank] for rank in members]
+
+        usual = part.timeout_ms
+        part.timeout_ms = part._main.limit_ms = part._span_beside.limit_ms = limit_ms
+        try:
+            # Handles of devices may be long; they go over the new engine on the cpu.
+            part._span_beside.connect(swapped(part._span_beside.handle()))
+            if part._main is not part._span_beside:
+                part._main.connect(part.exchange(part._main.handle()))
+        except BaseException as error:
+            with suppress(Exception):
+                part.close()  # at once: an exception may keep it, and the others would wait for it
+            if not isinstance(error, (AbortedError, EngineError)):
+                raise
+            raise RankLostError(
+                f"shrink: rank {self.rank} lost another one meanwhile: {error}; call it again"
+            ) from error
+        part.timeout_ms = usual
+        return part
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    @property
+    def run_plain(self) -> Any:
+        """`Engine.run_plain`, without a function around it."""
+        return self.native.run_plain
+
+    def run(self, call: CollectiveArgs) -> int:
+        """Runs a call, or enqueues it on its stream; the source of a recv, else -1."""
+        with profiling.named(call.op):
+            try:
+                source = self.native.run(*call.to_native())
+            except RingcommError as error:
+                raise self.explained(error) from None
+            self._wait_for(call)
+        return source
+
+    def submit(self, call: CollectiveArgs) -> Request:
+        """Starts a call."""
+        with profiling.named(call.op):
+            request = self.native.submit(*call.to_native())
+        return request if self._beside is self.native else DeviceRequest(request, self)
+
+    def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
+        """Runs calls that differ in their arrays alone; a device's engine serves many by one launch."""
+        with profiling.named(calls[0].op):
+            self.native.run_list([call.to_native() for call in calls])
+            self._wait_for(calls[0])
+
+    def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
+        """Moves pairs of pieces that were checked."""
+        (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
+        pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
+        self.native.pack(pieces, before, after, scale, call.stream)
+        self._wait_for(call)
+
+    def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:
+        return wire_type(array.dtype, None, call.op, self.rank)
+
+    def _wait_for(self, call: CollectiveArgs) -> None:
+        if call.waits:
+            self.synchronize(call.stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Waits for what is enqueued on a stream."""
+        try:
+            self.native.synchronize(stream)
+        except RingcommError as error:
+            raise self.explained(error) from None
+
+    def explained(self, error: RingcommError) -> RingcommError:
+        """The error with its cause: between processes a device carries no words, so the engine on the cpu beside it
+        does, from the rank that found out what is wrong to those that only hear of an abort."""
+        if self._beside is self.native or not isinstance(error, _ENDINGS):
+            return error
+        if type(error) is not AbortedError:
+            self._beside.abort(str(error), type(error).__name__)
+            return error
+        deadline = time.monotonic() + _CAUSE_S
+        while not self._beside.aborted and time.monotonic() < deadline:
+            time.sleep(_CAUSE_S / 100)
+        why, kind = self._beside.why_aborted, getattr(errors, self._beside.aborted_as)
+        if not why or why in str(error):
+            return error
+        cause: RingcommError
+        cause = AbortedError(f"{error}; {why}") if kind is AbortedError else kind(f"{why}{_ADVICE}")
+        carry_notes(error, cause)
+        return cause
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; a collective."""
+        return self._beside.exchange(payload)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def usual_library(self, dtype: Any) -> str:
+        """The library of `empty`'s array where none was named."""
+        return library_of(dtype) if self._on_host else libraries.device_library()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
+        """A new array of a library, of its dtype, in memory of this engine."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > _MOST_BYTES:
+            raise ShapeError(
+                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {_MOST_BYTES}; pass a "
+                "smaller one"
+            )
+        if nbytes == 0:
+            return libraries.wrap_nothing(library, dtype, shape, CPU if self._on_host else self.device)
+        native = self.native
+        if self._unused:
+            libraries.settle(library, self.device)  # which may still work on it
+            while self._unused:
+                native.release(self._unused.pop())
+        address = native.allocate(nbytes)
+        if self._on_host:
+            memory = (ctypes.c_char * nbytes).from_address(address)
+            weakref.finalize(memory, native.release, address).atexit = False
+            return libraries.wrap_memory(memory, library, dtype, shape)
+        there = libraries.DeviceMemory(address, nbytes, self.device)
+        weakref.finalize(there, _retire, native, self._unused, address).atexit = False
+        return libraries.wrap_device_memory(there, library, dtype, shape)
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def timeout_ms(self) -> int:
+        """Limit of every call that names none."""
+        return self.native.timeout_ms
+
+    @timeout_ms.setter
+    def timeout_ms(self, limit_ms: int) -> None:
+        self.native.timeout_ms = self._beside.timeout_ms = limit_ms
+
+    @property
+    def aborted(self) -> bool:  # type: ignore[override]
+        """Whether it has ended: every call raises the cause."""
+        return self.native.aborted
+
+    def abort(self, reason: str, cause: BaseException | None = None) -> None:
+        """Ends every wait on every rank, here and in the engines that this rank has made from this one. ``cause``: what
+        brought this rank here; that another communicator has ended of it ends this one in the same way."""
+        kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
+        for each in (self, *self._descendants):
+            each._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
+            each.native.abort(reason, kind)
+
+    def leave(self, reason: str, error: BaseException | None) -> None:
+        """This rank ends with an error: the others hear of it."""
+        self.abort(reason, error)
+
+    def describe(self) -> dict[str, str]:
+        """Facts for people: instruction set, memory, limits."""
+        return self.native.describe()
+
+    def close(self) -> None:
+        """Finishes what is in flight and lets go of the peers."""
+        self._main.close()
+        self._span_beside.close()
+
+    def close_descendants(self) -> None:
+        """Closes those that were made from this one: the rank makes no more calls, and others that wait for it hear of
+        it at once."""
+        for each in self._descendants:
+            each.close()
+
+
+def _retire(native: _C.Engine, unused: list[int], address: int) -> None:
+    """Notes memory on a device that nobody names any more. Not the place to wait for the device: this runs wherever the
+    last reference goes, also while a graph is captured. ``native`` is alive until now."""
+    unused.append(address)
+
+
+class DeviceRequest:
+    """A call in flight on a device."""
+
+    __slots__ = ("_engine", "_request")
+
+    def __init__(self, request: Any, engine: NativeEngine) -> None:
+        self._request = request
+        self._engine = engine
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return bool(self._request.done)
+
+    @property
+    def source(self) -> int:
+        """Source rank of a finished recv."""
+        return int(self._request.source)
+
+    def wait(self, timeout_ms: int = 0) -> None:
+        """Blocks the host until the call has ended."""
+        try:
+            self._request.wait(timeout_ms)
+        except RingcommError as error:
+            raise self._engine.explained(error) from None
+
+    def join(self, stream: int) -> None:
+        """Lets a stream wait for the call."""
+        try:
+            self._request.join(stream)
+        except RingcommError as error:
+            raise self._engine.explained(error) from None
