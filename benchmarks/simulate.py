@@ -180,9 +180,8 @@ def beside_hosts(runs: Sequence[dict[str, Any]], inside: Sequence[dict[str, Any]
         f"`ringcomm bench {OVER_HOSTS}`, {len(runs)} runs, all of which count, on 2 hosts x 2 ranks: network "
         "namespaces on one machine, whose links (1 Gbit/s each way for a host, 1 ms) are a program that needs the same "
         "cores as the ranks: latency and bandwidth that are found are also those of the program. Nobody kept the "
-        "machine free meanwhile. Links inside as "
-        f"calibrated from 2 ranks; calibrated on {', '.join(size(each) for each in USED_OVER_HOSTS)}; "
-        "these sizes are predicted:",
+        "machine free meanwhile. Links inside as calibrated from 2 ranks; calibrated on "
+        f"{', '.join(size(each) for each in USED_OVER_HOSTS)}; these sizes are predicted:",
         "",
         *beside_medians(runs, USED_OVER_HOSTS, known, hosts=2)[:-1],
     ]

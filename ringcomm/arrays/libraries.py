@@ -273,8 +273,7 @@ def stream_number(stream: Any, call: str, rank: int) -> int:
     if not isinstance(stream, int) or stream < 0:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got stream={shown(stream)}, expected a stream of torch or CuPy, one with "
-            "__cuda_stream__, "
-            "or its address; pass one of these, or none"
+            "__cuda_stream__, or its address; pass one of these, or none"
         )
     return stream
 

@@ -64,9 +64,8 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None "
-            "for the "
-            "communicator's own limit"
+            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None for "
+            "the communicator's own limit"
         )
     return max(1, math.ceil(seconds * 1e3))
 
@@ -111,8 +110,7 @@ class CollectiveArgs:
         if (factor is not None) != (op == "premul_sum"):
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got op {shown(op)} with factor {shown(factor)}; pass a factor with "
-                "premul_sum, and "
-                "with it alone"
+                "premul_sum, and with it alone"
             )
         self.factor = 1.0 if factor is None else self.number("factor", factor)
 
@@ -166,8 +164,7 @@ class CollectiveArgs:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.world_size:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
-                "rank "
-                "of this communicator"
+                "rank of this communicator"
             )
         return value
 
@@ -187,8 +184,7 @@ class CollectiveArgs:
         if not self.on_device:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got stream={shown(stream)}, this communicator serves "
-                f"{self.device or 'any'}, "
-                "where calls have no stream; leave it out"
+                f"{self.device or 'any'}, where calls have no stream; leave it out"
             )
         return stream_number(stream, self.op, self.rank)
 

@@ -205,8 +205,7 @@ class NativeEngine(Engine):
         if end > len(handle):
             raise InvalidArgumentError(
                 f"connect: rank {self.rank} expected a handle for each of two engines of rank {peer}, got "
-                f"{len(handle)} "
-                "bytes; install one version of ringcomm everywhere"
+                f"{len(handle)} bytes; install one version of ringcomm everywhere"
             )
         return end
 

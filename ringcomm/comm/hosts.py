@@ -211,9 +211,8 @@ class Network:
 
             return wire(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
-            f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected "
-            "'gloo' for "
-            "the cpu or 'nccl' for cuda; pass one of them, or leave it out"
+            f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected 'gloo' "
+            "for the cpu or 'nccl' for cuda; pass one of them, or leave it out"
         )
 
     def prefixed(self) -> Any:

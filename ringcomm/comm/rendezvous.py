@@ -71,9 +71,8 @@ def init(
     usable = init_method is None or (isinstance(init_method, str) and init_method.isprintable())
     if not usable or (store is not None and not hasattr(store, "compare_set")):
         raise InvalidArgumentError(
-            f"init: got store={shown(store)}, init_method={shown(init_method)}, expected a store of "
-            "torch.distributed or a "
-            "text such as 'tcp://localhost:29500'; pass one, or start with torchrun"
+            f"init: got store={shown(store)}, init_method={shown(init_method)}, expected a store of torch.distributed "
+            "or a text such as 'tcp://localhost:29500'; pass one, or start with torchrun"
         )
     joined = None if (store is not None or init_method is not None) else _default_group()
     rank, world_size = _place(rank, world_size, joined)
@@ -152,9 +151,8 @@ def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, 
         )
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise InvalidArgumentError(
-            f"init: expected a rank and a world size above it, got rank={shown(rank)}, "
-            f"world_size={shown(world_size)}; start with "
-            "torchrun, set RANK and WORLD_SIZE, or pass both"
+            f"init: expected a rank and a world size above it, got rank={shown(rank)}, world_size={shown(world_size)}; "
+            "start with torchrun, set RANK and WORLD_SIZE, or pass both"
         )
     return rank, world_size
 

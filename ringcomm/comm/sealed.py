@@ -31,8 +31,7 @@ def unseal(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
     raise InvalidArgumentError(
         f"{call}: rank {rank} expected the message of rank {peer} under the seal of this version of ringcomm, got "
         f"{len(value)} bytes that begin with {value[:16]!r}; install one version of ringcomm everywhere, and keep "
-        "other "
-        "programs from these keys of the store"
+        "other programs from these keys of the store"
     )
 
 
@@ -50,7 +49,6 @@ def generation(store: Any, key: str, call: str, rank: int) -> int:
             return count
         got = str(count)
     raise InvalidArgumentError(
-        f"{call}: rank {rank} expected a count in the store under {key!r}, got what another program left ({got}); "
-        "pass a "
-        "store of its own, such as a PrefixStore"
+        f"{call}: rank {rank} expected a count in the store under {key!r}, got what another program left ({got}); pass "
+        "a store of its own, such as a PrefixStore"
     )

@@ -160,9 +160,8 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
         f"# nRanks {len(devices)} ({options.ranks_as}) minBytes {options.sizes[0]} maxBytes {options.sizes[-1]} "
         f"step: {options.step} warmup iters: {options.warmup} iters: {iters} agg iters: {options.agg} "
         f"validation: {options.check} unalign: {options.unalign}",
-        f"# level: {options.level} buffers: {'registered' if options.registered else 'private'} "
-        f"algorithm: {options.algorithm} peer: {options.peer or 'none'} rounds: {options.rounds} "
-        f"average: {options.average}",
+        f"# level: {options.level} buffers: {'registered' if options.registered else 'private'} algorithm: "
+        f"{options.algorithm} peer: {options.peer or 'none'} rounds: {options.rounds} average: {options.average}",
         "#",
         "# Using devices",
         *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
