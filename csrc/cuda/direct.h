@@ -183,14 +183,14 @@ class Direct {
   // The regions of the window of a round, before what_.turn has moved on to another one.
   RINGCOMM_DEVICE int region(u64 round) const { return static_cast<int>((what_.turn + round - what_.round) & 1); }
   RINGCOMM_DEVICE char* staged(int p, u64 round) const {
-    return block_.stage(p, RINGCOMM_FAULT == 15 ? 0 : region(round));
+    return block_.stage(p, RINGCOMM_FAULT == Fault::kStagesDoNotTakeTurns ? 0 : region(round));
   }
   RINGCOMM_DEVICE char* reduced(int p, u64 round) const {
-    return block_.shard(p, RINGCOMM_FAULT == kFaultShards ? 0 : region(round));
+    return block_.shard(p, RINGCOMM_FAULT == Fault::kShardsDoNotTakeTurns ? 0 : region(round));
   }
   // What this rank has reduced of the last window it takes home itself, and nobody stages any more.
   RINGCOMM_DEVICE bool is_alone_with_the_last() const {
-    return (columns_.scatters() || RINGCOMM_FAULT == 19) && !has(what_.round + 1);
+    return (columns_.scatters() || RINGCOMM_FAULT == Fault::kNoMeetBeforeTakingHome) && !has(what_.round + 1);
   }
   RINGCOMM_DEVICE bool moves_first() const { return block_.thread() / kWarp % 2 != 0; }
   // The windows before and after the one that is being reduced.
