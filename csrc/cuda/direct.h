@@ -50,6 +50,39 @@ RINGCOMM_DEVICE u64 tile_vectors(const Block& block) {
   return static_cast<u64>(block.threads()) * (world_size > 4 ? kDeep<8> : world_size > 2 ? kDeep<4> : kDeep<2>);
 }
 
+// to <- the bytes [begin, end) of a window, of which rank p has reduced [p * each, (p + 1) * each), at `shards` in its
+// segment. A thread reads from kAtOnce ranks before it writes, so that it waits for their links together; its own rank
+// comes first, so that not all ranks read the same one first. `to` lies on 16 bytes.
+template <int kAtOnce>
+RINGCOMM_DEVICE_CALL void copy_shards(const RankArgs& args, u64 shards, int world_size, u32 each, u32 begin, u32 end,
+                                      char* to) {
+  constexpr int kBatch = 8 / kAtOnce;
+  const u32 step = blockDim.x * sizeof(Vec), whole = (end - begin) / sizeof(Vec) * sizeof(Vec);
+  for (int first = args.rank; first < args.rank + world_size; first += kAtOnce) {
+    const auto wanted = [&](int k, u32 at) { return first + k < args.rank + world_size && at < whole; };
+    const auto rank = [&](int k) { return first + k < world_size ? first + k : first + k - world_size; };
+    for (u32 i = threadIdx.x * sizeof(Vec); i < each; i += kBatch * step) {
+      Vec value[kBatch][kAtOnce] = {};
+      RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
+        RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
+          const u32 here = i + b * step, at = rank(k) * each + here - begin;
+          if (here < each && wanted(k, at))
+            value[b][k] = load(reinterpret_cast<const Vec*>(args.segments[rank(k)] + shards + here));
+        }
+      }
+      RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
+        RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
+          const u32 here = i + b * step, at = rank(k) * each + here - begin;
+          if (here < each && wanted(k, at)) store(reinterpret_cast<Vec*>(to + at), value[b][k]);
+        }
+      }
+    }
+  }
+  // What is no whole vector, at the end of a message.
+  for (u32 at = begin + whole + threadIdx.x; at < end; at += blockDim.x)
+    store_one(to + (at - begin), load_one(args.segments[at / each] + shards + at % each));
+}
+
 // Everything about a call but its arithmetic.
 class Direct {
  public:
@@ -208,9 +241,26 @@ class Direct {
     const Slice run = window(round);
     if (columns_.scatters()) return columns_.take_home(block_, run, reduced(rank(), round));
     if (args_.op == Op::kReduce && rank() != args_.root) return;
+    const u32 each = static_cast<u32>(shard(run, 0).count * element_);  // bytes of a shard; the last ones may have less
+    columns_.visit(rank(), run, [&](int m, u64 at, u64 offset, u64 count) {
+      char* const to = static_cast<char*>(args_.messages[m].output[rank()]) + at * element_;
+      const u32 begin = static_cast<u32>(offset), end = static_cast<u32>(offset + count * element_);
+      const u64 shards = reduced(rank(), round) - block_.args().segments[rank()];
+      if (!aligned(to))
+        take_home_in_turn(round, each, begin, end, to);
+      else if (world_size() > 4)
+        copy_shards<8>(block_.args(), shards, world_size(), each, begin, end, to);
+      else if (world_size() > 2)
+        copy_shards<4>(block_.args(), shards, world_size(), each, begin, end, to);
+      else
+        copy_shards<2>(block_.args(), shards, world_size(), each, begin, end, to);
+    });
+  }
+  // The same where the output does not lie on 16 bytes.
+  RINGCOMM_DEVICE void take_home_in_turn(u64 round, u32 each, u32 begin, u32 end, char* to) const {
     for (int hops = 0, p = rank(); hops < world_size(); ++hops, p = ring_next(p, world_size())) {
-      const Slice s = shard(run, p);
-      columns_.take_home(block_, {run.offset + s.offset, s.count}, reduced(p, round));
+      const u64 from = larger(begin, p * each), until = smaller(end, (p + 1) * each);
+      if (from < until) copy_run(block_, reduced(p, round) + (from - p * each), until - from, to + (from - begin));
     }
   }
   RINGCOMM_DEVICE void aim_at_window() {
