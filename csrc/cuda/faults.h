@@ -30,7 +30,8 @@ namespace ringcomm::cuda {
   X(kNoMeetBeforeTakingHome)       \
   X(kSignaturesNotCompared)        \
   X(kMappingOutlivesMemory)        \
-  X(kSourceReleasedUnread)
+  X(kSourceReleasedUnread)         \
+  X(kMissingRegionUnnoticed)
 
 enum class Fault {
 #define X(name) name,

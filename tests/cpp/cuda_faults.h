@@ -30,6 +30,7 @@
 //   kSignaturesNotCompared    values    cuda_ring_test          signatures are not compared
 //   kMappingOutlivesMemory    values    cuda_buffers_test       a peer's mapping is used after the memory was freed
 //   kSourceReleasedUnread     values    cuda_copy_test          the source of a long message is released unread
+//   kMissingRegionUnnoticed   memory    cuda_direct_test        a region of a peer is used that is not mapped
 #pragma once
 
 #include <cstdio>
