@@ -12,10 +12,7 @@
 #include "core/engine.h"
 #include "core/link.h"
 #include "core/types.h"
-
-#if !defined(RINGCOMM_FAULT)
-#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
-#endif
+#include "cuda/faults.h"
 
 namespace ringcomm::cuda {
 

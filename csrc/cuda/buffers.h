@@ -39,7 +39,8 @@ struct Allocation {
   std::uint64_t id = 0;  // no other allocation of this process has had it
 
   bool operator==(const Allocation& other) const {
-    return base == other.base && nbytes == other.nbytes && (id == other.id || RINGCOMM_FAULT == 21);
+    return base == other.base && nbytes == other.nbytes &&
+           (id == other.id || RINGCOMM_FAULT == Fault::kMappingOutlivesMemory);
   }
   bool holds(std::uint64_t address, std::size_t count) const {
     return address >= base && address + count <= base + nbytes;

@@ -155,6 +155,7 @@ Group::~Group() {
 void Group::let_go() noexcept {
   buffers_.reset();
   std::vector<Cemetery::Mourner> mourners;
+  Cemetery::Letters unsent;
   Mail mail;
   while (mailbox_->receive(0)) continue;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
@@ -164,15 +165,17 @@ void Group::let_go() noexcept {
     Mail closed;
     closed.kind = Mail::kClosed;
     closed.from = rank_;
-    mailbox_->send(peer.handle.mailbox, closed);
+    const Mailbox::Address& to = peer.handle.mailbox;
+    if (mailbox_->send(to, closed) == Mailbox::Sent::kFull) unsent.emplace_back(to, std::move(closed));
     if (connected_ || mailbox_->take(Mail::kAttached, p, nullptr, mail)) mourners.push_back({p, peer.handle.process});
   }
   std::vector<std::shared_ptr<DeviceMemory>> memories{own_->segment};
   memories.insert(memories.end(), own_->arenas.begin(), own_->arenas.end());
   const auto counted = [](const auto& memory) { return memory->handle().kind != HandleKind::kIpc; };
   memories.erase(std::remove_if(memories.begin(), memories.end(), counted), memories.end());  // the driver counts users
-  if (!mourners.empty() && !memories.empty())
-    Cemetery::bury(std::move(mailbox_), std::move(memories), std::move(mourners));
+  if (memories.empty()) mourners.clear();
+  if (!mourners.empty() || !unsent.empty())
+    Cemetery::bury(std::move(mailbox_), std::move(memories), std::move(mourners), std::move(unsent));
 }
 
 void Group::free_own() noexcept {
