@@ -224,6 +224,35 @@ class Communicator(BucketCollectives):
         found = libraries.dtype_in(like, dtype, self.rank)
         return self._allocate(extents, found, like, math.prod(extents) * found.itemsize)
 
+    def mem_pool(self, nbytes: int) -> Any:
+        """A `torch.cuda.MemPool` in memory that the peers read and write in place.
+
+        What torch allocates inside ``with torch.cuda.use_mem_pool(pool):`` comes from there: tensors and buckets that
+        the peers see from their first use on, also in captured graphs. Between processes a collective, as `empty` is:
+        the memory is set aside now, since torch allocates when it likes and on one rank alone.
+
+        Args:
+            nbytes: how much is set aside, the same on every rank.
+        Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
+                 them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
+        Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
+                 torch for CUDA.
+        """
+        call = self._begin("mem_pool")
+        nbytes = call.whole("nbytes", nbytes, 64)
+        if not 0 < nbytes <= _MOST_BYTES:
+            raise InvalidArgumentError(
+                f"mem_pool: rank {self.rank} got nbytes={nbytes}, expected 1 to {_MOST_BYTES}; pass what all tensors "
+                "of the pool take together"
+            )
+        if self._device == CPU or self._endpoint is None:
+            raise UnsupportedError(
+                f"mem_pool: rank {self.rank} expected a communicator on a GPU, whose memory torch's pools manage, got "
+                f"one on {self.device} by {self.kind}; make arrays with comm.empty()"
+            )
+        libraries.check_mem_pool(self.rank)
+        return libraries.mem_pool(_C.open_pool(self._native, nbytes, self._device.index))
+
     def _extents(self, shape: Any) -> tuple[int, ...]:
         extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None
         if extents is None or any(not hasattr(type(extent), "__index__") or extent < 0 for extent in extents):
@@ -246,6 +275,8 @@ class Communicator(BucketCollectives):
         on_host = self._device == CPU or EMULATED
         if nbytes == 0:
             return libraries.wrap_nothing(library, dtype, shape, CPU if on_host else self._device)
+        if not on_host:
+            _C.give_back_pools()
         if self._unused:
             libraries.settle(library, self._device)  # which may still work on it
             while self._unused:

@@ -165,19 +165,6 @@ void all_operations(Engine& engine, bool foreign, int visible, const char* what)
 }
 void become_visible(Engine& engine) { all_operations(engine, false, 2, "visible"); }
 
-// What `body` writes to stderr.
-std::string said_by(const std::function<void()>& body) {
-  const int file = memfd_create("said", 0), kept = dup(2);
-  dup2(file, 2);
-  body();
-  dup2(kept, 2);
-  close(kept);
-  std::string text(static_cast<std::size_t>(lseek(file, 0, SEEK_END)), '\0');
-  require(pread(file, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()), "what was said");
-  close(file);
-  return text;
-}
-
 // One rank's input cannot be opened by others: the calls that need it are staged, and it says so once.
 void mixed(Engine& engine) {
   const bool foreign = engine.rank() == 1;
