@@ -249,7 +249,7 @@ Location Group::locate(const void* data, std::size_t nbytes, bool captured, cons
   if (own.visible || user_memory_hidden_ || !connected_) return own;
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
   const auto begin = reinterpret_cast<std::uint64_t>(data);
-  if (allocation_of(data).holds(begin, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
+  if (is_from_cuda_malloc(data, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
   if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
   return own;
 }

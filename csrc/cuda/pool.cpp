@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <list>
 #include <mutex>
@@ -47,7 +48,7 @@ class Pool {
   }
 
   // The engine, if nobody uses the memory any more, which has gone back to it then.
-  std::shared_ptr<Engine> give_back() {
+  std::shared_ptr<Engine> give_back() noexcept try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!usable() || !closed_) return nullptr;
     const DeviceGuard guard(device_, rank_);
@@ -56,6 +57,8 @@ class Pool {
     marks_.reset();
     engine_->release(data_);
     return std::exchange(engine_, nullptr);
+  } catch (const std::exception&) {
+    return nullptr;  // the context is lost, and the memory with it
   }
 
   void* allocate(std::size_t nbytes, int device) noexcept try {
@@ -65,7 +68,7 @@ class Pool {
     const DeviceGuard guard(device_, rank_);
     const RelaxedCapture relaxed(rank_);
     if (nbytes <= nbytes_) {
-      const std::size_t rounded = round_up(larger(nbytes, 1), kPieceAlign);
+      const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kPieceAlign);
       for (;; check(cudaEventSynchronize(freed_.front().mark->event), "cudaEventSynchronize", rank_)) {
         reclaim();
         if (const auto offset = pieces_->take(rounded)) return data_ + *offset;
@@ -149,7 +152,7 @@ struct Pools {
 
 int open_pool(const std::shared_ptr<Engine>& engine, std::size_t nbytes, int device) {
   give_back_pools();
-  nbytes = round_up(larger(nbytes, 1), cuda::kPieceAlign);
+  nbytes = round_up(std::max<std::size_t>(nbytes, 1), cuda::kPieceAlign);
   char* const data = static_cast<char*>(engine->allocate(nbytes));
   cuda::Pools& pools = cuda::Pools::get();
   const std::lock_guard<std::mutex> lock(pools.mutex);
