@@ -86,6 +86,11 @@ def test_streams_memory_and_families(kind: str, devices: int, device: str) -> No
     run("lives", kind, device, devices=devices)
 
 
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_pools_of_torch(kind: str, devices: int, device: str) -> None:
+    run("pools", kind, device, devices=devices)
+
+
 def test_bad_input() -> None:
     run("bad_input")
 

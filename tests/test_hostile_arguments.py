@@ -119,6 +119,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         {"bucket": "read", "tensors": "list", "scale": "scale", "stream": "stream"},
     ),
     "empty": (lambda c: {"shape": 4}, {"shape": "shape", "dtype": "dtype", "like": "option"}),
+    "mem_pool": (lambda c: {"nbytes": 4096}, {"nbytes": "whole"}),
     "exchange": (lambda c: {"payload": b"x"}, {"payload": "bytes"}),
     "split": (lambda c: {"color": 0}, {"color": "whole", "key": "whole"}),
     "shrink": (lambda c: {}, {"timeout": "timeout"}),

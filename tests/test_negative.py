@@ -65,6 +65,8 @@ REFUSALS: list[tuple[type[Exception], str, Refused]] = [
     (errors.DtypeError, "got uint16, sum", lambda c: c.all_reduce(torch.ones(4, dtype=torch.uint16))),
     (errors.DtypeError, "got >f4, sum", lambda c: c.all_reduce(np.ones(4, ">f4"))),
     (errors.DtypeError, "objects cannot travel", lambda c: c.all_gather(np.array([{}, {}]))),
+    (errors.UnsupportedError, r"expected a communicator on a GPU.*comm.empty", lambda c: c.mem_pool(4096)),
+    (errors.InvalidArgumentError, "nbytes=0, expected 1 to", lambda c: c.mem_pool(0)),
     (errors.DtypeError, "expected a dtype of torch", lambda c: c.empty(4, "float31")),
     # devices and things that are no arrays
     (errors.DeviceError, "meta, this communicator serves cpu", lambda c: c.all_reduce(torch.ones(4, device="meta"))),

@@ -476,6 +476,7 @@ PYBIND11_MODULE(_C, m) {
   define_trace(m);
   define_hosts(m);
   define_nccl(m);
+  define_pool(m);
   define_record(m);
   define_training(m);
   m.attr("DTYPES") = table(DType::kBool);

@@ -1,11 +1,11 @@
 // Memory that the peers can reach: arenas of shared memory, announced once, handed out in pieces.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "core/pieces.h"
 #include "cpu/group.h"
 
 namespace ringcomm::cpu {
@@ -27,11 +27,8 @@ class Heap {
   struct Arena {
     SharedMemory memory;
     int number;
-    std::map<std::size_t, std::size_t> free;  // offset -> bytes
-    std::map<std::size_t, std::size_t> used;
+    Pieces pieces;
   };
-
-  void* take(Arena& arena, std::size_t nbytes);
 
   Group& group_;
   mutable std::mutex mutex_;

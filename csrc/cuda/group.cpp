@@ -252,7 +252,7 @@ Location Group::locate(const void* data, std::size_t nbytes, bool captured, cons
   if (own.visible || user_memory_hidden_ || !connected_) return own;
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
   const auto begin = reinterpret_cast<std::uint64_t>(data);
-  if (allocation_of(data).holds(begin, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
+  if (is_from_cuda_malloc(data, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
   if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
   return own;
 }
@@ -271,23 +271,11 @@ Location Group::locate_own(const void* data, std::size_t nbytes) const {
   return {-1, 0, 0};
 }
 
-void* Group::take(Arena& arena, std::size_t nbytes) {
-  for (auto it = arena.free.begin(); it != arena.free.end(); ++it) {
-    const auto [offset, available] = *it;
-    if (available < nbytes) continue;
-    arena.free.erase(it);
-    if (available > nbytes) arena.free.emplace(offset + nbytes, available - nbytes);
-    arena.used.emplace(offset, nbytes);
-    return arena.memory->data() + offset;
-  }
-  return nullptr;
-}
-
 void* Group::allocate(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kAlign);
   for (Arena& arena : arenas_)
-    if (void* const data = take(arena, rounded)) return data;
+    if (const auto offset = arena.pieces.take(rounded)) return arena.memory->data() + *offset;
   return nullptr;
 }
 
@@ -295,23 +283,8 @@ void Group::release(void* data) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   for (Arena& arena : arenas_) {
     const auto offset = reinterpret_cast<std::uint64_t>(data) - reinterpret_cast<std::uint64_t>(arena.memory->data());
-    const auto used = arena.used.find(offset);  // far away if it lies elsewhere
-    if (used == arena.used.end()) continue;
-    auto [begin, nbytes] = *used;
-    arena.used.erase(used);
-    auto after = arena.free.lower_bound(begin);
-    if (after != arena.free.end() && begin + nbytes == after->first) {
-      nbytes += after->second;
-      after = arena.free.erase(after);
-    }
-    if (after != arena.free.begin()) {
-      const auto before = std::prev(after);
-      if (before->first + before->second == begin) {
-        before->second += nbytes;
-        return;
-      }
-    }
-    arena.free.emplace(begin, nbytes);
+    if (arena.pieces.taken().count(offset) == 0) continue;
+    arena.pieces.give_back(offset);
     return;
   }
   fail(ErrorCode::kInvalid, "release: rank ", rank_, " expected memory from allocate, got ", data,
@@ -329,7 +302,7 @@ void Group::add_arena(const Mapped& memories) {
   for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer)
     if (memories[peer]) set_region(peer, static_cast<int>(number), memories[peer]->data());
   const std::shared_ptr<DeviceMemory>& own = memories[rank_];
-  arenas_.push_back({own, {{0, own->nbytes()}}, {}});
+  arenas_.push_back({own, Pieces(own->nbytes())});
 }
 
 std::string Group::create_arena(std::size_t nbytes) {

@@ -22,6 +22,7 @@
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/link.h"
+#include "core/pieces.h"
 #include "cuda/args.h"
 #include "cuda/buffers.h"
 #include "cuda/handle.h"
@@ -127,7 +128,7 @@ class Group {
   static std::shared_ptr<Own> find_here(const Identity& identity);
   struct Arena {
     std::shared_ptr<DeviceMemory> memory;
-    std::map<std::size_t, std::size_t> free, used;  // offset -> bytes
+    Pieces pieces;
   };
   struct Peer {
     GroupHandle handle;
@@ -143,7 +144,6 @@ class Group {
   char* scratch() const;  // a line of this device's memory
   void add_arena(const Mapped& memories);
   void set_region(int peer, int region, char* base);
-  void* take(Arena& arena, std::size_t nbytes);
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;
   void let_go() noexcept;

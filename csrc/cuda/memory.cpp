@@ -63,7 +63,7 @@ void DeviceMemory::allocate_vmm(const char* what, int rank) {
     range_ = vmm_create(device_, nbytes_, rank);
     data_ = range_.data;
     nbytes_ = range_.nbytes;
-    fd_ = vmm_export(range_, rank);
+    fd_ = vmm_export(range_.allocation, rank);
   } catch (const Error& error) {
     throw Error(error.code(), concat(error.what(), ", for ", what));
   }

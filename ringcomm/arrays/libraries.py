@@ -4,13 +4,14 @@ first array arrives. An array of any other library becomes one of these."""
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, Device
-from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, shown
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError, shown
 
 
 class Dtype(NamedTuple):
@@ -405,6 +406,43 @@ def wrap_device_memory(memory: DeviceMemory, library: str, dtype: Any, shape: tu
 
     owned = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, memory.device.index)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
+
+
+_pool_allocators: dict[int, Any] = {}  # by number; torch keeps the address of one as long as a pool of it has memory
+
+
+def check_mem_pool(rank: int) -> None:
+    """Raises UnsupportedError where torch cannot make memory pools on devices."""
+    try:
+        import torch
+    except ImportError:
+        got = "no torch"
+    else:
+        if torch.version.cuda is not None and hasattr(torch.cuda, "MemPool"):
+            return
+        got = f"torch {torch.__version__}"
+    raise UnsupportedError(
+        f"mem_pool: rank {rank} expected a torch built for CUDA, got {got}; install one, or make arrays with "
+        "comm.empty()"
+    )
+
+
+def mem_pool(number: int) -> Any:
+    """A torch.cuda.MemPool over an open pool of ours; closes it when it goes."""
+    import torch
+
+    try:
+        allocator = _pool_allocators.get(number)
+        if allocator is None:
+            names = (f"ringcomm_pool_{verb}_{number}" for verb in ("allocate", "free"))
+            allocator = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
+            _pool_allocators[number] = allocator
+        pool = torch.cuda.MemPool(allocator.allocator())
+    except BaseException:
+        _C.close_pool(number)
+        raise
+    weakref.finalize(pool, _C.close_pool, number).atexit = False
+    return pool
 
 
 def settle(library: str, device: Device) -> None:

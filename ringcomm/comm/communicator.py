@@ -31,7 +31,7 @@ from ringcomm import _C
 from ringcomm.arrays.interop import Array, dtype_in
 from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
-from ringcomm.comm.engine import Engine
+from ringcomm.comm.engine import MOST_BYTES, Engine
 from ringcomm.comm.work import DeviceWork, Group, Request, Work
 from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
 
@@ -834,6 +834,29 @@ class Communicator:
                 f"empty: rank {self.rank} got like={shown(like)}; pass {known} for memory on {self.device}"
             )
         return engine.empty(self._extents(shape), dtype_in(like, dtype, self.rank), like)
+
+    def mem_pool(self, nbytes: int) -> Any:
+        """A `torch.cuda.MemPool` in memory that the peers read and write in place.
+
+        What torch allocates inside ``with torch.cuda.use_mem_pool(pool):`` comes from there: tensors and buckets that
+        the peers see from their first use on, also in captured graphs. Between processes a collective, as `empty` is:
+        the memory is set aside now, since torch allocates when it likes and on one rank alone.
+
+        Args:
+            nbytes: how much is set aside, the same on every rank.
+        Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
+                 them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
+        Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
+                 torch for CUDA.
+        """
+        call = self._begin("mem_pool")
+        nbytes = call.integer("nbytes", nbytes, 64)
+        if not 0 < nbytes <= MOST_BYTES:
+            raise InvalidArgumentError(
+                f"mem_pool: rank {self.rank} got nbytes={nbytes}, expected 1 to {MOST_BYTES}; pass the sum of all "
+                "tensors of the pool"
+            )
+        return self._open.mem_pool(nbytes)
 
     def _extents(self, shape: Any) -> tuple[int, ...]:
         extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None

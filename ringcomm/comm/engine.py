@@ -41,7 +41,7 @@ _PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)  # to other 
 _ADVICE = "; the communicator is aborted, create a new one"
 _CAUSE_S = 1.0  # for the rank that found out to say so
 _PLACE = struct.Struct("<?qq")  # has a color, color, key
-_MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
+MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
 
 
 class Engine(ABC):
@@ -105,6 +105,13 @@ class Engine(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
         """A new array of a library, of its dtype."""
+
+    def mem_pool(self, nbytes: int) -> Any:
+        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        raise UnsupportedError(
+            f"mem_pool: rank {self.rank} expected a communicator on a GPU, whose memory torch's pools manage, got one "
+            f"on {self.device_names} by {self.name}; make arrays with comm.empty()"
+        )
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> Engine | None:
@@ -353,14 +360,16 @@ class NativeEngine(Engine):
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
         """A new array of a library, of its dtype, in memory of this engine."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _MOST_BYTES:
+        if nbytes > MOST_BYTES:
             raise ShapeError(
-                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {_MOST_BYTES}; pass a "
+                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {MOST_BYTES}; pass a "
                 "smaller one"
             )
         if nbytes == 0:
             return libraries.wrap_nothing(library, dtype, shape, CPU if self._on_host else self.device)
         native = self.native
+        if not self._on_host:
+            _C.give_back_pools()
         if self._unused:
             libraries.settle(library, self.device)  # which may still work on it
             while self._unused:
@@ -373,6 +382,13 @@ class NativeEngine(Engine):
         there = libraries.DeviceMemory(address, nbytes, self.device)
         weakref.finalize(there, _retire, native, self._unused, address).atexit = False
         return libraries.wrap_device_memory(there, library, dtype, shape)
+
+    def mem_pool(self, nbytes: int) -> Any:
+        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        if self.device == CPU:
+            return super().mem_pool(nbytes)
+        libraries.check_mem_pool(self.rank)
+        return libraries.mem_pool(_C.open_pool(self.native, nbytes, self.device.index))
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

@@ -308,6 +308,66 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuDeviceGet(CUdevice* device, int index);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 
+// ---- the driver's virtual memory, and what it knows of an address (vmm.cpp)
+// ---------------------------------------------
+
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+enum CUdevice_attribute { CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103 };
+enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
+enum CUmemAllocationHandleType {
+  CU_MEM_HANDLE_TYPE_NONE = 0,
+  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+  CU_MEM_HANDLE_TYPE_FABRIC = 8,  // no emulated device exports one
+};
+enum CUmemLocationType { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+enum CUmemAccess_flags { CU_MEM_ACCESS_FLAGS_PROT_NONE = 0, CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
+enum CUmemAllocationGranularity_flags { CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1 };
+enum CUpointer_attribute {
+  CU_POINTER_ATTRIBUTE_BUFFER_ID = 7,
+  CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
+  CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11,
+  CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
+};
+struct CUmemLocation {
+  CUmemLocationType type;
+  int id;
+};
+struct CUmemAllocationProp {
+  CUmemAllocationType type;
+  CUmemAllocationHandleType requestedHandleTypes;
+  CUmemLocation location;
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  CUmemAccess_flags flags;
+};
+inline constexpr CUresult CUDA_SUCCESS = cudaSuccess;
+
+CUresult cuGetErrorString(CUresult error, const char** text);
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device);
+CUresult cuMemGetAllocationGranularity(std::size_t* nbytes, const CUmemAllocationProp* properties,
+                                       CUmemAllocationGranularity_flags which);
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t nbytes, const CUmemAllocationProp* properties,
+                     unsigned long long flags);
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
+CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t nbytes, std::size_t alignment, CUdeviceptr hint,
+                             unsigned long long flags);
+CUresult cuMemAddressFree(CUdeviceptr address, std::size_t nbytes);
+CUresult cuMemMap(CUdeviceptr address, std::size_t nbytes, std::size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags);
+CUresult cuMemUnmap(CUdeviceptr address, std::size_t nbytes);
+CUresult cuMemSetAccess(CUdeviceptr address, std::size_t nbytes, const CUmemAccessDesc* accesses, std::size_t count);
+CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location, CUdeviceptr address);
+CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags);
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from,
+                                        CUmemAllocationHandleType type);
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address);
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle);
+// Of an address that the driver does not know, all values are zero.
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address);
+
 namespace ringcomm::emulator {
 
 // Calls of this API and of the driver's that this process has made: what a collective costs the host.
@@ -315,10 +375,6 @@ long calls_so_far();
 
 // Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.
 bool has_context(int device);
-
-// As cuPointerGetAttributes tells it of memory from this process's cudaMalloc: base, size and buffer id. Of an address
-// elsewhere it tells nothing.
-void find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes, std::uint64_t* id);
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t stream, bool cooperative);
 

@@ -173,6 +173,13 @@ cudaError_t forbid_in_capture();
 cudaError_t forbid_in_capture(Stream* stream);
 void leave_capture(Stream* stream);  // it is destroyed
 
+// memory.cpp
+struct Range {
+  std::uint64_t base, nbytes, id;
+};
+// What cudaMalloc gave this process around an address. With the mutex of the GPU held.
+bool find_allocation(std::uint64_t pointer, Range& range);
+
 // runtime.cpp
 cudaError_t note(cudaError_t error);  // for cudaGetLastError
 cudaError_t usable();                 // whether there is a driver, a device, and no failed kernel

@@ -246,14 +246,12 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   });
 }
 
-void ringcomm::emulator::find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes,
-                                         std::uint64_t* id) {
-  const std::lock_guard<std::mutex> lock(Gpu::get().mutex);
-  const auto at = find(pointer);
-  if (at == allocations().end() || at->second.type != cudaMemoryTypeDevice || at->second.fd < 0) return;
-  *base = at->first;
-  *nbytes = at->second.nbytes;
-  *id = at->second.id;
+// Under the mutex of the GPU.
+bool ringcomm::emulator::find_allocation(std::uint64_t pointer, Range& range) {
+  const auto at = find(reinterpret_cast<const void*>(pointer));
+  if (at == allocations().end() || at->second.type != cudaMemoryTypeDevice || at->second.fd < 0) return false;
+  range = {at->first, at->second.nbytes, at->second.id};
+  return true;
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
