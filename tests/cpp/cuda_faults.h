@@ -28,6 +28,8 @@
 //       21  values    cuda_buffers_test       a peer's mapping is used after the memory was freed
 //       22  values    cuda_copy_test          the source of a long message is released before it is read
 //       23  values    cuda_direct_test        the regions for reduced shards do not take turns
+//       24  values    cuda_copy_engine_test   a stream copies before its peers' inputs are ready
+//       25  values    cuda_copy_engine_test   a stream goes on before its peers have copied
 #pragma once
 
 #include <cstdlib>
