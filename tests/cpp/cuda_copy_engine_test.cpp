@@ -54,6 +54,13 @@ float value_of(int rank, int to, std::size_t i, int round) {
   return static_cast<float>(rank * 1000 + to * 100 + round) + static_cast<float>(i % 1024) / 1024.f;
 }
 
+// `count` elements are those that rank `from` has for `to`.
+void check(const float* got, std::size_t count, int from, int to, int round, const char* what, int rank) {
+  for (std::size_t i = 0; i < count; ++i)
+    if (got[i] != value_of(from, to, i, round))
+      require(false, concat(what, " at rank ", rank, ", element ", i, " from rank ", from, ": ", got[i]));
+}
+
 Call gather_of(const float* in, float* out, std::size_t count) {
   Call call;
   call.op = Op::kAllGather;
@@ -71,9 +78,7 @@ void gather(Engine& engine, float* in, float* out, std::size_t count, int round)
   const int rank = engine.rank();
   for (std::size_t i = 0; i < count; ++i) in[i] = value_of(rank, 0, i, round);
   run(engine, gather_of(in, out, count));
-  for (int p = 0; p < engine.world_size(); ++p)
-    for (std::size_t i = 0; i < count; ++i)
-      require(out[p * count + i] == value_of(p, 0, i, round), concat("all_gather, rank ", rank, ", part ", p, ", ", i));
+  for (int p = 0; p < engine.world_size(); ++p) check(out + p * count, count, p, 0, round, "all_gather", rank);
 }
 void exchange(Engine& engine, float* in, float* out, std::size_t count, int round) {
   const int rank = engine.rank(), w = engine.world_size();
@@ -82,9 +87,7 @@ void exchange(Engine& engine, float* in, float* out, std::size_t count, int roun
   Call call = gather_of(in, out, count);
   call.op = Op::kAllToAll;
   run(engine, call);
-  for (int p = 0; p < w; ++p)
-    for (std::size_t i = 0; i < count; ++i)
-      require(out[p * count + i] == value_of(p, rank, i, round), concat("all_to_all, rank ", rank, " from ", p));
+  for (int p = 0; p < w; ++p) check(out + p * count, count, p, rank, round, "all_to_all", rank);
 }
 // Rank a sends b (a + 2b) elements.
 void uneven(Engine& engine, float* in, float* out, int round) {
@@ -101,8 +104,7 @@ void uneven(Engine& engine, float* in, float* out, int round) {
   }
   run(engine, call);
   for (int p = 0; p < w; ++p)
-    for (std::size_t i = 0; i < count(p, rank); ++i)
-      require(static_cast<float*>(call.output_parts[p].data)[i] == value_of(p, rank, i, round), "uneven all_to_all");
+    check(static_cast<float*>(call.output_parts[p].data), count(p, rank), p, rank, round, "uneven all_to_all", rank);
 }
 
 void results(Engine& engine, From from, bool own_stream = true) {
@@ -138,9 +140,7 @@ void in_place(Engine& engine, From from) {
   const long before = by_direct(engine);
   run(engine, call);
   require(by_direct(engine) == before + 1, "in place goes by direct");
-  for (int p = 0; p < w; ++p)
-    for (std::size_t i = 0; i < 1000; ++i)
-      require(data.get()[p * 1000 + i] == value_of(p, rank, i, 0), "all_to_all in place");
+  for (int p = 0; p < w; ++p) check(data.get() + p * 1000, 1000, p, rank, 0, "all_to_all in place", rank);
 }
 
 // Calls one after the other with no host in between, whose inputs the stream writes anew before each.
@@ -169,8 +169,8 @@ void order(Engine& engine) {
   for (int k = 0; k < rounds; ++k)
     for (int p = 0; p < w; ++p)
       for (std::size_t i = 0; i < count; ++i)
-        require(seen[k][p * count + i] == value_of(p, 0, 0, k),
-                concat("rank ", rank, ", call ", k, ": ", seen[k][p * count + i], " from rank ", p));
+        if (const float got = seen[k][p * count + i]; got != value_of(p, 0, 0, k))
+          require(false, concat("rank ", rank, ", call ", k, ": ", got, " from rank ", p));
   require(by_direct(engine) == 0 && all_copies(engine) == before + rounds, "all by copies: " + described(engine));
 }
 

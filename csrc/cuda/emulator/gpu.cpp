@@ -37,7 +37,7 @@ void pass_on(void* payload) {  // to the thread of host functions
   release(&p.sync);
 }
 void join_payload(void* payload) { acquire(&static_cast<Payload*>(payload)->sync); }
-void look_at_word(void* word) { static_cast<Word*>(word)->reached(); }
+void look_at_word(void* at) { __atomic_load_n(static_cast<std::uint32_t*>(at), __ATOMIC_ACQUIRE); }
 void delete_payload(void* payload) { delete static_cast<Payload*>(payload); }
 void begin_grid(void* grid) {
   static_cast<Grid*>(grid)->join();
@@ -252,7 +252,7 @@ void Gpu::start(std::unique_lock<std::mutex>& lock, Stream* stream) {
       in_context(context, &acquire, &task.point->sync);
       break;
     case Kind::kWaitWord:
-      in_context(context, &look_at_word, &task.word);
+      in_context(context, &look_at_word, task.word.at);
       break;
   }
   complete(stream);
