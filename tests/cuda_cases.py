@@ -71,6 +71,42 @@ def guards(world_size: int) -> None:
     ranks(guarded, world_size)
 
 
+# ---- copies without a kernel ---------------------------------------------------------------------------------------
+
+
+def copied(comm: Communicator) -> str:
+    """all_gather and all_to_all, even and uneven, of every type; the results of `auto`."""
+    rank, world_size = comm.rank, comm.world_size
+    for dtype, count in product((*DTYPES, "complex64"), (1, 777)):
+        x = comm.empty(count * world_size, dtype)
+        x.view(torch.uint8).copy_(torch.arange(x.nbytes).add(17 * rank).remainder(251).to(torch.uint8))
+        out = comm.empty(count * world_size, dtype)
+        for turn in (x, x.clone()):  # whose memory the peers see, and memory of one's own
+            same_bytes(comm.all_gather(turn[:count], out=out, algorithm="copy_engine"), comm.all_gather(turn[:count]))
+            same_bytes(comm.all_to_all(turn, out=out, algorithm="copy_engine"), comm.all_to_all(turn))
+        rows = [to + 1 for to in range(world_size)]
+        source = x[: sum(rows)] if sum(rows) <= x.numel() else x.repeat(world_size)[: sum(rows)]
+        ways = [comm.all_to_all(source, send_counts=rows, algorithm=way) for way in ("copy_engine", "auto")]
+        same_bytes(*ways)
+    work = comm.all_gather(x[:count], out=out, algorithm="copy_engine", async_op=True)
+    work.wait()
+    with pytest.raises(errors.UnsupportedError, match="copy_engine, which only all_gather and all_to_all have"):
+        comm.broadcast(x, algorithm="copy_engine")
+    return str(comm.describe()["copy_engine"])
+
+
+def same_bytes(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert bool((got.view(torch.uint8) == want.view(torch.uint8)).all())
+
+
+def copies(kind: str, device: str) -> None:
+    said = ranks(copied, 3, kind=kind, device=device)
+    assert len(set(said)) == 1, said
+    assert not said[0].startswith("0 calls")
+    print(said[0])
+
+
 # ---- beside the cpu engine ---------------------------------------------------------------------------------------
 
 
@@ -660,7 +696,7 @@ def commands(folder: str) -> None:
     assert cli.main([*bench, *sizes]) == 0
     path = os.path.join(folder, "tuning")
     few = ["--channels", "0,1", "--threads", "0", "--rounds", "1", "--round-ms", "1"]
-    tune = ["tune", "all_reduce", "all_gather", "-g", "2", "-b", "1K", "-e", "4K", *few, "-o"]
+    tune = ["tune", "all_reduce", "all_gather", "all_to_all", "-g", "2", "-b", "1K", "-e", "4K", *few, "-o"]
     assert cli.main([*tune, path]) == 0
     assert cli.main(["tune", "--device", "cpu"]) == 2
     os.environ["RINGCOMM_TUNING"] = path

@@ -73,6 +73,12 @@ def test_the_path_does_not_change_the_bits(kind: str) -> None:
     run("the_path_does_not_change_the_bits", 3, kind)
 
 
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_copies_without_a_kernel(kind: str, devices: int, device: str) -> None:
+    said = run("copies", kind, device, devices=devices)
+    assert (", 0 of them by direct" in said) == (devices == 1 and kind == "threads"), said
+
+
 def test_lists() -> None:
     run("lists", 3)
 

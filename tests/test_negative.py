@@ -81,6 +81,8 @@ REFUSALS: list[tuple[type[Exception], str, Refused]] = [
     (errors.InvalidArgumentError, "pass a factor with premul_sum", lambda c: c.all_reduce(ONES, "premul_sum")),
     (errors.InvalidArgumentError, "with it alone", lambda c: c.all_reduce(ONES, factor=2.0)),
     (errors.InvalidArgumentError, "algorithm 'star'", lambda c: c.all_reduce(ONES, algorithm="star")),
+    (errors.UnsupportedError, "copy_engine, which GPUs of", lambda c: c.all_gather(ONES, algorithm="copy_engine")),
+    (errors.UnsupportedError, "copy_engine, which only all_g", lambda c: c.broadcast(ONES, algorithm="copy_engine")),
     (errors.InvalidArgumentError, "root=2, expected 0 to 1", lambda c: c.broadcast(ONES, 2)),
     (errors.InvalidArgumentError, "root=-1", lambda c: c.reduce(ONES, -1)),
     (errors.InvalidArgumentError, "dst=7", lambda c: c.send(ONES, 7)),

@@ -90,7 +90,7 @@ Call make_call(const Fields& fields) {
   call.op = checked(op, Op::kRecv, "op");
   call.dtype = checked(dtype, DType::kBool, "dtype");
   call.reduce_op = checked(reduce_op, ReduceOp::kBxor, "reduce_op");
-  call.algorithm = checked(algorithm, Algorithm::kOneshot, "algorithm");
+  call.algorithm = checked(algorithm, Algorithm::kCopyEngine, "algorithm");
   call.root = root;
   call.tag = tag;
   call.input = reinterpret_cast<const void*>(input);
@@ -482,7 +482,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);
-  m.attr("ALGORITHMS") = table(Algorithm::kOneshot);
+  m.attr("ALGORITHMS") = table(Algorithm::kCopyEngine);
   m.def("build_info", &build_info, "What this build is and has.");
   m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
         py::call_guard<py::gil_scoped_release>());

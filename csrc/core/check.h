@@ -9,6 +9,8 @@ namespace ringcomm {
 
 // Throws unless the call makes sense on this rank.
 void check_call(const Call& call, int rank, int world_size);
+// For engines without GPUs of one host.
+void check_no_copy_engine(const Call& call, int rank);
 void check_packing(const Packing& packing, int rank);
 void check_combining(const Combining& combining, int rank);
 

@@ -30,7 +30,7 @@ enum class Op : std::uint8_t {
 };
 const char* name(Op op);
 
-enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot };
+enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot, kCopyEngine };
 const char* name(Algorithm algorithm);
 
 // One rank's part of a message that need not lie in one piece.

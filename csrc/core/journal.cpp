@@ -173,7 +173,7 @@ JournalText JournalText::read(const std::string& bytes) {
                           {"op", name_of(e.op, Op::kRecv)},
                           {"dtype", name_of(e.dtype, DType::kBool)},
                           {"reduce_op", name_of(e.reduce_op, ReduceOp::kBxor)},
-                          {"algorithm", name_of(e.algorithm, Algorithm::kOneshot)},
+                          {"algorithm", name_of(e.algorithm, Algorithm::kCopyEngine)},
                           {"count", static_cast<std::int64_t>(e.count)},
                           {"root", std::int64_t{e.root}},
                           {"tag", std::int64_t{e.tag}},

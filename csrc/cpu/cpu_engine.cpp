@@ -158,6 +158,7 @@ class CpuEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
+    check_no_copy_engine(call, rank());
     group_.note_caller();
   }
 

@@ -31,7 +31,9 @@ namespace ringcomm::cuda {
   X(kSignaturesNotCompared)        \
   X(kMappingOutlivesMemory)        \
   X(kSourceReleasedUnread)         \
-  X(kMissingRegionUnnoticed)
+  X(kMissingRegionUnnoticed)       \
+  X(kCopyBeforeReady)              \
+  X(kGoOnBeforeDone)
 
 enum class Fault {
 #define X(name) name,

@@ -103,7 +103,7 @@ Group::Group(int rank, int world_size, int device, const EngineOptions& options)
     : Group(rank, device, default_layout(world_size, options), options.timeout_ms) {}
 
 Group::Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms)
-    : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms) {
+    : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms), bases_(kMaxRanks * kMaxRegions) {
   check_layout(rank, layout);
   facts_ = facts_of(device, rank);
   Cemetery::sweep();
@@ -238,6 +238,20 @@ void Group::attend(const char* call) {
   buffers_->attend(*mailbox_, call);
 }
 
+Mailbox::Sent Group::send(int peer, const Mail& mail) { return mailbox_->send(peers_[peer].handle.mailbox, mail); }
+
+bool Group::receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail) {
+  const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    usleep(static_cast<useconds_t>(timeout_ms) * 1000);
+    return false;
+  }
+  if (mailbox_->take(kind, from, last, mail)) return true;
+  if (timeout_ms == 0 || !mailbox_->receive(timeout_ms)) return false;
+  while (mailbox_->receive(0)) continue;
+  return mailbox_->take(kind, from, last, mail);
+}
+
 void Group::close_unused_mappings() {
   const RelaxedCapture relaxed(rank_);
   buffers_->close_unused();
@@ -292,6 +306,7 @@ void Group::release(void* data) {
 }
 
 void Group::set_region(int peer, int region, char* base) {
+  bases_[peer * kMaxRegions + region] = base;
   char** const entry = reinterpret_cast<char**>(tables_) + peer * kMaxRegions + region;
   copy(entry, &base, sizeof base, "writing to the table of regions");
 }

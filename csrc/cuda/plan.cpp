@@ -75,7 +75,7 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, b
   plan.algorithm = requested != Algorithm::kAuto ? requested : entry ? entry->algorithm : choose(op, nbytes, setting);
   if (op == Op::kBarrier || (plan.algorithm == Algorithm::kOneshot && !packets)) plan.algorithm = Algorithm::kDirect;
   plan.known = setting.known && !copies_apart;
-  plan.waits = !(plan.known && plan.algorithm == Algorithm::kDirect);
+  plan.waits = !(plan.known && (plan.algorithm == Algorithm::kDirect || plan.algorithm == Algorithm::kCopyEngine));
   plan.wide_packets = plan.algorithm == Algorithm::kOneshot && setting.whole_lines && nbytes > kWideBytes;
   if (entry && entry->threads) plan.threads = entry->threads;
   if (setting.threads) plan.threads = setting.threads;

@@ -150,6 +150,7 @@ class HostsEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
+    check_no_copy_engine(call, rank());
     fate_->check(call.op);
   }
 

@@ -302,6 +302,8 @@ class Communicator:
     ) -> Any:
         """Every rank gets ``x`` of all ranks, in rank order along dimension 0.
 
+        Args:
+            algorithm: auto, ring, direct; on GPUs of one host also copy_engine.
         Shapes:  x (n, ...), out (W*n, ...) or (W, n, ...). ``x`` may be this rank's part of ``out``.
         Dtypes:  all.
         Cost:    (W-1)/W of the bytes each way.
@@ -412,6 +414,7 @@ class Communicator:
         out: Any = None,
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
+        algorithm: str = "auto",
         timeout: Timeout = None,
         stream: Any = None,
         async_op: bool = False,
@@ -422,15 +425,17 @@ class Communicator:
             send_counts: rows of ``x`` for each rank, where they are not all the same.
             recv_counts: rows from each rank. Without it the ranks tell each other first; either all ranks pass it or
                 none does.
+            algorithm: auto, direct; on GPUs of one host also copy_engine.
         Shapes:  x (W*n, ...), out the same; with counts x (sum(send_counts), ...), out (sum(recv_counts), ...).
         Dtypes:  all.
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
         even = send_counts is None and recv_counts is None
-        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op) is not None:
+        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) is not None:
             return out
         call = self._begin("all_to_all", timeout, stream)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         if even:
             part = math.prod(call.divisible(source))

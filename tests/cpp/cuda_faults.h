@@ -31,6 +31,8 @@
 //   kMappingOutlivesMemory    values    cuda_buffers_test       a peer's mapping is used after the memory was freed
 //   kSourceReleasedUnread     values    cuda_copy_test          the source of a long message is released unread
 //   kMissingRegionUnnoticed   memory    cuda_direct_test        a region of a peer is used that is not mapped
+//   kCopyBeforeReady          values    cuda_copy_engine_test   a stream copies before its peers' inputs are ready
+//   kGoOnBeforeDone           values    cuda_copy_engine_test   a stream goes on before its peers have copied
 #pragma once
 
 #include <cstdio>

@@ -14,6 +14,7 @@
 //   RINGCOMM_EMULATED_SMS=8              of each, with room for RINGCOMM_EMULATED_SM_THREADS=2048 threads
 //   RINGCOMM_EMULATED_SEED=0             order of threads; 0: first come, first served
 //   RINGCOMM_EMULATED_PREEMPT=0          n: a switch at every n-th access too; 0: only where a thread waits
+//   RINGCOMM_EMULATED_NO_MEM_OPS=1       streams cannot wait for words in memory (cudaErrorNotSupported)
 //   RINGCOMM_EMULATED_NO_PEER=1          devices cannot see each other's memory
 //   RINGCOMM_EMULATED_NO_DRIVER=1        every call gives cudaErrorInsufficientDriver
 #pragma once
@@ -103,6 +104,13 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice = 3,
   cudaMemcpyDefault = 4
 };
+enum { cudaMemcpyFlagDefault = 0, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
+enum cudaMemcpySrcAccessOrder {
+  cudaMemcpySrcAccessOrderInvalid = 0,
+  cudaMemcpySrcAccessOrderStream = 1,
+  cudaMemcpySrcAccessOrderDuringApiCall = 2,
+  cudaMemcpySrcAccessOrderAny = 3
+};
 enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusNone = 0,
   cudaStreamCaptureStatusActive = 1,
@@ -184,6 +192,14 @@ struct cudaFuncAttributes {
   std::size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
   int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, maxDynamicSharedSizeBytes;
 };
+struct cudaMemLocation {
+  int type, id;
+};
+struct cudaMemcpyAttributes {
+  cudaMemcpySrcAccessOrder srcAccessOrder;
+  cudaMemLocation srcLocHint, dstLocHint;
+  unsigned flags;
+};
 struct cudaIpcMemHandle_t {
   char reserved[64];
 };
@@ -245,6 +261,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cuda
                             cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, std::size_t nbytes,
                                 cudaStream_t stream = nullptr);
+// In one and the same order always, which is not that of the array. One entry of attributes alone.
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* nbytes, std::size_t count,
+                                 cudaMemcpyAttributes* attributes, std::size_t* first_of_attributes,
+                                 std::size_t num_attributes, cudaStream_t stream);
 cudaError_t cudaMemset(void* memory, int value, std::size_t nbytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t nbytes, cudaStream_t stream = nullptr);
 
@@ -308,8 +328,7 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuDeviceGet(CUdevice* device, int index);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 
-// ---- the driver's virtual memory, and what it knows of an address (vmm.cpp)
-// ---------------------------------------------
+// ---- the driver's virtual memory, and what it knows of an address (vmm.cpp) ----------------------------------------
 
 using CUdeviceptr = unsigned long long;
 using CUmemGenericAllocationHandle = unsigned long long;
@@ -367,6 +386,29 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void*
 CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle);
 // Of an address that the driver does not know, all values are zero.
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address);
+
+// ---- the driver's operations of streams on words: 32 bits, written, or waited for until they are as great ----------
+
+using cuuint32_t = std::uint32_t;
+using cuuint64_t = std::uint64_t;
+enum CUstreamBatchMemOpType { CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1, CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2 };
+enum { CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WRITE_VALUE_DEFAULT = 0 };
+union CUstreamBatchMemOpParams {
+  CUstreamBatchMemOpType operation;
+  struct {
+    CUstreamBatchMemOpType operation;
+    CUdeviceptr address;
+    union {
+      cuuint32_t value;
+      cuuint64_t value64;
+    };
+    unsigned flags;
+    CUdeviceptr alias;
+  } waitValue, writeValue;
+  cuuint64_t pad[6];
+};
+
+CUresult cuStreamBatchMemOp(cudaStream_t stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags);
 
 namespace ringcomm::emulator {
 
