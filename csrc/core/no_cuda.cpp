@@ -1,5 +1,4 @@
-// In place of the CUDA engine and of NCCL's wire, where they were not built. RINGCOMM_NO_CUDA says why; it comes from
-// CMake.
+// Replaces the CUDA engine and the NCCL wire in builds without them. RINGCOMM_NO_CUDA is the reason; CMake defines it.
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/pool.h"

@@ -11,9 +11,9 @@ namespace ringcomm::cpu {
 
 namespace {
 
-constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are taken as they are touched
+constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are allocated when they are touched
 constexpr std::size_t kMostBytes = std::size_t{1} << 62;
-constexpr std::size_t kAlign = 4096;  // pages are given back whole
+constexpr std::size_t kAlign = 4096;  // complete pages are given back to the system
 constexpr std::size_t kHugePage = 2u << 20;
 
 }  // namespace
