@@ -400,7 +400,7 @@ class _Step:
             if share not in (None, about.share):
                 raise self._other_share(stage, share, about.share)
             share = about.share
-        if self.flat is not None:  # as the whole model would have them on every rank
+        if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():
