@@ -86,8 +86,8 @@ RINGCOMM_HD constexpr Hop received(Between kind, int members, int member, int ro
   return {peer, first, first + (members >> (level + 1))};
 }
 
-// How a message between hosts is cut: `slots` windows are in flight at once, and a chunk has two slices for each slot,
-// of `least` to `most` bytes.
+// How a message between hosts is cut: `slots` windows are in flight at once, and a chunk is cut into one slice for each
+// slot, but into slices of at least `least` and at most `most` bytes.
 struct Slicing {
   std::size_t most, least;
   int slots;

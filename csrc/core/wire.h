@@ -87,12 +87,13 @@ class Wire {
   virtual void* allocate(std::size_t nbytes) = 0;
   virtual void release(void* data) = 0;
 
-  // Devices: returns the stream on which an asynchronous call runs after the present work of `stream`; and its request.
+  // Devices: `fork` returns the stream on which an asynchronous call runs after the present work of `stream`; `join`
+  // returns the request of that call.
   virtual std::uintptr_t fork(std::uintptr_t stream) { return stream; }
   virtual std::shared_ptr<Request> join([[maybe_unused]] const Call& call, [[maybe_unused]] std::uintptr_t stream) {
     return nullptr;
   }
-  // Devices: makes `stream` wait for the last call that used this wire; and marks the end of such a call on it.
+  // Devices: `enter` makes `stream` wait for the last call that used this wire; `leave` marks the end of a call on it.
   virtual void enter([[maybe_unused]] std::uintptr_t stream) {}
   virtual void leave([[maybe_unused]] std::uintptr_t stream, [[maybe_unused]] const Call& call,
                      [[maybe_unused]] std::int64_t limit_ms) {}

@@ -268,7 +268,8 @@ void Group::ring_bell(int peer) const {
 
 // ---- the end -------------------------------------------------------------------------------------------------------
 
-// Sets every rank's abort flag. The reason follows, since ranks that wait may report a more precise one.
+// Sets every rank's abort flag. The reason is written later, since it may name the places of the other ranks' calls,
+// which waiting ranks look up once they see the flag.
 void Group::announce_end() const {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (!peers_[peer].segment && peer != rank_) continue;

@@ -46,8 +46,8 @@ struct alignas(kLineBytes) Verdict {
 };
 inline constexpr std::uint64_t kPassed = 1, kWriters = 2;
 
-// The data of a rank when the surviving ranks meet, see Group::regroup. Rounds are numbered from 1. A rank enters round
-// n + 1 or n + 2 once all others of round n have read its data of round n.
+// The data of a rank when the surviving ranks meet, see Group::regroup. Rounds are numbered from 1. Odd and even rounds
+// use different memory, so the data of round n is valid until its rank enters round n + 2, which readers check.
 struct alignas(kLineBytes) Meeting {
   Flag round;  // the last round that it has entered
   struct {

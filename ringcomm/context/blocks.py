@@ -83,10 +83,10 @@ def kernel_for(
 ) -> Kernel:
     """Returns the kernel for inputs of these types and shapes.
 
-    | device | fused: torch's flash attention                                             | else          |
-    |--------|----------------------------------------------------------------------------|---------------|
-    | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain         |
-    | CUDA   | bfloat16, float16; where can_use_flash_attention allows, head_dim up to 192 | plain         |
+    | device | fused: torch's flash attention                                              | else  |
+    |--------|-----------------------------------------------------------------------------|-------|
+    | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain |
+    | CUDA   | bfloat16, float16; where can_use_flash_attention allows, head_dim up to 192 | plain |
 
     No fused kernel supports a softcap, and the one on CUDA takes no mask (``masked``). torch's own switches apply:
     inside of ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` the plain kernel is used. The fused kernels need no

@@ -96,8 +96,8 @@ class Pipeline(nn.Module):
              tensors that autograd keeps and the inputs of the stage, but not the tensors sent to the next stage.
              "zero-bubble" also keeps the inputs of linear layers and the gradients of their results until the weights'
              gradients are computed.
-    Cost:    between two stages, for each micro-batch: the tensors sent and their gradients, 512 bytes for shapes, and a
-             byte for each gradient; and what is carried, up to the last stage.
+    Cost:    between two stages, for each micro-batch: the tensors sent and their gradients, 512 bytes for shapes,
+             and for each gradient a byte and its strides; and what is carried, up to the last stage.
     Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
              is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
     """
@@ -400,7 +400,7 @@ class _Step:
             if share not in (None, about.share):
                 raise self._other_share(stage, share, about.share)
             share = about.share
-        if self.flat is not None:  # as the whole model would have them on every rank
+        if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():

@@ -48,8 +48,8 @@ _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_spl
 class ShapeOnlyTensor(torch.Tensor):
     """A tensor that has a shape and a type but no values ("absent").
 
-    Results computed from its values are absent too; results computed from its shape are not. Its memory holds NaN, or
-    zero for integers. Code whose control flow depends on its values raises.
+    Results computed from its values are absent too; results computed from its shape are not. If it was made without
+    values, its memory holds NaN, or zero for integers. Code whose control flow depends on its values raises.
     """
 
     origin = ""  # the name of the module that made the tensor, or whose result it was computed from

@@ -251,7 +251,7 @@ class StageRunner:
         """
         if about is not None:
             self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, about.inputs)
-            theirs = self._made(about.inputs)  # as model inputs contain nothing carried
+            theirs = self._made(about.inputs)  # model inputs contain nothing carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
         grads = torch.is_grad_enabled() or (not last and stage not in self._grads)

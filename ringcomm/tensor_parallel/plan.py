@@ -152,7 +152,7 @@ class _Site:
     """A module, or a parameter, that a plan names.
 
     Attributes:
-        names: of the module; several where it is used in several places. Or of a parameter.
+        names: the names of the module (several where it is used in several places), or of the parameter.
         new: the replacement of the module; None: it stays.
         key: the name within the module of a parameter that is sharded itself.
     """
