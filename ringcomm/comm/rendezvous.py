@@ -101,6 +101,7 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
         group: a process group of torch.distributed, of any backend; None: the default one. Only its ranks and the store
             are used.
         device: where the arrays lie: "cpu", or for example "cuda:0".
+    Returns: the communicator, with the group's rank numbers and time limit. It does not end with the group: close it.
     Raises:  as `init`.
     """
     import torch.distributed as dist
