@@ -327,7 +327,7 @@ def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torc
     known = _shared.get(owner, {}).get(device)
     if known is None or known.closed or known.aborted:
         known = communicator_of(group, call, device)
-        # Otherwise the group itself is its engine, which references the group; making it sends nothing.
+        # Only our own engines are kept: a process group's engine references the group, and making one sends nothing.
         if known.lends_memory:
             _shared.setdefault(owner, {})[device] = known
     return known
