@@ -945,11 +945,10 @@ class Communicator:
             timeout: seconds (or a timedelta) to wait for ranks that are alive.
         Returns: the new communicator, with the time limits of this one; no store is needed, unless there are
                  several hosts.
-        Raises:  RankLostError: the other ranks continued without this rank (every further call on this rank raises it
-                 as well, so a rank never continues alone), or a rank was lost during the call: call it again.
-                 CollectiveTimeoutError: a rank stalled after it had joined the call. AbortedError: a signal handler
-                 raised: call it again. EngineError: several hosts, and the store is gone. UnsupportedError: over a
-                 process group.
+        Raises:  RankLostError: the other ranks continued without this rank (it never continues alone, however often it
+                 calls this), or a rank was lost during the call: call it again there. CollectiveTimeoutError: a rank
+                 stalled after it had joined the call. AbortedError: a signal handler raised: call it again.
+                 EngineError: several hosts, and the store is gone. UnsupportedError: over a process group.
         """
         self._begin("shrink")
         limit_ms = milliseconds(timeout, "shrink", self.rank)
