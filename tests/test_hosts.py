@@ -236,6 +236,16 @@ def test_the_bits_of_one_host_whatever_the_path(counts: list[int]) -> None:
             check(f"way {way}", x, one[-1] if way == len(one) - 1 else one[0])
 
 
+def copied_without_a_kernel(comm: Communicator) -> float:
+    with pytest.raises(UnsupportedError, match="copy_engine, which GPUs of one host have"):
+        comm.all_gather(torch.ones(4), algorithm="copy_engine")
+    return float(comm.all_reduce(torch.ones(1)))
+
+
+def test_hosts_refuse_copies_without_a_kernel_before_anything_is_sent() -> None:
+    assert run_ranks(copied_without_a_kernel, 2, hosts=[1, 1], timeout=20) == [2.0, 2.0]
+
+
 def ring_sums(comm: Communicator) -> None:
     for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12), ("bfloat16", 0.1)):
         for count in (0, 1, 1000, 70_001):
