@@ -200,7 +200,9 @@ class Communicator:
             factor: with premul_sum: this rank's values are multiplied by it first.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.
-        Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool; complex: sum, avg.
+        Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool, complex.
+                 Floats have no band, bor, bxor; integers no premul_sum; bool neither avg nor premul_sum; complex
+                 numbers only sum, avg, premul_sum.
         Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats add in float32 and round once.
         Cost:    2 (W-1)/W of the bytes each way; short messages one round.
         Returns: ``x``, or ``out``.
@@ -239,6 +241,7 @@ class Communicator:
     ) -> Any:
         """Combines ``x`` of all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
 
+        Args:    op, factor: as in all_reduce.
         Shapes:  any; the same number of elements on every rank.
         Order:   canonical, as in all_reduce.
         Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays as it is.
@@ -271,6 +274,7 @@ class Communicator:
     ) -> Any:
         """Combines ``x`` of all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
 
+        Args:    op, factor, algorithm: as in all_reduce, without oneshot.
         Shapes:  x (W*n, ...), out (n, ...). ``out`` may be this rank's part of ``x``.
         Order:   canonical, as in all_reduce.
         Cost:    (W-1)/W of the bytes each way.
