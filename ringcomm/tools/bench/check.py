@@ -21,6 +21,10 @@ _EXACT = {  # integers up to this are exact
     torch.float8_e4m3fn: 16, torch.float8_e5m2: 8, torch.int64: 1 << 40, torch.int32: 1 << 30, torch.int16: 1 << 14,
     torch.int8: 127, torch.uint8: 255,
 }  # fmt: skip
+_COMBINE = {
+    "sum": torch.add, "avg": torch.add, "premul_sum": torch.add, "prod": torch.mul, "min": torch.minimum,
+    "max": torch.maximum, "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+}  # fmt: skip
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -71,8 +75,7 @@ def reduced_integers(case: Case, seed: int) -> torch.Tensor:
     tables = [integers(case, rank, seed) for rank in range(case.world_size)]
     if case.op == "premul_sum":
         tables = [table * (1 + rank % 2) for rank, table in enumerate(tables)]
-    combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum, "band": torch.bitwise_and,
-               "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}.get(case.op, torch.add)  # fmt: skip
+    combine = _COMBINE[case.op]
     total = tables[0]
     for table in tables[1:]:
         total = combine(total, table)

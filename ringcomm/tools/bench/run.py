@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringcomm import _C
 from ringcomm.tools.bench import check, clock, report
 from ringcomm.tools.bench.cases import COLLECTIVE, MAX_VIEWS, Arena, Call, Case, CommTarget, CopyTarget, DistTarget
 from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
@@ -213,8 +214,8 @@ class Bench:
             dtype = getattr(torch, DTYPES[type_name])
             for reduction in reductions:
                 op = REDUCTIONS.get(reduction, "none")
-                if op in (("band", "bor", "bxor") if dtype.is_floating_point else ("premul_sum",)):
-                    continue  # not defined for this type
+                if op in _C.REDUCE_OPS and not _C.supports(_C.DTYPES[DTYPES[type_name]], _C.REDUCE_OPS[op]):
+                    continue
                 for root in roots:
                     for nbytes in options.sizes[:1] if barrier else options.sizes:
                         count = collective.count(nbytes, dtype.itemsize, self.world_size)
