@@ -4,7 +4,7 @@
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/nccl/*.cpp)
 file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
 set(float8_sources ${kernel_sources})
-list(FILTER float8_sources INCLUDE REGEX "/(combine|pack|[a-z]+_narrow_float)\\.cu$")
+list(FILTER float8_sources INCLUDE REGEX "/(pack|[a-z]+_narrow_float)\\.cu$")
 file(GLOB emulator_sources CONFIGURE_DEPENDS csrc/cuda/emulator/*.cpp)
 set(cuda_build "")
 set(no_cuda "")

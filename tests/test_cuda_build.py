@@ -22,7 +22,15 @@ from ringcomm import _C, errors
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = _C.build_info()["cuda"]
 # Wide loads of a thread before its first store; those of narrow types take more registers in the ring.
-LEAST_IN_FLIGHT = {"ring": 4, "direct": 8, "ring_copy": 4, "copy_between_ranks": 4, "send_and_receive": 4, "pack": 4}
+LEAST_IN_FLIGHT = {
+    "ring": 4,
+    "direct": 8,
+    "reduce_known": 8,
+    "ring_copy": 4,
+    "copy_between_ranks": 4,
+    "send_and_receive": 4,
+    "pack": 4,
+}
 FAULTS = {  # what is planted: (file, from, to, what the lint must say[, of which kernels])
     "release at gpu scope": ("core/sync.h", '"st.release.sys', '"st.release.gpu', "scope narrower|MEMBAR"),
     "release dropped": ("core/sync.h", '"st.release.sys.global', '"st.relaxed.sys.global', "MEMBAR"),

@@ -11,27 +11,10 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/op.h"
 #include "core/types.h"
 
 namespace ringcomm {
-
-enum class Op : std::uint8_t {
-  kAllReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kReduce,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kBarrier,
-  kSend,
-  kRecv,
-};
-const char* name(Op op);
-
-enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot, kCopyEngine };
-const char* name(Algorithm algorithm);
 
 // One rank's part of a message that need not be contiguous.
 struct Part {

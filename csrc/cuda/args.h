@@ -9,8 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/engine.h"
 #include "core/link.h"
+#include "core/op.h"
 #include "core/types.h"
 #include "cuda/faults.h"
 
@@ -138,7 +138,7 @@ struct RankArgs {
   char* segments[kMaxRanks];  // of every rank, as this one sees them
 };
 
-// One message of a call. `known` launches have the pointers of all ranks, others only those of the launching rank.
+// One message of a call: the pointers of the ranks in this launch.
 //   all_reduce, reduce, broadcast   count elements
 //   reduce_scatter, all_gather, ... count elements of one part
 // The elements are the kernel's (Arithmetic::scale of them in one of the caller's); bytes where nothing is reduced.
@@ -155,16 +155,19 @@ struct CallArgs {
   ReduceOp reduce_op;
   Algorithm algorithm;
   std::int32_t root;
-  std::int32_t known;         // 1: this launch holds every rank of the communicator, and every input is ready
   std::int32_t wide_packets;  // oneshot: LL128 instead of LL
   std::int32_t num_messages;
-  std::int32_t parts;          // 1: reduce_scatter of world_size messages, message r being the parts for rank r
+  std::int32_t parts;  // 1: reduce_scatter of world_size messages, message r being the parts for rank r
+  std::int32_t unused;
   std::uint64_t signed_count;  // the count of the signature
   std::uint64_t timeout_ns;
   Layout layout;
   std::int8_t ring_order[kMaxRanks];  // ring_order[position] = rank
   RankArgs ranks[kMaxRanks];          // by blockIdx.y
   Message messages[kMaxMessages];
+
+  RINGCOMM_HD constexpr int divisor() const { return reduce_op == ReduceOp::kAvg ? layout.world_size : 1; }
+  RINGCOMM_HD constexpr bool scales() const { return reduce_op == ReduceOp::kPremulSum; }
 };
 static_assert(sizeof(CallArgs) <= 4096, "kernel arguments have 4 KiB");
 

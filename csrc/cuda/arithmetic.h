@@ -35,6 +35,16 @@ constexpr bool is_compiled(DType dtype, ReduceOp step) {
 #endif
 }
 
+template <typename T>
+inline constexpr DType kDTypeOf = DType::kUInt8;
+#define X(e, type, text) \
+  template <>            \
+  inline constexpr DType kDTypeOf<type> = DType::e;
+RINGCOMM_FOR_EACH_DTYPE(X)
+#undef X
+template <typename T, ReduceOp kStep>
+inline constexpr bool kIsCompiled = is_compiled(kDTypeOf<T>, kStep);
+
 // The files of a kernel family share the work of compiling it: each has the pairs of one group.
 enum class TypeGroup { kWideFloats, kNarrowFloats, kIntegers };
 constexpr TypeGroup group_of(DType dtype) {

@@ -18,7 +18,7 @@ class Columns {
   RINGCOMM_DEVICE u64 length() const {
     u64 all = 0;
     for (int m = 0; m < args_.num_messages; ++m) {
-      const u64 count = ceil_div(args_.messages[m].count, align_) * align_;
+      const u64 count = whole_lines(args_.messages[m].count);
       all = args_.parts ? larger(all, count) : all + count;
     }
     return all;
@@ -32,7 +32,7 @@ class Columns {
       const u64 count = args_.messages[m].count, end = begin + count;
       const u64 from = larger(begin, run.offset), to = smaller(end, run.offset + run.count);
       if (from < to) each(m, from - begin, (from - run.offset) * element_, to - from);
-      begin += ceil_div(count, align_) * align_;
+      begin += whole_lines(count);
     }
   }
   // Into the staging area.
@@ -52,6 +52,9 @@ class Columns {
   }
 
  private:
+  // A line has a power of two of elements.
+  RINGCOMM_DEVICE u64 whole_lines(u64 count) const { return (count + align_ - 1) & ~(align_ - 1); }
+
   const CallArgs& args_;
   const int rank_;
   const u64 element_, align_;

@@ -42,16 +42,46 @@ RINGCOMM_DEVICE void put_element(u32* words, int i, T value) {
   }
 }
 
-// The canonical tree over the first `ranks` of N leaves, N a power of two: a node whose right side has no rank is its
-// left side. So one unrolled tree serves every number of ranks; absent leaves hold anything.
-template <int N, typename Leaf, typename Combine>
-RINGCOMM_HD constexpr auto tree_of_first(int ranks, int first, const Leaf& leaf, const Combine& combine) {
-  if constexpr (N == 1) {
-    return leaf(first);
+// What a thread loads or stores at once, 4 to 16 bytes.
+template <int kBytes>
+struct Chunk {
+  u32 word[kBytes < 4 ? 1 : kBytes / 4];
+};
+template <int kBytes>
+RINGCOMM_DEVICE Chunk<kBytes> load_chunk(const char* from) {
+  if constexpr (kBytes == 16) {
+    const Vec v = load(reinterpret_cast<const Vec*>(from));
+    return {{v.word[0], v.word[1], v.word[2], v.word[3]}};
+  } else if constexpr (kBytes == 8) {
+    Chunk<8> chunk;
+    load_half(from, chunk.word[0], chunk.word[1]);
+    return chunk;
   } else {
-    const auto left = tree_of_first<N / 2>(ranks, first, leaf, combine);
-    const auto both = combine(left, tree_of_first<N / 2>(ranks, first + N / 2, leaf, combine));
-    return first + N / 2 < ranks ? both : left;
+    static_assert(kBytes == 4, "no type is a quarter as wide as half a vector");
+    return {{load_one(reinterpret_cast<const u32*>(from))}};
+  }
+}
+template <int kBytes>
+RINGCOMM_DEVICE void store_chunk(char* to, const Chunk<kBytes>& chunk) {
+  if constexpr (kBytes == 16)
+    store(reinterpret_cast<Vec*>(to), Vec{{chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]}});
+  else if constexpr (kBytes == 8)
+    store_half(to, chunk.word[0], chunk.word[1]);
+  else
+    store_one(reinterpret_cast<u32*>(to), chunk.word[0]);
+}
+
+// The canonical tree over the first `ranks` of N leaves, N a power of two: a node whose right side has no rank is its
+// left side. So one unrolled tree serves every number of ranks, of at least kLeast; absent leaves hold anything.
+template <int N, int kLeast = 1, int kFirst = 0, typename Leaf, typename Combine>
+RINGCOMM_HD constexpr auto tree_of_first(int ranks, const Leaf& leaf, const Combine& combine) {
+  if constexpr (N == 1) {
+    return leaf(kFirst);
+  } else {
+    constexpr int kRight = kFirst + N / 2;
+    const auto left = tree_of_first<N / 2, kLeast, kFirst>(ranks, leaf, combine);
+    const auto both = combine(left, tree_of_first<N / 2, kLeast, kRight>(ranks, leaf, combine));
+    return kRight < kLeast || kRight < ranks ? both : left;
   }
 }
 
@@ -68,9 +98,10 @@ struct Node {
 template <int kRanks>
 constexpr bool same_tree() {
   const u64 want = tree_reduce<kRanks>(0, Leaf{}, Node{});
-  const bool fits_4 = kRanks > 4 || tree_of_first<4>(kRanks, 0, Leaf{}, Node{}) == want;
-  const bool fits_2 = kRanks > 2 || tree_of_first<2>(kRanks, 0, Leaf{}, Node{}) == want;
-  return fits_2 && fits_4 && tree_of_first<8>(kRanks, 0, Leaf{}, Node{}) == want;
+  const bool fits_4 = kRanks > 4 || tree_of_first<4>(kRanks, Leaf{}, Node{}) == want;
+  const bool fits_2 = kRanks > 2 || tree_of_first<2>(kRanks, Leaf{}, Node{}) == want;
+  const bool fits_least = tree_of_first<8, kRanks>(kRanks, Leaf{}, Node{}) == want;
+  return fits_2 && fits_4 && fits_least && tree_of_first<8>(kRanks, Leaf{}, Node{}) == want;
 }
 static_assert(same_tree<1>() && same_tree<2>() && same_tree<3>() && same_tree<4>(), "not the canonical order");
 static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>(), "not the canonical order");
@@ -80,21 +111,24 @@ static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>
 template <typename T, typename Combine>
 inline constexpr bool kCanBeScaled = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>>;
 
-// What the kernel of a pair (T, Combine) does to the values of up to kRanks ranks; kScaled: times a factor each.
-template <typename T, typename Combine, int kRanks, bool kScaled = false>
+// A step that sees bits alone: any width of element will do.
+template <typename T, typename Combine>
+inline constexpr bool kIsBitwise =
+    std::is_integral_v<T> &&
+    (std::is_same_v<Combine, Band> || std::is_same_v<Combine, Bor> || std::is_same_v<Combine, Bxor>);
+
+// What the kernel of a pair (T, Combine) does to the values of kLeast to kRanks ranks; kScaled: times a factor each.
+template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled = false>
 class Combiner {
   using Acc = AccOf<T>;
   static constexpr bool kDivides = std::is_same_v<Combine, Sum> && !std::is_same_v<Acc, bool>;
-  static constexpr bool kBitwise =
-      std::is_same_v<Combine, Band> || std::is_same_v<Combine, Bor> || std::is_same_v<Combine, Bxor>;
 
  public:
-  // `factors`: one per rank, read if kScaled.
-  RINGCOMM_DEVICE Combiner(int world_size, ReduceOp op, [[maybe_unused]] const double* factors = nullptr)
-      : world_size_(world_size), average_(op == ReduceOp::kAvg) {
+  // Sums are divided by `divisor`. `factors`: one per rank, read if kScaled.
+  RINGCOMM_DEVICE Combiner(int ranks, int divisor, [[maybe_unused]] const double* factors = nullptr)
+      : ranks_(ranks), divisor_(divisor) {
     if constexpr (kScaled) {
-      RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) factor_[p] =
-          p < world_size ? static_cast<Acc>(factors[p]) : Acc(1);
+      RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) factor_[p] = p < ranks ? static_cast<Acc>(factors[p]) : Acc(1);
     }
   }
 
@@ -106,7 +140,7 @@ class Combiner {
   // kWords words of elements; words(p) points to rank p's.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE void combine_words(u32* result, const Words& words) const {
-    if constexpr (kBitwise && std::is_integral_v<T>) {  // any width will do
+    if constexpr (kIsBitwise<T, Combine>) {
       RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = tree<u32>([&](int p) { return words(p)[i]; });
     } else {
       constexpr int kElements = kWords * 4 / static_cast<int>(sizeof(T));
@@ -114,8 +148,8 @@ class Combiner {
       RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] =
           tree<T>([&](int p) { return element<T>(words(p), i); });
       if constexpr (kDivides) {
-        if (average_) {
-          RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] = divide(acc[i], world_size_);
+        if (divisor_ != 1) {
+          RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] = divide(acc[i], divisor_);
         }
       }
       RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = 0;
@@ -127,7 +161,7 @@ class Combiner {
   template <typename Value>
   RINGCOMM_DEVICE Acc finish(Value value) const {
     if constexpr (kDivides)
-      if (average_) return divide(value, world_size_);
+      if (divisor_ != 1) return divide(value, divisor_);
     return value;
   }
   template <typename V, typename Value>
@@ -139,11 +173,10 @@ class Combiner {
       else
         return Element<V>::load(value(p));
     };
-    return tree_of_first<kRanks>(world_size_, 0, leaf, [](A a, A b) { return Combine::apply(a, b); });
+    return tree_of_first<kRanks, kLeast>(ranks_, leaf, [](A a, A b) { return Combine::apply(a, b); });
   }
 
-  const int world_size_;
-  const bool average_;
+  const int ranks_, divisor_;
   Acc factor_[kScaled ? kRanks : 1];
 };
 

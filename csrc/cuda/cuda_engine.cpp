@@ -348,6 +348,10 @@ void CudaEngine::prepare_device() {
   };
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const Arithmetic arithmetic = arithmetic_of(dtype, ReduceOp::kSum);
+    if (context_->setting().known) {
+      load(known_kernel(arithmetic.dtype, arithmetic.op));
+      continue;
+    }
     load(direct_kernel(arithmetic.dtype, arithmetic.op));
     load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
   }

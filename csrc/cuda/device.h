@@ -95,6 +95,24 @@ RINGCOMM_DEVICE void store(Vec* to, const Vec& v) {
   *to = v;
 #endif
 }
+RINGCOMM_DEVICE void load_half(const void* from, u32& a, u32& b) {
+#if defined(__CUDACC__)
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "l"(from));
+#else
+  emulator::yield();
+  a = static_cast<const u32*>(from)[0];
+  b = static_cast<const u32*>(from)[1];
+#endif
+}
+RINGCOMM_DEVICE void store_half(void* to, u32 a, u32 b) {
+#if defined(__CUDACC__)
+  asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(a), "r"(b) : "memory");
+#else
+  emulator::yield();
+  static_cast<u32*>(to)[0] = a;
+  static_cast<u32*>(to)[1] = b;
+#endif
+}
 template <typename T>
 RINGCOMM_DEVICE T load_one(const T* from) {
 #if defined(RINGCOMM_EMULATE)

@@ -2,11 +2,10 @@
 // one thread of one rank, in canonical order, and stored wherever it is wanted: rank r reduces shard r of an all_reduce
 // or reduce, and its own part of a reduce_scatter.
 //
-//   known     one launch holds all ranks, every input is ready: nothing to wait for
 //   visible   the ranks tell each other where their buffers lie, work in place, and meet
 //   staged    through the staging areas, in windows, of which three are under way at once
 //
-// In place is safe: an element is written by the thread that has read it from every rank.
+// A launch that holds all ranks knows every pointer, and has a kernel of its own (known.h).
 //
 // Staged, with one meet a window. Between two meets, step k, a rank
 //
@@ -21,35 +20,19 @@
 // last step of a call reduces nothing; it takes home the last window.
 #pragma once
 
-#include "cuda/arithmetic.h"
 #include "cuda/columns.h"
-#include "cuda/combine.h"
+#include "cuda/reducer.h"
 
 namespace ringcomm::cuda {
 
-// What a block does next, and how far it is; in shared memory, so that what finds it out is compiled once for all
-// types.
-struct Reduction {
-  const char* source[kMaxRanks];  // by rank
-  char* target[kMaxRanks];
-  double factor[kMaxRanks];  // of premul_sum
-  std::int32_t num_targets;
+// What a block does next, and how far it is.
+struct Progress : Reduction {
   std::int32_t in_place;
-  u64 count;        // of the kernel's elements
-  u64 first, step;  // tiles of this block: first, first + step, ...
-  u64 round;        // of messages in place, of windows else
-  u64 tiles;        // of the messages before: the channels take them in turn
-  u64 turn;         // of the staging areas; that of the round's window
+  u64 round;         // of windows; in place there is one
+  u64 turn;          // of the staging areas; that of the round's window
+  u64 length, most;  // elements of the longest column; of it, those of a window
   u64 deadline;
 };
-
-// Vectors of one rank that a block takes at once: a thread has eight under way, whatever the number of ranks.
-template <int kRanks>
-inline constexpr int kDeep = kMaxRanks / kRanks;
-RINGCOMM_DEVICE u64 tile_vectors(const Block& block) {
-  const int world_size = block.world_size();
-  return static_cast<u64>(block.threads()) * (world_size > 4 ? kDeep<8> : world_size > 2 ? kDeep<4> : kDeep<2>);
-}
 
 // Where what the ranks have reduced of a window goes: the shard of rank p has `each` bytes, at `shards` in its segment,
 // and belongs at `to` + p * each.
@@ -115,26 +98,25 @@ RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size,
 // Everything about a call but its arithmetic.
 class Direct {
  public:
-  RINGCOMM_DEVICE Direct(const CallArgs& args, const Block& block, Reduction& what, u64 element)
+  RINGCOMM_DEVICE Direct(const CallArgs& args, const Block& block, Progress& what, u64 element)
       : args_(args), block_(block), what_(what), element_(element), columns_(args, block.rank(), element) {}
 
   // The factors, and in what way the call goes. False: gave up.
   RINGCOMM_DEVICE bool begin() {
-    bool in_place = args_.known, found = true;
     const int t = block_.thread();
-    if (args_.known) {
-      if (t < world_size()) what_.factor[args_.ranks[t].rank] = args_.ranks[t].factor;
-    } else {
-      if (!block_.announce(signature())) return false;
-      if (t < world_size()) what_.factor[t] = said(t).factor;
-      in_place = block_.agree(t >= world_size() || reachable(t));
-      found = !in_place || t >= world_size() || finds_buffers(t);
-    }
+    if (!block_.announce(signature())) return false;
+    if (t < world_size()) what_.factor[t] = said(t).factor;
+    const bool in_place = block_.agree(t >= world_size() || reachable(t));
+    const bool found = !in_place || t >= world_size() || finds_buffers(t);
     if (t == 0) {
       what_.in_place = in_place;
-      what_.round = what_.tiles = 0;
-      what_.turn = args_.known ? 0 : load_one(&block_.state().turns);  // a known launch may have more channels
+      what_.round = 0;
+      what_.length = columns_.length();
+      what_.most =
+          cut_windows(what_.length, block_.num_channels(), column_bytes() / element_, columns_.align()).slice_elements;
+      what_.turn = load_one(&block_.state().turns);
       what_.deadline = now_ns() + args_.timeout_ns;
+      what_.num_sources = world_size();
       what_.num_targets = in_place && args_.op == Op::kAllReduce ? world_size() : 1;
     }
     return block_.agree(found);
@@ -157,8 +139,8 @@ class Direct {
   // Prepares the next reduction. False: gave up, or there is none.
   RINGCOMM_DEVICE bool prepare() {
     if (what_.in_place) {
-      if (what_.round == static_cast<u64>(args_.num_messages)) return false;
-      aim(static_cast<int>(what_.round));
+      if (what_.round == 1) return false;
+      aim();
     } else {
       const u64 round = what_.round;
       if (!has(round) && (round == 0 || !has(round - 1))) return false;  // so it is on all ranks
@@ -181,7 +163,7 @@ class Direct {
     if (round > 0) take_home(round - 1);
   }
   RINGCOMM_DEVICE void end() {
-    if (args_.known || ((what_.in_place || what_.round == 0) && !block_.meet())) return;
+    if ((what_.in_place || what_.round == 0) && !block_.meet()) return;
     if (block_.thread() == 0) store_one(&block_.state().turns, what_.turn);
     block_.finish(signature());
   }
@@ -200,7 +182,7 @@ class Direct {
   RINGCOMM_DEVICE bool is_written(int peer) const {
     return args_.op == Op::kAllReduce || (args_.op == Op::kReduce && peer == args_.root);
   }
-  // Whether all ranks can touch what they need of this one's; all come to the same opinion.
+  // One message. Whether all ranks can touch what they need of this one's; all come to the same opinion.
   RINGCOMM_DEVICE bool reachable(int peer) const {
     return args_.num_messages == 1 && !args_.parts && said(peer).input.visible &&
            (!is_written(peer) || said(peer).output.visible);
@@ -214,34 +196,30 @@ class Direct {
     block_.report(Failure::kMismatch, WaitKind::kAnnouncement, peer, 0, 0, mine, mine);
     return false;
   }
-  RINGCOMM_DEVICE const char* input(int m, int p) const {
-    if (args_.known || p == rank()) return static_cast<const char*>(args_.messages[m].input[p]);
+  RINGCOMM_DEVICE const char* input(int p) const {
+    if (p == rank()) return static_cast<const char*>(args_.messages[0].input[p]);
     return block_.resolve(p, said(p).input);
   }
-  RINGCOMM_DEVICE char* output(int m, int p) const {
-    if (args_.known || p == rank()) return static_cast<char*>(args_.messages[m].output[p]);
+  RINGCOMM_DEVICE char* output(int p) const {
+    if (p == rank()) return static_cast<char*>(args_.messages[0].output[p]);
     return block_.resolve(p, said(p).output);
   }
-  // What this rank reduces of message m, and where it goes.
-  RINGCOMM_DEVICE void aim(int m) {
-    const u64 count = args_.messages[m].count;
+  // What this rank reduces of the message, and where it goes.
+  RINGCOMM_DEVICE void aim() {
+    const u64 count = args_.messages[0].count;
     const bool scatters = columns_.scatters();
-    Slice own = shard_of(count, world_size(), rank(), columns_.align());
-    if (scatters) own = {args_.parts ? 0 : rank() * count, args_.parts && m != rank() ? 0 : count};
-    const u64 tiles = what_.tiles, channels = block_.num_channels();
-    block_.sync();
+    const Slice own = scatters ? Slice{rank() * count, count} : shard_of(count, world_size(), rank(), columns_.align());
     if (const int p = block_.thread(); p < world_size() && own.count) {
       const u64 offset = own.offset * element_;
-      what_.source[p] = input(m, p) + offset;
-      if (args_.op == Op::kAllReduce) what_.target[p] = output(m, p) + offset;
-      if (scatters && p == rank()) what_.target[0] = output(m, p);
-      if (args_.op == Op::kReduce && p == args_.root) what_.target[0] = output(m, p) + offset;
+      what_.source[p] = input(p) + offset;
+      if (args_.op == Op::kAllReduce) what_.target[p] = output(p) + offset;
+      if (scatters && p == rank()) what_.target[0] = output(p);
+      if (args_.op == Op::kReduce && p == args_.root) what_.target[0] = output(p) + offset;
     }
     if (block_.thread() != 0) return;
-    what_.tiles = tiles + ceil_div(own.count * element_, tile_vectors(block_) * sizeof(Vec));
     what_.count = own.count;
-    what_.first = (block_.channel() + channels - tiles % channels) % channels;
-    what_.step = channels;
+    what_.first = block_.channel();
+    what_.step = block_.num_channels();
   }
 
   // ---- through the staging areas
@@ -249,16 +227,15 @@ class Direct {
   RINGCOMM_DEVICE u64 column_bytes() const {
     return columns_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;
   }
-  RINGCOMM_DEVICE WindowCut windows() const {
-    return cut_windows(columns_.length(), block_.num_channels(), column_bytes() / element_, columns_.align());
-  }
   // The shard of rank p in a window, of those that are cut into shards.
   RINGCOMM_DEVICE Slice shard(const Slice& run, int p) const {
     return shard_of(run.count, world_size(), p, columns_.align());
   }
   // Of this channel.
-  RINGCOMM_DEVICE Slice window(u64 round) const { return windows().slice(block_.channel(), round); }
-  RINGCOMM_DEVICE bool has(u64 round) const { return round < windows().windows() && window(round).count > 0; }
+  RINGCOMM_DEVICE Slice window(u64 round) const {
+    return WindowCut{what_.length, block_.num_channels(), what_.most}.slice(block_.channel(), round);
+  }
+  RINGCOMM_DEVICE bool has(u64 round) const { return window(round).count > 0; }
   // The regions of the window of a round, before what_.turn has moved on to another one.
   RINGCOMM_DEVICE int region(u64 round) const { return static_cast<int>((what_.turn + round - what_.round) & 1); }
   RINGCOMM_DEVICE char* staged(int p, u64 round) const {
@@ -303,18 +280,18 @@ class Direct {
 
   const CallArgs& args_;
   const Block& block_;
-  Reduction& what_;
+  Progress& what_;
   const u64 element_;
   const Columns columns_;
 };
 
 // Beside a reduction of a staged call. Called by the kernel itself, where most registers are free.
-RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Reduction& what, u64 element, bool before) {
+RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, u64 element, bool before) {
   const Block block(args.layout, args.ranks[blockIdx.y], 0);  // it waits for nobody
   Direct(args, block, what, element).move_windows(before);
 }
 // Finds out what this block reduces next. False: the call is over.
-RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Reduction& what, u64 element, bool first) {
+RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u64 element, bool first) {
   const u64 now = now_ns();
   const u64 left = first ? args.timeout_ns : now < what.deadline ? what.deadline - now : 0;
   const Block block(args.layout, args.ranks[blockIdx.y], left);
@@ -325,106 +302,32 @@ RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Reduction& what, 
   return false;
 }
 
-// Sources to targets.
-template <typename T, typename Combine>
-class Reducer {
-  // Worth the code of a loop for two ranks alone.
-  static constexpr bool kUsual = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>> && sizeof(T) > 1;
+// Any step of a type: the protocol around them is compiled once for all of them.
+template <typename T>
+RINGCOMM_DEVICE void reduce_any(const Reduction& what, const CallArgs& args) {
+  const ReduceOp step = arithmetic_for(args.dtype, args.reduce_op).op;
+#define X(e, Combine)                        \
+  if constexpr (kIsCompiled<T, ReduceOp::e>) \
+    if (step == ReduceOp::e) return Reducer<T, Combine>(what, args.divisor()).run(args.scales());
+  RINGCOMM_FOR_EACH_COMBINE(X)
+#undef X
+}
 
- public:
-  RINGCOMM_DEVICE Reducer(const Reduction& what, int world_size, ReduceOp op)
-      : what_(what), world_size_(world_size), op_(op), thread_(threadIdx.x), threads_(blockDim.x) {}
-
-  RINGCOMM_DEVICE void run() const {
-    if constexpr (kCanBeScaled<T, Combine>)
-      if (op_ == ReduceOp::kPremulSum) return reduce<true>();
-    reduce<false>();
-  }
-
- private:
-  // A loop of its own for what is scaled: the usual sums multiply nothing.
-  template <bool kScaled>
-  RINGCOMM_DEVICE void reduce() const {
-    const u64 vectors = aligned_buffers() ? what_.count / kPerVec<T> : 0;
-    if (world_size_ > 4) {
-      reduce_vectors<8, kScaled>(vectors);
-    } else if constexpr (!kUsual || kScaled) {
-      reduce_vectors<4, kScaled>(vectors);
-    } else {
-      if (world_size_ > 2)
-        reduce_vectors<4, kScaled>(vectors);
-      else
-        reduce_vectors<2, kScaled>(vectors);
-    }
-    reduce_elements<kScaled>(vectors * kPerVec<T>);
-  }
-  RINGCOMM_DEVICE bool aligned_buffers() const {
-    u64 bits = 0;
-    for (int p = 0; p < world_size_; ++p) bits |= reinterpret_cast<u64>(what_.source[p]);
-    for (int t = 0; t < what_.num_targets; ++t) bits |= reinterpret_cast<u64>(what_.target[t]);
-    return bits % sizeof(Vec) == 0;
-  }
-
-  template <int kRanks, bool kScaled>
-  RINGCOMM_DEVICE void reduce_vectors(u64 vectors) const {
-    constexpr int kBatch = kDeep<kRanks>;
-    const Combiner<T, Combine, kRanks, kScaled> combiner(world_size_, op_, what_.factor);
-    const u64 tile = threads_ * kBatch;
-    for (u64 v = what_.first * tile + thread_; v < vectors; v += what_.step * tile) {
-      Vec value[kBatch][kRanks] = {};
-      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
-        RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) {
-          if (p < world_size_ && v + k * threads_ < vectors)
-            value[k][p] = load(vector(what_.source[p]) + v + k * threads_);
-        }
-      }
-      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
-        if (v + k * threads_ >= vectors) break;
-        Vec result;
-        combiner.template combine_words<4>(result.word, [&](int p) { return value[k][p].word; });
-        for (int t = 0; t < what_.num_targets; ++t) store(vector(what_.target[t]) + v + k * threads_, result);
-      }
-    }
-  }
-  // What is no whole vector, or all of misaligned buffers.
-  template <bool kScaled>
-  RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
-    if (begin == what_.count) return;
-    const Combiner<T, Combine, kMaxRanks, kScaled> combiner(world_size_, op_, what_.factor);
-    for (u64 i = begin + what_.first * threads_ + thread_; i < what_.count; i += what_.step * threads_) {
-      T value[kMaxRanks] = {};
-      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-        if (p < world_size_) value[p] = load_one(reinterpret_cast<const T*>(what_.source[p]) + i);
-      }
-      const T result = combiner.combine([&](int p) { return value[p]; });
-      for (int t = 0; t < what_.num_targets; ++t) store_one(reinterpret_cast<T*>(what_.target[t]) + i, result);
-    }
-  }
-  RINGCOMM_DEVICE static const Vec* vector(const char* at) { return reinterpret_cast<const Vec*>(at); }
-  RINGCOMM_DEVICE static Vec* vector(char* at) { return reinterpret_cast<Vec*>(at); }
-
-  const Reduction& what_;
-  const int world_size_;
-  const ReduceOp op_;
-  const u64 thread_, threads_;
-};
-
-template <typename T, typename Combine>
+template <typename T>
 RINGCOMM_KERNEL(kMostThreads)
 direct(const __grid_constant__ CallArgs args) {
-  RINGCOMM_SHARED(Reduction, what);
+  RINGCOMM_SHARED(Progress, what);
   for (bool first = true; next_reduction(args, what, sizeof(T), first); first = false) {
     move_windows(args, what, sizeof(T), true);
-    Reducer<T, Combine>(what, args.layout.world_size, args.reduce_op).run();
+    reduce_any<T>(what, args);
     move_windows(args, what, sizeof(T), false);
   }
 }
 
 template <TypeGroup kGroup>
 Kernel<CallArgs> direct_of_group(DType dtype, ReduceOp op) {
-  return kernel_of_group<CallArgs, kGroup>(dtype, op, [](auto tag, auto combine) -> Kernel<CallArgs> {
-    return direct<typename decltype(tag)::type, decltype(combine)>;
-  });
+  return kernel_of_group<CallArgs, kGroup>(
+      dtype, op, [](auto tag, auto) -> Kernel<CallArgs> { return direct<typename decltype(tag)::type>; });
 }
 Kernel<CallArgs> direct_wide_float_kernel(DType dtype, ReduceOp op);
 Kernel<CallArgs> direct_narrow_float_kernel(DType dtype, ReduceOp op);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/engine.h"
 #include "cuda/args.h"
 #include "cuda/mailbox.h"
 #include "cuda/memory.h"

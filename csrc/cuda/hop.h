@@ -106,16 +106,6 @@ RINGCOMM_DEVICE void combine_run(const HopRun& run) {
 }
 
 template <typename T>
-inline constexpr DType kDTypeOf = DType::kUInt8;
-#define X(e, type, text) \
-  template <>            \
-  inline constexpr DType kDTypeOf<type> = DType::e;
-RINGCOMM_FOR_EACH_DTYPE(X)
-#undef X
-template <typename T, ReduceOp kStep>
-inline constexpr bool kIsCompiled = is_compiled(kDTypeOf<T>, kStep);
-
-template <typename T>
 inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
 
 // Any step of a type: the loops of the ring around it are compiled once for all of them.

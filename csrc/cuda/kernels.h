@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/args.h"
-#include "cuda/combine_args.h"
+#include "cuda/known_args.h"
 #include "cuda/pack_args.h"
 
 namespace ringcomm::cuda {
@@ -35,7 +35,8 @@ Kernel<TransferArgs> transfer_kernel();
 // from == to, not scaled.
 // Threads of a block: a multiple of a warp. Null: no such cast.
 Kernel<PackArgs> pack_kernel(DType from, DType to);
-// Two messages into one; see combine_args.h. `dtype` and `op` as arithmetic_of gives them.
-Kernel<CombineArgs> combine_kernel(DType dtype, ReduceOp op);
+// Reductions of what one launch knows: of all ranks, or two messages of one; see known_args.h. `dtype` and `op` as
+// arithmetic_of gives them.
+Kernel<KnownArgs> known_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

@@ -59,21 +59,20 @@ void pack(const Packing& packing, const Context& context) {
 
 void combine(const Combining& combining, const Context& context) {
   const Arithmetic arithmetic = arithmetic_of(combining.dtype, combining.op);
-  const Kernel<CombineArgs> kernel = combine_kernel(arithmetic.dtype, arithmetic.op);
+  const Kernel<KnownArgs> kernel = known_kernel(arithmetic.dtype, arithmetic.op);
   if (!kernel) not_in_this_build(combining.dtype, combining.op);
   if (combining.count == 0) return;
   const int rank = context.rank();
   check_memory(combining, context.device(), rank);
-  CombineArgs args{};
-  args.first = static_cast<const char*>(combining.first);
-  args.second = static_cast<const char*>(combining.second);
-  args.output = static_cast<char*>(combining.output);
-  args.count = combining.count * static_cast<std::uint64_t>(arithmetic.scale);
-  args.op = combining.op;
-  args.divisor = combining.divisor;
+  KnownArgs args{};
+  args.num_sources = 2;
+  args.num_targets = 1;
+  args.divisor = combining.op == ReduceOp::kAvg ? combining.divisor : 1;
+  const void* const sources[] = {combining.first, combining.second};
+  args.add(sources, &combining.output, combining.count * static_cast<std::uint64_t>(arithmetic.scale));
   const Grid grid(kernel, context);
   const std::uint64_t each = larger(1, kUsefulBytes / element_bytes(arithmetic.dtype));
-  launch(kernel, "combine", grid.blocks(args.count, each), grid.threads, args,
+  launch(kernel, "combine", grid.blocks(args.count[0], each), grid.threads, args,
          reinterpret_cast<cudaStream_t>(combining.stream), false, rank);
 }
 

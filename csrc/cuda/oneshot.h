@@ -226,7 +226,7 @@ class OneShot {
   RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok) const {
     constexpr int kWords = 2 * Lines::kWords;
     if (lines.any(!ok)) return false;
-    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.reduce_op);
+    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.divisor());
     const u64 steps = lines.steps_of(words_.count());
     for (u64 i = lines.first(); i < steps; i += lines.step()) {
       u32 own[kWords], value[kMaxRanks][kWords] = {}, result[2];

@@ -22,39 +22,12 @@ RINGCOMM_DEVICE int piece_of(const PackArgs& args, u64 at) {
   return low;
 }
 
-// What a thread loads or stores at once: 16 bytes of the wider type, as many elements of the other.
-template <int kBytes>
-struct Chunk {
-  u32 word[kBytes < 4 ? 1 : kBytes / 4];
-};
-template <int kBytes>
-RINGCOMM_DEVICE Chunk<kBytes> load_chunk(const char* from) {
-  if constexpr (kBytes == 16) {
-    const Vec v = load(reinterpret_cast<const Vec*>(from));
-    return {{v.word[0], v.word[1], v.word[2], v.word[3]}};
-  } else if constexpr (kBytes == 8) {
-    const u64 both = load_one(reinterpret_cast<const u64*>(from));
-    return {{static_cast<u32>(both), static_cast<u32>(both >> 32)}};
-  } else {
-    static_assert(kBytes == 4, "no type is a quarter as wide as half a vector");
-    return {{load_one(reinterpret_cast<const u32*>(from))}};
-  }
-}
-template <int kBytes>
-RINGCOMM_DEVICE void store_chunk(char* to, const Chunk<kBytes>& chunk) {
-  if constexpr (kBytes == 16)
-    store(reinterpret_cast<Vec*>(to), Vec{{chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]}});
-  else if constexpr (kBytes == 8)
-    store_one(reinterpret_cast<u64*>(to), chunk.word[0] | static_cast<u64>(chunk.word[1]) << 32);
-  else
-    store_one(reinterpret_cast<u32*>(to), chunk.word[0]);
-}
-
 template <typename From, typename To>
 class Packer {
   // Exact when widened, multiplied in float32, or in float64 if either side is that.
   static constexpr bool kDouble = std::is_same_v<From, double> || std::is_same_v<To, double>;
   using Wide = std::conditional_t<kDouble, double, float>;
+  // 16 bytes of the wider type, as many elements of the other.
   static constexpr int kElements = 16 / static_cast<int>(sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   static constexpr int kFromBytes = kElements * sizeof(From), kToBytes = kElements * sizeof(To);
   static constexpr int kBatch = kFromBytes == 16 ? 4 : 8;  // loads of a thread under way

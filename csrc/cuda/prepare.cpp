@@ -197,6 +197,8 @@ bool Preparation::enqueue() const {
   if (plan_.known && !plan_.waits && (nbytes() == 0 || call().op == Op::kBarrier)) return false;
   if (copies_)
     copies_->enqueue();
+  else if (reduces(call().op) && !plan_.waits)
+    reduce_known();
   else if (reduces(call().op))
     reduce();
   else if (plan_.algorithm == Algorithm::kRing)
@@ -264,7 +266,6 @@ void Preparation::fill_common(Args& args) const {
   args.dtype = call.dtype;
   args.algorithm = call.algorithm;
   args.root = rooted(call.op) ? call.root : 0;
-  args.known = plan_.known;
   args.layout = setting_.layout;
   std::int64_t limit_ms = 0;
   for (std::size_t y = 0; y < rows_.size(); ++y) {
@@ -277,6 +278,41 @@ void Preparation::fill_common(Args& args) const {
 }
 
 // ---- reductions
+
+// All ranks are in this launch.
+void Preparation::reduce_known() const {
+  const Arithmetic arithmetic = arithmetic_of(call().dtype, call().reduce_op);
+  const Kernel<KnownArgs> kernel = known_kernel(arithmetic.dtype, arithmetic.op);
+  if (!kernel) not_in_this_build(call().dtype, call().reduce_op);
+  const bool parts = !call().input_parts.empty();
+  KnownArgs args{};
+  args.scatters = call().op == Op::kReduceScatter && !parts;
+  args.num_sources = world_size();
+  args.num_targets = call().op == Op::kAllReduce || args.scatters ? world_size() : 1;
+  args.divisor = call().reduce_op == ReduceOp::kAvg ? world_size() : 1;
+  args.scaled = call().reduce_op == ReduceOp::kPremulSum;
+  for (std::size_t y = 0; y < rows_.size(); ++y) args.factor[rows_[y].rank] = call(y).factor;
+  const int channels = this->channels(kernel);
+  const auto launch = [&] {
+    if (args.num_messages) launch_kernel(kernel, channels, args);
+    args.num_messages = 0;
+  };
+  const void* sources[kMaxRanks];
+  void* outputs[kMaxRanks];
+  for (int m = 0; m < (parts ? world_size() : num_calls()); ++m) {
+    for (std::size_t y = 0; y < rows_.size(); ++y) {
+      const Call& mine = call(y, parts ? 0 : m);
+      sources[rows_[y].rank] = parts ? input_parts(mine).data(m) : mine.input;
+      outputs[rows_[y].rank] = mine.output;
+    }
+    const std::size_t count = parts ? input_parts(call()).count(m) : call(lead_, m).count;
+    if (count == 0) continue;
+    const int first = parts ? m : call().op == Op::kReduce ? call().root : 0;
+    args.add(sources, outputs + first, count * static_cast<std::uint64_t>(arithmetic.scale));
+    if (args.full()) launch();
+  }
+  launch();
+}
 
 void Preparation::reduce() const {
   const Arithmetic arithmetic = arithmetic_of(call().dtype, call().reduce_op);
@@ -354,6 +390,7 @@ void Preparation::ring_copy() const {
 void Preparation::copy() const {
   CopyArgs args{};
   fill_common(args);
+  args.known = 1;
   CopyList(args, rows_);
   if (args.first[world_size()] == 0) return;
   const Kernel<CopyArgs> kernel = copy_kernel();

@@ -42,6 +42,7 @@ class Preparation {
   RankArgs rank_args(const Row& row) const;
   void locate(RankArgs& rank, const Row& row) const;
   void reduce() const;
+  void reduce_known() const;
   void reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const;
   int add_messages(CallArgs& args, int scale) const;
   void ring_copy() const;

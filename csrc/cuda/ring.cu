@@ -11,18 +11,6 @@ RINGCOMM_KERNEL(kMostThreads) ring_copy(const __grid_constant__ CallArgs args) {
 
 }  // namespace
 
-Kernel<CallArgs> ring_kernel(DType dtype, ReduceOp op) {
-  switch (group_of(dtype)) {
-    case TypeGroup::kWideFloats:
-      return ring_wide_float_kernel(dtype, op);
-    case TypeGroup::kNarrowFloats:
-      return ring_narrow_float_kernel(dtype, op);
-    case TypeGroup::kIntegers:
-      return ring_integer_kernel(dtype, op);
-  }
-  return nullptr;
-}
-
 Kernel<CallArgs> ring_copy_kernel() { return ring_copy; }
 
 }  // namespace ringcomm::cuda

@@ -59,7 +59,7 @@ std::string every_pair(std::uint64_t) {
       if (!supports(dtype, op)) continue;
       const cuda::Arithmetic pair = cuda::arithmetic_of(dtype, op);
       if (pair.scale * element_bytes(pair.dtype) != element_bytes(dtype)) return "a pair of another size";
-      if (!cuda::direct_kernel(pair.dtype, pair.op))
+      if (!cuda::direct_kernel(pair.dtype, pair.op) || !cuda::known_kernel(pair.dtype, pair.op))
         return std::string("no kernel for ") + name(dtype) + " " + name(op);
     }
   return "";

@@ -171,18 +171,18 @@ class CombineCall {
 
   bool run(Random& random, std::string& error) const {
     const cuda::Arithmetic arithmetic = cuda::arithmetic_of(dtype_, op_);
-    cuda::CombineArgs args{};
-    args.first = memory_[0].data();
-    args.second = memory_[1].data();
-    args.output = memory_[output_].data();
-    args.count = count_ * static_cast<std::uint64_t>(arithmetic.scale);
-    args.op = op_;
-    args.divisor = divisor_;
+    cuda::KnownArgs args{};
+    args.num_sources = 2;
+    args.num_targets = 1;
+    args.divisor = op_ == ReduceOp::kAvg ? divisor_ : 1;
+    const void* const sources[] = {memory_[0].data(), memory_[1].data()};
+    void* const target = memory_[output_].data();
+    args.add(sources, &target, count_ * static_cast<std::uint64_t>(arithmetic.scale));
     emulator::Options options;
     options.seed = random.next();
     emulator::Simulation simulation(options);
     const unsigned threads = cuda::kWarp * random.between(1, 3);
-    simulation.launch("combine", cuda::combine_kernel(arithmetic.dtype, arithmetic.op), dim3(random.between(1, 3)),
+    simulation.launch("combine", cuda::known_kernel(arithmetic.dtype, arithmetic.op), dim3(random.between(1, 3)),
                       dim3(threads), args);
     const bool ok = simulation.run();
     error = simulation.error;

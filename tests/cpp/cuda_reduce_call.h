@@ -42,7 +42,6 @@ class ReduceCall {
     args_.reduce_op = reduce_op_;
     args_.num_messages = num_messages_;
     args_.parts = parts_;
-    args_.known = way == Way::kKnown;
     args_.wide_packets = way == Way::kLL128;
     for (int m = 0; m < num_messages_; ++m) args_.messages[m] = messages_[m];
     for (int r = 0; r < world_size_; ++r) {
@@ -53,10 +52,7 @@ class ReduceCall {
     if (way == Way::kVisible && random.one_in(4)) args_.ranks[random.below(world_size_)].input.visible = 0;
   }
 
-  bool run(Form form) {
-    if (way_ == Way::kKnown) form.together = true;
-    return world_.run(kernel(), args_, form);
-  }
+  bool run(const Form& form) { return way_ == Way::kKnown ? run_known(form) : world_.run(kernel(), args_, form); }
   cuda::CallArgs& args() { return args_; }
   cuda::Kernel<cuda::CallArgs> kernel() const {
     return packets() ? cuda::oneshot_kernel(pair_.dtype, pair_.op) : cuda::direct_kernel(pair_.dtype, pair_.op);
@@ -89,6 +85,25 @@ class ReduceCall {
   }
 
  private:
+  // In as many launches as it takes.
+  bool run_known(const Form& form) {
+    cuda::KnownArgs args{};
+    args.scatters = op_ == Op::kReduceScatter && !parts_;
+    args.num_sources = world_size_;
+    args.num_targets = op_ == Op::kAllReduce || args.scatters ? world_size_ : 1;
+    args.divisor = args_.divisor();
+    args.scaled = args_.scales();
+    for (int r = 0; r < world_size_; ++r) args.factor[r] = args_.ranks[r].factor;
+    std::vector<cuda::KnownArgs> launches;
+    for (int m = 0; m < num_messages_; ++m) {
+      const cuda::Message& message = messages_[m];
+      args.add(message.input, message.output + (parts_ ? m : op_ == Op::kReduce ? root_ : 0), message.count);
+      if (!args.full() && m + 1 < num_messages_) continue;
+      launches.push_back(args);
+      args.num_messages = 0;
+    }
+    return world_.run_each(cuda::known_kernel(pair_.dtype, pair_.op), launches, world_size_, form);
+  }
   bool packets() const { return way_ == Way::kLL || way_ == Way::kLL128; }
   bool has_packets() const { return reduce_op_ != ReduceOp::kPremulSum && cuda::oneshot_kernel(pair_.dtype, pair_.op); }
 

@@ -171,7 +171,8 @@ class World {
     emulator::Simulation simulation(options);
     for (std::size_t i = 0; i < launches.size(); ++i) {
       if (static_cast<int>(i) == form.absent) continue;
-      launches[i].timeout_ns = static_cast<std::uint64_t>(form.timeout_ms) * 1000000;
+      if constexpr (!std::is_same_v<Args, cuda::KnownArgs>)
+        launches[i].timeout_ns = static_cast<std::uint64_t>(form.timeout_ms) * 1000000;
       simulation.launch("launch " + std::to_string(i), kernel, dim3(form.channels, ranks_in_each), dim3(form.threads),
                         launches[i]);
     }
@@ -199,7 +200,6 @@ class World {
     std::memset(at + layout_.stage_at(), 0xdd, layout_.boxes_at() - layout_.stage_at());
   }
   static cuda::CallArgs alone(cuda::CallArgs args, int r) {
-    args.known = 0;
     args.ranks[0] = args.ranks[r];
     for (int m = 0; m < args.num_messages; ++m)
       for (int p = 0; p < cuda::kMaxRanks; ++p)

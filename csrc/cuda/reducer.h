@@ -1,0 +1,116 @@
+// The loop of the kernels that reduce the values of all ranks at once: every element by one thread, in canonical order,
+// stored wherever it is wanted. In place is safe: an element is written by the thread that has read it from every rank.
+#pragma once
+
+#include "cuda/arithmetic.h"
+#include "cuda/combine.h"
+
+namespace ringcomm::cuda {
+
+// What a block reduces; in shared memory, so that what finds it out is compiled once for all types.
+struct Reduction {
+  const char* source[kMaxRanks];  // by rank
+  char* target[kMaxRanks];
+  double factor[kMaxRanks];  // of premul_sum
+  std::int32_t num_sources, num_targets;
+  u64 count;        // of the kernel's elements
+  u64 first, step;  // rows of this block: first, first + step, ...; a row is a chunk of every thread
+};
+
+// Rows of one rank that a block takes at once: a thread has eight chunks under way, whatever the number of ranks.
+template <int kRanks>
+inline constexpr int kDeep = 8 / kRanks;
+// Rows that `nbytes` of each rank fill.
+RINGCOMM_DEVICE u64 rows_of(u64 nbytes) { return ceil_div(nbytes, blockDim.x * sizeof(Vec)); }
+// The first row of this one of `blocks`, where the messages before had `rows` rows: the blocks take them in turn.
+RINGCOMM_DEVICE u64 first_row(u64 block, u64 blocks, u64 rows) { return (block + blocks - rows % blocks) % blocks; }
+
+// Sources to targets.
+template <typename T, typename Combine>
+class Reducer {
+  // Worth the code of a loop for two ranks alone, and of one for four.
+  static constexpr bool kUsual = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>> && sizeof(T) > 1;
+  static constexpr bool kHasFew = kUsual || sizeof(T) >= 4;
+  // What a thread takes of each rank at once. Elements of 8 bits are added up in 32: half as many fill the registers.
+  static constexpr int kBytes = sizeof(T) > 1 || kIsBitwise<T, Combine> ? 16 : 8;
+  static constexpr int kEach = kBytes / static_cast<int>(sizeof(T));
+
+ public:
+  // Sums are divided by `divisor`; `scaled`: values are multiplied by the factors.
+  RINGCOMM_DEVICE Reducer(const Reduction& what, int divisor) : what_(what), divisor_(divisor) {}
+
+  RINGCOMM_DEVICE void run([[maybe_unused]] bool scaled) const {
+    if constexpr (kCanBeScaled<T, Combine>)
+      if (scaled) return reduce<true>();
+    reduce<false>();
+  }
+
+ private:
+  // A loop of its own for what is scaled: the usual sums multiply nothing.
+  template <bool kScaled>
+  RINGCOMM_DEVICE void reduce() const {
+    const u64 chunks = aligned_buffers() ? what_.count / kEach : 0;
+    if constexpr (!kHasFew) {
+      reduce_chunks<8, 1, kScaled>(chunks);
+    } else if (what_.num_sources > 4) {
+      reduce_chunks<8, 5, kScaled>(chunks);
+    } else if constexpr (!kUsual || kScaled) {
+      reduce_chunks<4, 1, kScaled>(chunks);
+    } else {
+      if (what_.num_sources > 2)
+        reduce_chunks<4, 3, kScaled>(chunks);
+      else
+        reduce_chunks<2, 1, kScaled>(chunks);
+    }
+    reduce_elements<kScaled>(chunks * kEach);
+  }
+  RINGCOMM_DEVICE bool aligned_buffers() const {
+    u64 bits = 0;
+    for (int p = 0; p < what_.num_sources; ++p) bits |= reinterpret_cast<u64>(what_.source[p]);
+    for (int t = 0; t < what_.num_targets; ++t) bits |= reinterpret_cast<u64>(what_.target[t]);
+    return bits % sizeof(Vec) == 0;
+  }
+
+  template <int kRanks, int kLeast, bool kScaled>
+  RINGCOMM_DEVICE void reduce_chunks(u64 chunks) const {
+    constexpr int kBatch = kDeep<kRanks>;
+    const Combiner<T, Combine, kRanks, kLeast, kScaled> combiner(what_.num_sources, divisor_, what_.factor);
+    const u64 step = what_.step * blockDim.x;
+    for (u64 v = first(); v < chunks; v += kBatch * step) {
+      Chunk<kBytes> value[kBatch][kRanks] = {};
+      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
+        RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) {
+          if ((p < kLeast || p < what_.num_sources) && v + k * step < chunks)
+            value[k][p] = load_chunk<kBytes>(what_.source[p] + (v + k * step) * kBytes);
+        }
+      }
+      RINGCOMM_UNROLL for (int k = 0; k < kBatch; ++k) {
+        if (v + k * step >= chunks) break;
+        Chunk<kBytes> result;
+        combiner.template combine_words<kBytes / 4>(result.word, [&](int p) { return value[k][p].word; });
+        for (int t = 0; t < what_.num_targets; ++t)
+          store_chunk<kBytes>(what_.target[t] + (v + k * step) * kBytes, result);
+      }
+    }
+  }
+  // What is no whole chunk, or all of misaligned buffers.
+  template <bool kScaled>
+  RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
+    if (begin == what_.count) return;
+    const Combiner<T, Combine, kMaxRanks, 1, kScaled> combiner(what_.num_sources, divisor_, what_.factor);
+    for (u64 i = begin + first(); i < what_.count; i += what_.step * blockDim.x) {
+      T value[kMaxRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+        if (p < what_.num_sources) value[p] = load_one(reinterpret_cast<const T*>(what_.source[p]) + i);
+      }
+      const T result = combiner.combine([&](int p) { return value[p]; });
+      for (int t = 0; t < what_.num_targets; ++t) store_one(reinterpret_cast<T*>(what_.target[t]) + i, result);
+    }
+  }
+  RINGCOMM_DEVICE u64 first() const { return what_.first * blockDim.x + threadIdx.x; }
+
+  const Reduction& what_;
+  const int divisor_;
+};
+
+}  // namespace ringcomm::cuda
