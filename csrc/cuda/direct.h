@@ -76,11 +76,8 @@ RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size,
   for (int done = 0; done < world_size;) {
     const int p = home.around(args.rank + done);
     int whole = 0;
-    while (whole < 8 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
-    if (whole >= 8) {
-      copy_shards<8>(home, p);
-      done += 8;
-    } else if (whole >= 4) {
+    while (whole < 4 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
+    if (whole >= 4) {
       copy_shards<4>(home, p);
       done += 4;
     } else if (whole >= 2) {
@@ -153,11 +150,8 @@ class Direct {
     block_.sync();
     return true;
   }
-  // The windows before and after the one that is being reduced: by half of the warps before they reduce, by the others
-  // after it.
-  RINGCOMM_DEVICE void move_windows(bool before) const {
-    const bool moves_first = block_.thread() / kWarp % 2 != 0;
-    if (what_.in_place || before != moves_first) return;
+  // The windows before and after the one that is being reduced.
+  RINGCOMM_DEVICE void move_windows() const {
     const u64 round = what_.round;
     if (has(round + 1)) stage(round + 1);
     if (round > 0) take_home(round - 1);
@@ -285,10 +279,13 @@ class Direct {
   const Columns columns_;
 };
 
-// Beside a reduction of a staged call. Called by the kernel itself, where most registers are free.
+// Beside a reduction of a staged call: half of the warps move windows before they reduce, the others after it. Called
+// by the kernel itself, where most registers are free.
 RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, u64 element, bool before) {
+  const bool moves_first = threadIdx.x / kWarp % 2 != 0;
+  if (what.in_place || before != moves_first) return;
   const Block block(args.layout, args.ranks[blockIdx.y], 0);  // it waits for nobody
-  Direct(args, block, what, element).move_windows(before);
+  Direct(args, block, what, element).move_windows();
 }
 // Finds out what this block reduces next. False: the call is over.
 RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u64 element, bool first) {
