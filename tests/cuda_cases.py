@@ -7,6 +7,7 @@ import ctypes
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any, ClassVar
@@ -68,6 +69,42 @@ def guarded(comm: Communicator) -> None:
 
 def guards(world_size: int) -> None:
     ranks(guarded, world_size)
+
+
+# ---- copies without a kernel ---------------------------------------------------------------------------------------
+
+
+def copied(comm: Communicator) -> str:
+    """all_gather and all_to_all, even and uneven, of every type; the results of `auto`."""
+    rank, world_size = comm.rank, comm.world_size
+    for dtype, count in product((*DTYPES, "complex64"), (1, 777)):
+        x = comm.empty(count * world_size, dtype)
+        x.view(torch.uint8).copy_(torch.arange(x.nbytes).add(17 * rank).remainder(251).to(torch.uint8))
+        out = comm.empty(count * world_size, dtype)
+        for turn in (x, x.clone()):  # whose memory the peers see, and memory of one's own
+            same_bytes(comm.all_gather(turn[:count], out=out, algorithm="copy_engine"), comm.all_gather(turn[:count]))
+            same_bytes(comm.all_to_all(turn, out=out, algorithm="copy_engine"), comm.all_to_all(turn))
+        rows = [to + 1 for to in range(world_size)]
+        source = x[: sum(rows)] if sum(rows) <= x.numel() else x.repeat(world_size)[: sum(rows)]
+        ways = [comm.all_to_all(source, send_counts=rows, algorithm=way) for way in ("copy_engine", "auto")]
+        same_bytes(*ways)
+    work = comm.all_gather(x[:count], out=out, algorithm="copy_engine", async_op=True)
+    work.wait()
+    with pytest.raises(errors.UnsupportedError, match="copy_engine, which only all_gather and all_to_all have"):
+        comm.broadcast(x, algorithm="copy_engine")
+    return str(comm.describe()["copy_engine"])
+
+
+def same_bytes(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert bool((got.view(torch.uint8) == want.view(torch.uint8)).all())
+
+
+def copies(kind: str, device: str) -> None:
+    said = ranks(copied, 3, kind=kind, device=device)
+    assert len(set(said)) == 1, said
+    assert not said[0].startswith("0 calls")
+    print(said[0])
 
 
 # ---- beside the cpu engine ---------------------------------------------------------------------------------------
@@ -462,6 +499,95 @@ def places() -> None:
     assert ranks(lambda comm: comm.device, 2, device="cuda:1") == ["cuda:1", "cuda:1"]
 
 
+# ---- pools of torch's allocator ----------------------------------------------------------------------------------
+
+
+class FakeAllocator:
+    """What torch.cuda.memory.CUDAPluggableAllocator is here for: two C functions of a library, by name."""
+
+    def __init__(self, path_to_so_file: str, alloc_fn_name: str, free_fn_name: str) -> None:
+        library = ctypes.CDLL(path_to_so_file)
+        self.allocate: Any = getattr(library, alloc_fn_name)
+        self.allocate.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.allocate.restype = ctypes.c_void_p
+        self.free: Any = getattr(library, free_fn_name)
+        self.free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.free.restype = None
+
+    def allocator(self) -> FakeAllocator:
+        return self
+
+
+class FakePool:
+    """A torch.cuda.MemPool that caches nothing. Tensors may outlive it."""
+
+    def __init__(self, allocator: FakeAllocator) -> None:
+        self.allocator = allocator
+
+    def full(self, comm: Communicator, count: int, value: float) -> torch.Tensor:
+        device, nbytes, allocator = int(comm.device.partition(":")[2]), 4 * count, self.allocator
+        address = allocator.allocate(nbytes, device, None)
+        if address is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        weakref.finalize(memory, allocator.free, address, nbytes, device, None)
+        return torch.frombuffer(memory, dtype=torch.float32).fill_(value)
+
+
+def pooled(comm: Communicator) -> torch.Tensor:
+    pool, other = comm.mem_pool(1 << 16), comm.mem_pool(1000)
+    for turn in range(5):
+        tensors = [pool.full(comm, 100 + i, turn + comm.rank) for i in range(8)]
+        expected = sum(turn + r for r in range(comm.world_size))
+        assert all(comm.all_reduce(x).eq(expected).all() for x in tensors)
+        assert comm.all_gather(tensors[0]).eq(expected).all()
+    del tensors
+    whole = pool.full(comm, 1 << 14, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.full(comm, 1, 1)
+    assert comm.all_reduce(whole)[-1] == comm.world_size
+    with comm.dup() as twin:
+        theirs = twin.mem_pool(1 << 12)
+        kept = theirs.full(twin, 1000, comm.rank)
+        assert comm.all_reduce(kept)[0] == sum(range(comm.world_size))  # memory of one serves the calls of all
+        del theirs
+        with pytest.raises(errors.InvalidArgumentError, match=f"rank {comm.rank} got nbytes=-1"):
+            twin.mem_pool(-1)
+    assert kept.eq(sum(range(comm.world_size))).all()
+    del whole, other
+    x = comm.empty(1 << 14, like="torch").fill_(1)
+    assert comm.all_reduce(x)[0] == comm.world_size
+    del pool
+    return kept.clone()
+
+
+def pools(kind: str, device: str) -> None:
+    """torch for the cpu has no pools of devices: fakes of its two classes call our functions as torch does."""
+    with ringcomm.init(device="cuda") as comm, pytest.raises(errors.UnsupportedError, match="a torch built for CUDA"):
+        comm.mem_pool(1000)
+    ranks(with_fakes, 3, kind=kind, device=device)
+    open_pools = [_C.open_pool(_alone(), 1000, 0) for _ in range(32)]
+    with pytest.raises(errors.EngineError, match="fewer than 32 pools"):
+        _C.open_pool(_alone(), 1000, 0)
+    for number in open_pools:
+        _C.close_pool(number)
+
+
+def with_fakes(comm: Communicator) -> None:
+    """In a process of this test alone, which needs no other pools."""
+    fakes: Any = torch
+    fakes.version.cuda = "13.0"
+    fakes.cuda.MemPool, fakes.cuda.memory.CUDAPluggableAllocator = FakePool, FakeAllocator
+    pooled(comm)
+    comm.barrier()
+
+
+def _alone() -> _C.Engine:
+    engine = _C.Engine("cuda", 0, 1)
+    engine.connect([engine.handle()])
+    return engine
+
+
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
@@ -570,7 +696,7 @@ def commands(folder: str) -> None:
     assert cli.main([*bench, *sizes]) == 0
     path = os.path.join(folder, "tuning")
     few = ["--channels", "0,1", "--threads", "0", "--rounds", "1", "--round-ms", "1"]
-    tune = ["tune", "all_reduce", "all_gather", "-g", "2", "-b", "1K", "-e", "4K", *few, "-o"]
+    tune = ["tune", "all_reduce", "all_gather", "all_to_all", "-g", "2", "-b", "1K", "-e", "4K", *few, "-o"]
     assert cli.main([*tune, path]) == 0
     assert cli.main(["tune", "--device", "cpu"]) == 2
     os.environ["RINGCOMM_TUNING"] = path

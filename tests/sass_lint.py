@@ -22,6 +22,8 @@ from pathlib import Path
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 POLL = re.compile(r"LDG?\.E\.64\.STRONG\.SYS$")
 POST = re.compile(r"STG?\.E\.64\.STRONG\.SYS$")
+BARRIER = re.compile(r"BAR\.\S+ 0x([0-9a-f]+), (R\d+, )?")  # with what it is given: its number, how many threads
+POSTING_WARP = re.compile(r"\d(ring|ring_copy|send_and_receive)(I\w+|E)")
 PTX_WORD = re.compile(r"\b(?:ld|st|membar|fence|atom|red)\.[a-z0-9_.]+")
 PTX_FORBIDDEN = re.compile(r"\.nc\b|\.cta\b|\.gpu\b|\.cluster\b|\.local\b|^membar|^fence")
 
@@ -133,6 +135,11 @@ def lint(kernel: Kernel) -> list[str]:
     for i, word in enumerate(words):
         if POST.match(word) and not any(before.startswith("MEMBAR.ALL.SYS") for before in words[max(0, i - 6) : i]):
             bad.append(f"a flag is stored without a MEMBAR.ALL.SYS before it: {kernel.ops[i]}")
+    barriers = {(int(match[1], 16), bool(match[2])) for op in kernel.ops if (match := BARRIER.match(op))}
+    if (0, True) in barriers or any(number and not counted for number, counted in barriers):
+        bad.append(f"a barrier of the wrong threads: (number, with a count) {sorted(barriers)}")
+    if POSTING_WARP.search(kernel.name) and (1, True) not in barriers:
+        bad.append("no barrier of the workers alone: they wait for the fence of the posting warp")
     # packets carry their flags with them: oneshot looks at no others but those that stop it
     polls = any(POLL.match(word) for word in words) and "oneshot" not in kernel.name
     if polls and "CCTL.IVALL" not in words:

@@ -31,7 +31,7 @@ LEAST_IN_FLIGHT = {
     "send_and_receive": 4,
     "pack": 4,
 }
-FAULTS = {  # what is planted: (file, from, to, what the lint must say)
+FAULTS = {  # what is planted: (file, from, to, what the lint must say[, of which kernels])
     "release at gpu scope": ("core/sync.h", '"st.release.sys', '"st.release.gpu', "scope narrower|MEMBAR"),
     "release dropped": ("core/sync.h", '"st.release.sys.global', '"st.relaxed.sys.global', "MEMBAR"),
     "acquire dropped": ("core/sync.h", '"ld.acquire.sys', '"ld.relaxed.sys', "no wait acquires"),
@@ -43,6 +43,27 @@ FAULTS = {  # what is planted: (file, from, to, what the lint must say)
         "direct(const __grid_constant__ CallArgs args) {",
         "direct(const __grid_constant__ CallArgs given) {\n  const CallArgs args = given;",
         "local memory",
+    ),
+    "the workers at the barrier of the block": (
+        "cuda/link_ends.h",
+        "agree_at<kWorkersBarrier>(",
+        "agree_at<0>(",
+        "barrier of the wrong threads",
+        "transfer.cu",
+    ),
+    "the workers' barrier for the whole block": (
+        "cuda/device.h",
+        "everyone, %2, %3, mine;",
+        "everyone, %2, mine;",
+        "barrier of the wrong threads",
+        "transfer.cu",
+    ),
+    "the workers wait for the posting warp": (
+        "cuda/link_ends.h",
+        "if (!works()) return false;",
+        "return all_ready() && works();",
+        "no barrier of the workers alone",
+        "transfer.cu",
     ),
 }
 needs_kernels = pytest.mark.skipif(not BUILT.startswith("built for"), reason=f"needs kernels for GPUs: {BUILT}")
@@ -126,11 +147,11 @@ def nvcc() -> str:
     return path
 
 
-def compile_one(csrc: Path, out: Path) -> sass_lint.Kernel:
-    """The direct sum of float32, and the waits that all kernels have."""
+def compile_one(csrc: Path, out: Path, source: str = "direct_wide_float.cu") -> sass_lint.Kernel:
+    """The direct sum of float32, and the waits that all kernels have; or the one kernel of another file."""
     only = ["-DRINGCOMM_ONLY_DTYPE=kFloat32", "-DRINGCOMM_ONLY_OP=kSum"]
     words = [nvcc(), "-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", "-arch=sm_90", f"-I{csrc}", *only, "-cubin"]
-    words += ["-x", "cu", str(csrc / "cuda" / "direct_wide_float.cu"), "-o", str(out)]
+    words += ["-x", "cu", str(csrc / "cuda" / source), "-o", str(out)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (kernel,) = sass_lint.disassemble(out, "sm_90")
@@ -148,13 +169,13 @@ def clean(disassembler: None, tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_planted_faults_are_seen_in_the_machine_code(fault: str, tmp_path: Path, clean: list[str]) -> None:
     """A test of the lint."""
     assert clean == []
-    file, before, after, said = FAULTS[fault]
+    file, before, after, said, *source = FAULTS[fault]
     for folder in ("core", "cuda"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
     text = (tmp_path / file).read_text()
     assert text.count(before) == 1, f"{before} is in {file} {text.count(before)} times"
     (tmp_path / file).write_text(text.replace(before, after))
-    bad = sass_lint.lint(compile_one(tmp_path, tmp_path / "fault.cubin"))
+    bad = sass_lint.lint(compile_one(tmp_path, tmp_path / "fault.cubin", *source))
     assert any(re.search(said, each) for each in bad), f"{fault} went unseen: {bad}"
 
 

@@ -73,6 +73,12 @@ def test_the_path_does_not_change_the_bits(kind: str) -> None:
     run("the_path_does_not_change_the_bits", 3, kind)
 
 
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_copies_without_a_kernel(kind: str, devices: int, device: str) -> None:
+    said = run("copies", kind, device, devices=devices)
+    assert (", 0 of them by direct" in said) == (devices == 1 and kind == "threads"), said
+
+
 @pytest.mark.parametrize("world_size", [3, 8])  # of 8 ranks one launch takes half of the messages that 3 have in one
 def test_lists(world_size: int) -> None:
     run("lists", world_size)
@@ -85,6 +91,11 @@ def test_buckets() -> None:
 @pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
 def test_streams_memory_and_families(kind: str, devices: int, device: str) -> None:
     run("lives", kind, device, devices=devices)
+
+
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_pools_of_torch(kind: str, devices: int, device: str) -> None:
+    run("pools", kind, device, devices=devices)
 
 
 def test_bad_input() -> None:

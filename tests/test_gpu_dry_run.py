@@ -132,7 +132,7 @@ def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest
     assert document["probe"] == {"clock_step_ns": 32}
     assert document["failed"] == {"probe overlap": "failed: not launched"}
     assert document["facts"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert len(document["smoke"]) == 48
+    assert len(document["smoke"]) == 60
     assert all(said.startswith("PASS") for said in document["smoke"].values())
     assert not [said for said in document["tests"].values() if not said.startswith(("PASS", "SKIP"))]
     ops = {row["op"] for row in document["collectives"].values()}
@@ -262,7 +262,7 @@ def test_a_sticky_error_costs_one_cell_of_each_stage(tmp_path: Path, monkeypatch
     document = Document(out).read()
     error = "FAIL: RuntimeError: CUDA error: an illegal memory access was encountered"
     for part, cell, count in (
-        ("smoke", "2 ranks apart oneshot 1024 B float32", 48),
+        ("smoke", "2 ranks apart oneshot 1024 B float32", 60),
         ("cells", "2 ranks all_reduce float32 1 KiB auto apart", 6),
         ("tests", "tests/gpu/test_gpu_stress.py::test_many_calls_of_random_sizes[2-visible]", 2),
     ):

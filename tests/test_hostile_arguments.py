@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "scatter": (lambda c: {"x": _all(c), "root": c.rank}, {"x": "read", "root": "peer", "out": "out", **OPTIONS}),
     "all_to_all": (
         lambda c: {"x": _all(c)},
-        {"x": "read", "out": "out", "send_counts": "counts", "recv_counts": "counts", **OPTIONS},
+        {"x": "read", "out": "out", "send_counts": "counts", "recv_counts": "counts", "algorithm": "option", **OPTIONS},
     ),
     "barrier": (lambda c: {}, OPTIONS),
     "all_reduce_coalesced": (lambda c: {"xs": _four(c)}, {"xs": "some", "algorithm": "option", **SUMS}),
@@ -119,6 +119,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         {"bucket": "read", "tensors": "list", "scale": "scale", "stream": "stream"},
     ),
     "empty": (lambda c: {"shape": 4}, {"shape": "shape", "dtype": "dtype", "like": "option"}),
+    "mem_pool": (lambda c: {"nbytes": 4096}, {"nbytes": "whole"}),
     "exchange": (lambda c: {"payload": b"x"}, {"payload": "bytes"}),
     "split": (lambda c: {"color": 0}, {"color": "whole", "key": "whole"}),
     "shrink": (lambda c: {}, {"timeout": "timeout"}),

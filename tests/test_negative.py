@@ -65,6 +65,8 @@ REFUSALS: list[tuple[type[Exception], str, Refused]] = [
     (errors.DtypeError, "got uint16, sum", lambda c: c.all_reduce(torch.ones(4, dtype=torch.uint16))),
     (errors.DtypeError, "got >f4, sum", lambda c: c.all_reduce(np.ones(4, ">f4"))),
     (errors.DtypeError, "objects cannot travel", lambda c: c.all_gather(np.array([{}, {}]))),
+    (errors.UnsupportedError, r"expected a communicator on a GPU.*comm.empty", lambda c: c.mem_pool(4096)),
+    (errors.InvalidArgumentError, "nbytes=0, expected 1 to", lambda c: c.mem_pool(0)),
     (errors.DtypeError, "expected a dtype of torch", lambda c: c.empty(4, "float31")),
     # devices and things that are no arrays
     (errors.DeviceError, "meta, this communicator serves cpu", lambda c: c.all_reduce(torch.ones(4, device="meta"))),
@@ -79,6 +81,8 @@ REFUSALS: list[tuple[type[Exception], str, Refused]] = [
     (errors.InvalidArgumentError, "pass a factor with premul_sum", lambda c: c.all_reduce(ONES, "premul_sum")),
     (errors.InvalidArgumentError, "with it alone", lambda c: c.all_reduce(ONES, factor=2.0)),
     (errors.InvalidArgumentError, "algorithm 'star'", lambda c: c.all_reduce(ONES, algorithm="star")),
+    (errors.UnsupportedError, "copy_engine, which GPUs of", lambda c: c.all_gather(ONES, algorithm="copy_engine")),
+    (errors.UnsupportedError, "copy_engine, which only all_g", lambda c: c.broadcast(ONES, algorithm="copy_engine")),
     (errors.InvalidArgumentError, "root=2, expected 0 to 1", lambda c: c.broadcast(ONES, 2)),
     (errors.InvalidArgumentError, "root=-1", lambda c: c.reduce(ONES, -1)),
     (errors.InvalidArgumentError, "dst=7", lambda c: c.send(ONES, 7)),

@@ -28,6 +28,12 @@ def test_candidates_are_every_combination_once() -> None:
     assert tune.fits(LARGE, 1 << 24)
 
 
+def test_copies_without_a_kernel_have_no_channels() -> None:
+    found = tune.candidates("all_to_all", options())
+    assert [each for each in found if each.algorithm == "copy_engine"] == [Candidate("copy_engine")]
+    assert len(found) == 1 + 4
+
+
 def test_the_fastest_is_chosen_where_it_gains() -> None:
     times = {
         SMALL: {1024: 5e-6, 16384: 50e-6},

@@ -118,6 +118,7 @@ def cells() -> Iterator[Cell]:
             yield Cell("all_reduce", "float16", n, nbytes)
             yield Cell("all_reduce", "float32", n, nbytes, "ring")
             yield Cell("all_reduce", "float32", n, nbytes, "direct", how="apart")
+            yield Cell("all_gather", "float32", n, nbytes, "copy_engine")
         for nbytes in SIZES[:5]:
             yield Cell("all_reduce", "float32", n, nbytes, "oneshot", how="apart")
         for op in ("reduce_scatter", "all_gather"):

@@ -34,7 +34,7 @@ APART = "RINGCOMM_CUDA_APART"
 MEETINGS = {"known": "0", "apart": "1", "staged": "2"}
 """How ranks on one device meet, as the variable has it: in one launch that knows all buffers; on flags, as on several
 devices; on flags, and without seeing each other's memory, so that everything goes through the staging areas."""
-ALGORITHMS = ("direct", "oneshot", "ring", "copies")
+ALGORITHMS = ("direct", "oneshot", "ring", "copies", "copy_engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CALL_S = 60.0 if EMULATED else 5.0
 CELL_S = 4 * CALL_S  # the process ends itself: the GPU holds a call that its own limit should have ended
@@ -96,12 +96,21 @@ def values(cell: Cell, rank: int) -> torch.Tensor:
 def calls(cell: Cell) -> list[Callable[[Communicator, torch.Tensor], Any]]:
     """Each starts one call of one rank with its values."""
     n, count, options = cell.world_size, cell.count, {"async_op": True}
+    whole = count // n * n
     if cell.algorithm == "copies":
-        whole = count // n * n
         return [
             lambda comm, x: comm.all_gather(x, out=x.new_empty(n * count), **options),
             lambda comm, x: comm.broadcast(x.clone(), n - 1, **options),
             lambda comm, x: comm.all_to_all(x[:whole], out=torch.empty_like(x[:whole]), **options),
+        ]
+    if cell.algorithm == "copy_engine":
+
+        def named(comm: Communicator) -> dict[str, Any]:  # the cpu engine, which says what is right, has no such thing
+            return options | ({"algorithm": cell.algorithm} if comm.engine == "cuda" else {})
+
+        return [
+            lambda comm, x: comm.all_gather(x, out=x.new_empty(n * count), **named(comm)),
+            lambda comm, x: comm.all_to_all(x[:whole], out=torch.empty_like(x[:whole]), **named(comm)),
         ]
     options |= {"algorithm": cell.algorithm}
     return [lambda comm, x: comm.all_reduce(x, out=torch.empty_like(x), **options)]

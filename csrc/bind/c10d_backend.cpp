@@ -21,7 +21,7 @@ const Tensors& one_for_each_rank(const Site& site, const Tensors& tensors, const
   return tensors;
 }
 
-// The side of a call that has a part for each rank; torch wraps it in a list of one entry for each device.
+// Returns the parts for each rank on one side of a call; torch wraps them in a list with one entry for each device.
 const Tensors& parts_of(const Site& site, const std::vector<Tensors>& lists, const char* side) {
   if (lists.size() != 1) {
     site.refuse("InvalidArgumentError", "got ", lists.size(), " lists of ", side,
@@ -125,7 +125,7 @@ WorkPtr Backend::endCoalescing() {
   if (coalesced_) coalesced_->seal();
   WorkPtr on_device = devices_.end_coalescing();
   if (!on_device) return std::move(coalesced_);
-  if (coalesced_) std::exchange(coalesced_, {})->wait();  // one Work cannot be both
+  if (coalesced_) std::exchange(coalesced_, {})->wait();  // a call cannot return both
   return on_device;
 }
 

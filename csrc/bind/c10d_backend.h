@@ -1,5 +1,5 @@
-// torch.distributed's backend over any engine. It knows engines by their interface alone. Tensors on the cpu go to an
-// engine that every group has, those on a device to one that is made at the first call there (c10d_device.h).
+// torch.distributed's backend over any engine, which it uses through the Engine interface only. Tensors on the cpu use
+// an engine that every group has, those on a device an engine that is made at the first call there (c10d_device.h).
 #pragma once
 
 #include <atomic>
@@ -18,15 +18,15 @@ namespace ringcomm {
 using c10::intrusive_ptr;
 
 // A synchronous call (asyncOp = false) runs in the caller's thread, or on its stream, and returns null, which
-// torch.distributed takes for "already done"; an asynchronous one, and every send and receive, returns an AsyncWork, or
-// a DeviceWork.
+// torch.distributed understands as "already done". An asynchronous one, and every send and receive, returns an
+// AsyncWork or a DeviceWork.
 class Backend final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds limit) : c10d::Backend::Options("ringcomm", limit) {}
   };
 
-  // `maker` makes the device's engine; with `host_memory` that serves cpu tensors in place of `engine`.
+  // `maker` makes the device's engine; with `host_memory` that engine serves cpu tensors in place of `engine`.
   Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker, bool host_memory);
   ~Backend() override;
 
@@ -44,8 +44,8 @@ class Backend final : public c10d::Backend {
   // Connects at init_process_group(device_id=...), instead of at the first call on the device.
   void eagerConnectSingleDevice(at::Device device) override;
 
-  // Memory that the peers read and write in place. On a device that would be a collective call, which torch does not
-  // promise to make on every rank.
+  // Memory that the peers read and write in place. On a device this would be a collective call, and torch does not
+  // promise to make it on every rank.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }  // only the cpu has no index
   Tensor allocateTensor(long count, at::TensorOptions options) override;
 
@@ -84,7 +84,8 @@ class Backend final : public c10d::Backend {
  private:
   Site site(const char* title) { return {title, rank_, size_, &devices_}; }
   bool deferred(bool async) const { return async || coalescing_; }
-  // Runs or submits prepared calls; a profiler sees `inputs`, and `outputs` is what the Work's result and future hold.
+  // Runs or submits prepared calls. A profiler records `inputs`; `outputs` become the Work's result and its future's
+  // value.
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
   WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
                  at::TensorList outputs);
@@ -96,7 +97,7 @@ class Backend final : public c10d::Backend {
                       std::chrono::milliseconds timeout);
   Task reduce_scatter_task(const Site& site, Tensor& output, const Tensor& input,
                            const c10d::ReduceScatterOptions& opts, bool async);
-  // Waits for the other ranks, also where it is asynchronous.
+  // Waits for the other ranks, even if the call is asynchronous.
   WorkPtr all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts);
   Tensor gather_indices(const Site& at, const Tensor& mine, std::chrono::milliseconds timeout);
   WorkPtr receive(Tensors& tensors, const Site& site, c10d::OpType type, int peer, int tag);
@@ -109,7 +110,7 @@ class Backend final : public c10d::Backend {
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> coalescing_{false};
   intrusive_ptr<AsyncWork> coalesced_;  // the calls on the cpu since startCoalescing
-  // The last child and its key: torch splits once for each device type, and this backend serves all of them.
+  // The last child and its key: torch splits once for each device type, but one child serves all of them.
   std::string split_key_;
   c10::weak_intrusive_ptr<c10d::Backend> split_child_;
 };

@@ -16,13 +16,13 @@ namespace {
 using c10d::OpType;
 using Tasks = std::span<Task>;
 
-// Whether an engine may serve two calls of a batch together.
+// Whether an engine may handle two calls of a batch together.
 bool alike(const Call& a, const Call& b) {
   if (point_to_point(a.op) || point_to_point(b.op)) return point_to_point(a.op) && point_to_point(b.op);
   return a.op == b.op && a.dtype == b.dtype && a.reduce_op == b.reduce_op && a.root == b.root && a.factor == b.factor;
 }
 
-// Lane 0 is that of everything but lone sends and receives.
+// Lane 0 is for everything except single sends and receives.
 std::size_t lane_of(OpType type, const Task& task) {
   if (!c10d::isP2POp(type)) return 0;
   const auto peer = static_cast<std::size_t>(task.call.root + 1);  // kAnySource is -1
@@ -30,9 +30,9 @@ std::size_t lane_of(OpType type, const Task& task) {
 }
 
 std::size_t num_lanes(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
-constexpr std::size_t kMostPreparedLanes = 32;  // those of further peers are made at their first message
+constexpr std::size_t kMostPreparedLanes = 32;  // lanes of further peers are made at their first message
 
-// Returns the source of a lone receive, else -1 or a source of no meaning.
+// Returns the source of a single receive, else -1 or a meaningless number.
 int enqueue(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   const std::uintptr_t handle = link.streams->handle(stream);
   for (Task& task : tasks) task.call.stream = handle;
@@ -57,8 +57,8 @@ int enqueue(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   return source;
 }
 
-// What must live until `stream` has come past the tasks. Copies are this module's alone: nobody waits for them, so the
-// allocator is told.
+// Returns the tensors that must live until `stream` has passed the tasks. Copies are known only here, and no caller
+// waits for them, so the allocator is told to keep their memory.
 Tensors claim(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   Tensors tensors;
   for (Task& task : tasks) {
@@ -69,7 +69,7 @@ Tensors claim(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   return tensors;
 }
 
-// Other ranks may be threads of this process.
+// Releases the GIL: other ranks may be threads of this process.
 class NoGil {
  public:
   NoGil() {
@@ -169,7 +169,7 @@ WorkPtr DeviceGroup::start_beside(const c10::Stream& current, const char* title,
   std::exception_ptr error;
   try {
     source = enqueue(*link_, tasks, side);
-  } catch (...) {  // some of a batch may be enqueued already
+  } catch (...) {  // a part of a batch may be enqueued already
     error = std::current_exception();
   }
   const auto in_flight = std::make_shared<InFlight>(link_->streams, side, captured, std::move(tensors));
@@ -184,9 +184,10 @@ void DeviceGroup::hold(std::shared_ptr<InFlight> in_flight) {
   in_flight_.push_back(std::move(in_flight));
 }
 
-// In the order of the calls, which is nearly that of their ends. A graph keeps the memory that was captured.
+// Forgets calls in the order in which they were made, which is nearly that of their ends. A graph keeps the memory that
+// it has captured.
 void DeviceGroup::forget_ended() {
-  std::deque<std::shared_ptr<InFlight>> ended;  // tensors go outside of the lock
+  std::deque<std::shared_ptr<InFlight>> ended;  // tensors are freed outside of the lock
   const std::lock_guard<std::mutex> lock(mutex_);
   while (!in_flight_.empty()) {
     const InFlight& oldest = *in_flight_.front();
@@ -196,7 +197,7 @@ void DeviceGroup::forget_ended() {
   }
 }
 
-// -- life ------------------------------------------------------------------------------------------------------------
+// -- abort and close --------------------------------------------------------------------------------------------------
 
 void DeviceGroup::set_timeout(std::int64_t timeout_ms) {
   if (made_) link_->engine->set_timeout(timeout_ms);

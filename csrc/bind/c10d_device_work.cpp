@@ -8,7 +8,7 @@ namespace ringcomm {
 
 void DeviceLink::check(const char* call) const {
   if (C10_LIKELY(!engine->aborted())) return;
-  engine->synchronize(0);  // knows more
+  engine->synchronize(0);  // throws a more precise error
   fail(ErrorCode::kAborted, call, ": rank ", engine->rank(), " expected a working communicator on ", device,
        ", got one that was aborted; make a new process group");
 }
@@ -45,7 +45,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// The engine bounds every call by its own limit; one given here ends the wait alone.
+// The engine limits every call by the call's own time limit; the limit given here ends the wait only.
 void DeviceWork::wait_on_host(std::int64_t limit_ms) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
@@ -61,8 +61,9 @@ void DeviceWork::wait_on_host(std::int64_t limit_ms) {
   }
 }
 
-// Complete from the start: what is to wait for the values is the streams of those who use them, which is what the
-// future arranges when it is completed with ours as the current one. Calls made in between lie before that point too.
+// The future is complete from the start. What must wait for the values is the streams that use them: the future
+// arranges this when it is completed while our stream is the current one. Calls made in between come before that point
+// too.
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (future_) return future_;

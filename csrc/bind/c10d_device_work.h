@@ -1,5 +1,5 @@
-// The Work of asynchronous calls on a device: an event on an internal stream. Nothing here blocks the host, but
-// barriers and waits with a time limit.
+// The Work of asynchronous calls on a device: an event on an internal stream. Only barriers and waits with a time limit
+// block the host.
 #pragma once
 
 #include <atomic>
@@ -13,23 +13,23 @@
 
 namespace ringcomm {
 
-// The engine of a group on its device, and the streams there. Works share it: they may outlive their group.
+// The engine of a group on its device, and the streams there. Works share it, since they may outlive their group.
 struct DeviceLink {
   std::shared_ptr<Engine> engine;
   c10::Device device;
   std::shared_ptr<Streams> streams;
 
-  // Throws what ended the communicator, if it is known already.
+  // Throws the error that ended the communicator, if it is known already.
   void check(const char* call) const;
 };
 
-// The tensors of a call, until it is done or its Work was waited for: from then on the waiting stream comes after it,
-// and frees memory in that order. The group holds them too, for a Work that nobody keeps. (The other way, telling the
-// allocator about our stream with record_stream, would let it reuse the memory only when it happens to look: torch has
-// left that for the same reason.)
+// Keeps the tensors of a call until it is done or its Work has been waited for; from then on the waiting stream comes
+// after the call, and memory is freed in that order. The group holds them too, in case the Work is dropped. (With
+// record_stream instead, the allocator would reuse the memory only when it happens to check the stream; torch stopped
+// using it for the same reason.)
 class InFlight {
  public:
-  // Ends where `stream` is now.
+  // The call ends at the present point of `stream`.
   InFlight(const std::shared_ptr<Streams>& streams, const c10::Stream& stream, bool captured, Tensors tensors)
       : end(streams->record(stream)), captured(captured), streams_(streams), tensors_(std::move(tensors)) {}
   ~InFlight() {
@@ -40,7 +40,7 @@ class InFlight {
   bool released() const { return released_; }
 
   Event end;
-  const bool captured;  // in a graph: the event says nothing to the host
+  const bool captured;  // in a graph: the host cannot query the event
 
  private:
   const std::shared_ptr<Streams> streams_;
@@ -55,7 +55,7 @@ class DeviceWork final : public c10d::Work {
     const char* call;
     std::uint64_t sequence;
     int source;        // of a receive
-    bool blocks_host;  // as a barrier does
+    bool blocks_host;  // as for a barrier
     c10::Stream stream;
   };
   DeviceWork(int rank, const Facts& facts, std::shared_ptr<const DeviceLink> link, std::shared_ptr<InFlight> in_flight,
@@ -71,7 +71,7 @@ class DeviceWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   int sourceRank() const override { return facts_.source; }
   Tensors result() override { return outputs_; }
-  // Makes the current stream wait. With a limit, and after a barrier, the host waits too.
+  // Makes the current stream wait. With a time limit, and after a barrier, the host waits too.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -84,7 +84,7 @@ class DeviceWork final : public c10d::Work {
   const std::shared_ptr<const DeviceLink> link_;
   const std::shared_ptr<InFlight> in_flight_;
   const Tensors outputs_;
-  std::atomic<bool> succeeded_{false};              // seen done while nothing had failed
+  std::atomic<bool> succeeded_{false};              // seen done while there was no error
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };
 

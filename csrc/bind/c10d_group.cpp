@@ -1,4 +1,4 @@
-// The life of a process group: timeouts, abort, shutdown, children, shared memory, the barrier that names absentees.
+// A process group's timeouts, abort, shutdown, children, shared memory, and the barrier that names missing ranks.
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace ringcomm {
 namespace {
 
-constexpr int kMonitorTag = INT_MAX;  // of monitoredBarrier's own messages
+constexpr int kMonitorTag = INT_MAX;  // the tag of monitoredBarrier's messages
 
 Call message(Op op, int peer, std::uint8_t* byte, std::int64_t timeout_ms) {
   Call call;
@@ -40,7 +40,7 @@ Backend::Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options,
       devices_(rank_, std::move(maker), host_memory),
       split_child_(intrusive_ptr<c10d::Backend>()) {}
 
-// The engine finishes what is in flight, and its thread may need the GIL to let go of tensors.
+// The engine finishes calls in flight, and its thread may need the GIL to release tensors.
 Backend::~Backend() {
   if (PyGILState_Check() == 0) return;
   const py::gil_scoped_release no_gil;
@@ -108,12 +108,12 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
   devices_.connect("init_process_group");
 }
 
-// Rank 0 hears from every rank within the limit, or says who is missing; then it lets all of them go.
+// Rank 0 waits for a message of every rank, or reports the missing ranks; then it answers all of them.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const auto limit = std::chrono::milliseconds(opts.timeout.count() >= 0 ? opts.timeout.count() : engine_->timeout());
   std::uint8_t byte = 0;
   if (rank_ != 0) {
-    // Later than rank 0's own limit, so that its report, which names the absentees, comes first.
+    // Longer than rank 0's own limit, so that rank 0's report, which names the missing ranks, comes first.
     const std::int64_t patience = limit.count() + limit.count() / 8 + 200;
     engine_->run(message(Op::kSend, 0, &byte, patience));
     engine_->run(message(Op::kRecv, 0, &byte, patience));
@@ -134,7 +134,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
 std::vector<int> Backend::missing_at_barrier(std::chrono::milliseconds limit, bool all) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + limit;
-  // Alive until the requests end, which after a missing rank is when the caller aborts.
+  // Kept alive until the requests end; if a rank is missing, they end when the caller aborts.
   const auto bytes = std::make_shared<std::vector<std::uint8_t>>(size_);
   std::vector<std::shared_ptr<Request>> requests;
   for (int peer = 1; peer < size_; ++peer) {

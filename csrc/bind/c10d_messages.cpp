@@ -12,7 +12,7 @@ namespace ringcomm {
 
 namespace {
 
-constexpr auto kLookEvery = std::chrono::milliseconds(50);  // for signals
+constexpr auto kLookEvery = std::chrono::milliseconds(50);  // interval of checks for signals
 
 struct Header {
   std::uint64_t nbytes;
@@ -53,7 +53,7 @@ class GroupMessages::Item final : public Request {
                      ": was waited for in a process forked after it began; wait in the parent, and make a communicator "
                      "in the child, or start it with spawn");
     const auto end = timeout_ms > 0 ? WireClock::now() + std::chrono::milliseconds(timeout_ms)
-                                    : WireClock::time_point::max();  // the message has a limit of its own
+                                    : WireClock::time_point::max();  // the message has its own limit
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_until(lock, std::min(WireClock::now() + kLookEvery, end), [&] { return done_; })) {
       if (WireClock::now() >= end)
@@ -64,7 +64,7 @@ class GroupMessages::Item final : public Request {
       const bool stop = interrupted_(title(call_));
       lock.lock();
       if (!stop) continue;
-      changed_.wait(lock, [&] { return done_; });  // its memory is the caller's again only then
+      changed_.wait(lock, [&] { return done_; });  // only then may the caller reuse the memory
       if (error_) break;
       ringcomm::fail(ErrorCode::kAborted, title(call_), ": was interrupted by a signal");
     }
@@ -138,7 +138,7 @@ void GroupMessages::close() {
   changed_.notify_all();
   for (auto& [which, way] : ways_)
     if (which.first && way.thread.joinable()) way.thread.join();
-  link_->abort();  // whoever still waits for a header waits in vain
+  link_->abort();  // ends threads that still wait for a header
   for (auto& [which, way] : ways_)
     if (way.thread.joinable()) way.thread.join();
 }
@@ -149,7 +149,7 @@ bool GroupMessages::runs_this_thread() {
                      [](const auto& way) { return way.second.thread.get_id() == std::this_thread::get_id(); });
 }
 
-// Ends everything that is open.
+// Ends all open messages with an error.
 void GroupMessages::fail(Way& way, const WireFailure& failure) {
   std::deque<ItemPtr> open;
   {
@@ -169,7 +169,7 @@ void GroupMessages::send_all(int peer, Way& way) {
     std::deque<Header> headers;
     std::vector<std::vector<GroupWork>> works;
     try {
-      for (const ItemPtr& item : batch) {  // all of them are on their way before the first is waited for
+      for (const ItemPtr& item : batch) {  // starts all of them before waiting for the first
         headers.push_back({item->nbytes(), item->call().tag});
         works.push_back({link_->send({peer, &headers.back(), sizeof(Header)}, GroupLink::kHeader)});
         if (item->nbytes())
@@ -184,7 +184,7 @@ void GroupMessages::send_all(int peer, Way& way) {
         batch[i]->end();
       }
     } catch (const WireFailure& failure) {
-      works.clear();  // before anybody hears that the memory is free
+      works.clear();  // before the callers are told that their memory is free
       fail(way, failure);
     }
     lock.lock();
@@ -212,7 +212,7 @@ void GroupMessages::receive_all(int peer, Way& way) {
         read_one(peer, way, limit);
       } catch (const WireFailure& failure) {
         fail(way, failure);
-      } catch (const std::exception& error) {  // such as no memory for what no receive has asked for
+      } catch (const std::exception& error) {  // such as no memory for a message without a receive
         fail(way, {peer, false, error.what()});
       }
     lock.lock();
@@ -238,7 +238,7 @@ std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item)
   return error;
 }
 
-// The next message of the peer: to the oldest receive of its tag, or aside.
+// Receives the next message of the peer, into the oldest receive with its tag, or stores it.
 void GroupMessages::read_one(int peer, Way& way, WireClock::time_point limit) {
   Header header{};
   link_->wait(link_->recv({peer, &header, sizeof header}, GroupLink::kHeader), peer, limit);

@@ -1,5 +1,5 @@
-// The user's sends and receives over a backend of torch.distributed: a header with tag and length goes before the
-// bytes, so that a receive takes the oldest message that has its tag, and a wrong length is an error and no accident.
+// The user's sends and receives over a backend of torch.distributed. A header with tag and length precedes the bytes,
+// so that a receive can take the oldest message with its tag, and a wrong length is reported as an error.
 #pragma once
 
 #include <condition_variable>
@@ -20,23 +20,23 @@ namespace ringcomm {
 class GroupMessages {
  public:
   explicit GroupMessages(std::shared_ptr<GroupLink> link) : link_(std::move(link)) {}
-  // See Wire::on_wait; before any message.
+  // See Wire::on_wait; call it before any message.
   void on_wait(std::function<bool(const char*)> interrupted) { interrupted_ = std::move(interrupted); }
   ~GroupMessages() { close(); }
 
   std::shared_ptr<Request> submit(const Call& call, std::int64_t limit_ms);
-  // Waits for what was sent; receives still open end with an error.
+  // Waits for sent messages; open receives end with an error.
   void close();
   bool runs_this_thread();
 
  private:
   class Item;
   using ItemPtr = std::shared_ptr<Item>;
-  struct Arrived {  // before its receive
+  struct Arrived {  // a message that arrived before its receive
     int tag;
     std::vector<char> bytes;
   };
-  struct Way {  // to a peer, or from it
+  struct Way {  // one direction between this rank and a peer
     std::deque<ItemPtr> open;
     std::vector<Arrived> arrived;
     std::thread thread;
@@ -44,7 +44,7 @@ class GroupMessages {
 
   void send_all(int peer, Way& way);
   void receive_all(int peer, Way& way);
-  // The oldest arrived message with the item's tag goes there. How that went, where there was one.
+  // Copies the oldest stored message with the item's tag to the item. Returns the outcome; nothing if there is none.
   std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
   static std::exception_ptr other_length(const Item& item, std::uint64_t nbytes);
   void read_one(int peer, Way& way, WireClock::time_point limit);
@@ -52,9 +52,9 @@ class GroupMessages {
 
   const std::shared_ptr<GroupLink> link_;
   std::function<bool(const char*)> interrupted_ = [](const char*) { return false; };
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // for the members below
   std::condition_variable changed_;
-  std::map<std::pair<bool, int>, Way> ways_;  // by whether it sends, and peer
+  std::map<std::pair<bool, int>, Way> ways_;  // by direction (true: sends) and peer
   bool closing_ = false;
 };
 

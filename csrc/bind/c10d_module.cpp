@@ -17,7 +17,8 @@ const char* python_class(const Error& error) {
   return error_class(error.code());
 }
 
-// ringcomm.backend holds every class of ringcomm.errors, those of failed communication also as DistBackendError.
+// Raises the class from ringcomm.backend, which has all of ringcomm.errors; those for failed communication are
+// subclasses of DistBackendError there too.
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -30,7 +31,7 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
 }
 
-// To be taken by `_C.hosts_engine`.
+// Returns a wire in a capsule, for `_C.hosts_engine`.
 py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
   return py::capsule(
       new std::shared_ptr<Wire>(make_group_wire(group, name, first_tag)), "ringcomm.Wire", [](PyObject* capsule) {
@@ -40,10 +41,10 @@ py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std:
       });
 }
 
-// A ringcomm.backend.DeviceMaker, to be called and dropped without the GIL.
+// Wraps a ringcomm.backend.DeviceMaker, so that it can be called and destroyed without the GIL.
 DeviceGroup::Maker maker(py::object made_in_python) {
   const auto drop = [](py::object* held) {
-    if (Py_IsInitialized() == 0) return;  // nothing to go back to
+    if (Py_IsInitialized() == 0) return;  // the interpreter is gone
     const py::gil_scoped_acquire gil;
     delete held;
   };
@@ -67,7 +68,7 @@ PYBIND11_MODULE(_c10d, m) {
   py::register_exception_translator(ringcomm::translate);
   m.attr("built_for") = TORCH_VERSION;
 
-  m.attr("TAGS") = ringcomm::kTags;  // of a wire
+  m.attr("TAGS") = ringcomm::kTags;  // number of tags that a wire uses
   m.def("wire_over", &ringcomm::wire_over, py::arg("group"), py::arg("name"), py::arg("first_tag") = 0,
         "A wire between hosts over the sends and receives of a process group's backend, as a capsule for _C.");
 
@@ -84,7 +85,7 @@ PYBIND11_MODULE(_c10d, m) {
                                                     ringcomm::maker(std::move(device_maker)), host_memory);
               }),
               py::arg("engine"), py::arg("options"), py::arg("device_maker"), py::arg("host_memory") = false);
-  // torch calls it where supports_splitting is true, on ranks that a new group leaves out: NCCL needs them.
+  // torch calls this, since supports_splitting is true, on ranks that are not in a new group: NCCL needs those ranks.
   backend.def("perform_nocolor_split", [](Backend&, const py::object&) {}, py::arg("device"));
   backend.def_property_readonly("options", &Backend::getBackendOptions);
   backend.def("get_error", &Backend::getError);

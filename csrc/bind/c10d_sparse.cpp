@@ -1,6 +1,6 @@
-// all_reduce of sparse tensors on the cpu, such as the gradients of an Embedding(sparse=True): the ranks lay their
-// values on the union of their indices, and the ordinary all_reduce combines those. So the bits are those of the dense
-// tensors.
+// all_reduce of sparse tensors on the cpu, such as the gradients of an Embedding(sparse=True): every rank puts its
+// values on the union of all ranks' indices, and the ordinary all_reduce combines them. So the bits are those of the
+// dense tensors.
 #include <algorithm>
 
 #include "bind/c10d_backend.h"
@@ -10,9 +10,9 @@ namespace ringcomm {
 namespace {
 
 constexpr std::int64_t kMostDims = 64;
-constexpr int kFacts = 4;  // before the sizes
+constexpr int kFacts = 4;  // numbers before the sizes
 
-// What a rank brings, as a row of numbers: how many indices, and then what must be the same everywhere.
+// Describes a rank's tensor as a row of numbers: how many indices, then the facts that must be equal on all ranks.
 Tensor described(const Tensor& mine) {
   std::vector<std::int64_t> row{mine.indices().size(1), static_cast<std::int64_t>(mine.scalar_type()),
                                 mine.sparse_dim(), mine.dim()};
@@ -32,7 +32,7 @@ std::string text_of(const Tensor& row) {
 
 }  // namespace
 
-// The indices of all ranks, one after the other; they are few or many on each.
+// Returns the concatenated indices of all ranks, of which each may have a different number.
 Tensor Backend::gather_indices(const Site& at, const Tensor& mine, std::chrono::milliseconds timeout) {
   const auto gather = [this, timeout](Tensor part) {
     Tensor all = at::empty({size_ * part.size(0), part.size(1)}, part.options());
@@ -40,7 +40,7 @@ Tensor Backend::gather_indices(const Site& at, const Tensor& mine, std::chrono::
     return all;
   };
   const Tensor rows = gather(described(mine));
-  for (int rank = 0; rank < size_; ++rank) {  // the same on every rank: all of them refuse
+  for (int rank = 0; rank < size_; ++rank) {  // the rows are the same on every rank, so all ranks raise
     const std::int64_t dims = rows[rank][3].item<std::int64_t>();
     if (dims > kMostDims)
       at.refuse("UnsupportedError", "expected at most ", kMostDims, " dimensions of a sparse tensor, rank ", rank,

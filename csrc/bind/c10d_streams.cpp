@@ -14,21 +14,21 @@
 namespace ringcomm {
 namespace {
 
-// A function of the driver, which torch has loaded; null where it has not.
+// Returns a function of the driver, if torch has loaded the driver; else null.
 template <typename Function>
 Function driver_function(const char* name) {
   void* const driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   return reinterpret_cast<Function>(driver ? dlsym(driver, name) : nullptr);
 }
 
-// torch's generic streams know about capture since 2.13; before, the driver is asked.
+// torch's generic streams have an is_capturing since 2.13; for older versions this asks the driver.
 [[maybe_unused]] bool driver_is_capturing(void* stream) {
   static const auto is_capturing = driver_function<int (*)(void* stream, int* status)>("cuStreamIsCapturing");
-  int status = 0;  // none, active, invalidated
+  int status = 0;  // 0: none, 1: active, 2: invalidated
   return is_capturing && is_capturing(stream, &status) == 0 && status != 0;
 }
 
-// The calling thread may query within a scope, whatever other threads are capturing.
+// Within its scope the calling thread may query events even while other threads capture graphs.
 class RelaxedCapture {
  public:
   RelaxedCapture() { exchange(); }
@@ -39,7 +39,7 @@ class RelaxedCapture {
     static const auto exchange_mode = driver_function<int (*)(int* mode)>("cuThreadExchangeStreamCaptureMode");
     if (exchange_mode) exchange_mode(&mode_);
   }
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what was before
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then the mode before
 };
 
 template <typename Stream>
@@ -93,9 +93,9 @@ class DeviceStreams final : public Streams {
   void enqueued(Engine&, const c10::Stream&) const override {}
 
  private:
-  // A stream that the engine lends, as torch names one that is not its own: by its address. (That is what
-  // c10::cuda::getStreamFromExternal does, which only a torch with CUDA has.) Where torch does not know the stream by
-  // that name, or the engine lends none, it is one of torch's pool, which gives its 32 out in turns to all who ask.
+  // Returns a stream that the engine lends, with its address as torch's id of an external stream.
+  // (c10::cuda::getStreamFromExternal does the same, but exists only in a torch with CUDA.) If torch does not accept
+  // the id, or the engine lends no stream, returns one from torch's pool, whose 32 streams are shared by all users.
   c10::Stream make_lane() {
     if (const std::uintptr_t lent = engine_->lend_stream()) {
       const c10::Stream stream(c10::Stream::UNSAFE, device_, static_cast<c10::StreamId>(lent));
@@ -125,11 +125,11 @@ class DeviceStreams final : public Streams {
   const c10::Device device_;
   const c10::impl::VirtualGuardImpl guard_;
   const std::shared_ptr<Engine> engine_;
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // for the members below
   std::map<std::size_t, c10::Stream> side_;
   std::vector<std::uintptr_t> lent_;
   std::vector<c10::Event> idle_events_;
-  c10::Event between_;  // recorded again and again: a wait is for the last time before it
+  c10::Event between_;  // recorded repeatedly: a wait refers to the last record before it
 };
 
 class HostStreams final : public Streams {

@@ -91,7 +91,7 @@ void open_span(at::RecordFunction& span, const char* title, at::TensorList input
   span.before(title, &shown);
 }
 
-// Where the call runs. The device's engine serves cpu tensors too where its memory is the host's.
+// Decides where the call runs. If the device engine's memory is the host's, it serves cpu tensors too.
 void Task::place(const Tensor& tensor) {
   if (C10_UNLIKELY(tensor.defined() && site_.devices->serves(tensor.device()))) {
     site_.devices->open(site_, tensor.device());

@@ -1,5 +1,5 @@
-// From tensors to one call of an engine: checks, element units, contiguous stand-ins, copies back. Nothing is sent
-// here.
+// Turns tensors into one call of an engine: checks, counts in engine elements, contiguous copies, and writing back
+// results. It sends nothing.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ namespace ringcomm {
 using Tensor = at::Tensor;
 using Tensors = std::vector<at::Tensor>;
 
-// A mistake in the caller's arguments that has a Python class of its own in ringcomm.errors.
+// An error in the caller's arguments that has its own Python class in ringcomm.errors.
 class __attribute__((visibility("default"))) ArgumentError : public Error {
  public:
   ArgumentError(const char* python_class, const std::string& message)
@@ -34,7 +34,7 @@ class __attribute__((visibility("default"))) ArgumentError : public Error {
 
 class DeviceGroup;
 
-// Which call on which rank: `title` is the profiler's name of the call, "ringcomm:all_reduce".
+// The call and the rank: `title` is the profiler's name of the call, such as "ringcomm:all_reduce".
 struct Site {
   static constexpr std::size_t kPrefix = sizeof("ringcomm:") - 1;
   const char* title;
@@ -48,19 +48,20 @@ struct Site {
   }
 };
 
-// The engine's milliseconds, where 0 means the communicator's own limit, as a negative or zero limit does in c10d.
+// The engine's time limit in milliseconds; 0 means the communicator's own limit, as a negative or zero limit does in
+// c10d.
 inline std::int64_t engine_timeout(std::chrono::milliseconds limit) { return limit.count() > 0 ? limit.count() : 0; }
 
-// Copies every stand-in to the tensor that it stands for.
+// Copies every stand-in back to the tensor that it replaced.
 using WriteBack = std::vector<std::pair<Tensor, Tensor>>;
 void write_back(const WriteBack& pairs);
 
-// Begins a profiler's span as torch's own backends do: of an asynchronous event, with the shapes of its inputs.
+// Begins a profiler's span like torch's own backends: an asynchronous event with the shapes of its inputs.
 void open_span(at::RecordFunction& span, const char* title, at::TensorList inputs);
 
-// One call in preparation, on the cpu or on the device of its first tensor, which is opened then. Tensors that are not
-// plain memory get a contiguous stand-in. On a device all this is enqueued on the current stream; only the factor of
-// premul_sum, if it is a tensor there, makes the host wait for its value.
+// One call in preparation, on the cpu or on the device of its first tensor, where the group then prepares for calls.
+// Tensors that are not contiguous, or conjugated or negated views, get a contiguous stand-in. On a device all this is
+// enqueued on the current stream; only a premul_sum factor that is a tensor there makes the host wait for its value.
 class Task {
  public:
   Task(const Site& site, Op op, bool async, std::chrono::milliseconds timeout) : site_(site), async_(async) {
@@ -68,28 +69,30 @@ class Task {
     call.timeout_ms = engine_timeout(timeout);
   }
 
-  // The element type: of a call that only moves (bytes, where the engine has no such type) or of one that reduces.
+  // Sets the element type of a call that only moves data (as bytes, if the engine lacks the type), or of one that
+  // reduces.
   void moves(const Tensor& tensor);
   void reduces(const Tensor& tensor, const c10d::ReduceOp& op);
-  // Without a tensor: on the device as soon as the group has made a call there, as every rank has then.
+  // For a call without a tensor: runs on the device once the group has connected there, which then holds for every
+  // rank.
   void meets();
 
   void root(std::int64_t rank);
   std::size_t count(const Tensor& tensor) const { return static_cast<std::size_t>(tensor.numel()) * scale_; }
   std::size_t count(std::int64_t elements) const { return static_cast<std::size_t>(elements) * scale_; }
 
-  // Checks a tensor and gives its address, to be read, written, or both.
+  // Each checks a tensor and returns its address, for reading, writing, or both.
   const void* reads(const Tensor& tensor);
   void* writes(const Tensor& tensor);
   void* updates(const Tensor& tensor);
   void reads(const Tensors& tensors);   // into call.input_parts
   void writes(const Tensors& tensors);  // into call.output_parts
 
-  // Copies the input where it shares bytes with the output, unless it lies `in_place`, where an engine expects it.
+  // Copies the input if it overlaps the output, unless it is `in_place`, as the engine allows.
   void separate(std::size_t input_count, std::size_t output_count, bool in_place);
-  void separate_parts();  // the same for parts: in place is this rank's own part, except in all_to_all
+  void separate_parts();  // the same for parts, of which only this rank's may be in place, and none in all_to_all
 
-  // Whether the first dimension divides by the ranks.
+  // Whether the first dimension is divisible by the number of ranks.
   bool even(const Tensor& tensor) const { return tensor.dim() > 0 && tensor.size(0) % site_.world_size == 0; }
   // Splits one tensor along its first dimension into one part for each rank.
   void split(std::vector<Part>& parts, const Tensor& tensor, void* data, const std::vector<std::int64_t>& rows,
@@ -100,8 +103,8 @@ class Task {
 
   Call call;
   Tensors keep;     // the caller's tensors, which must live until an asynchronous call ends
-  Tensors copies;   // stand-ins and the like, which must live until any call ends
-  WriteBack pairs;  // of the caller's tensors with stand-ins
+  Tensors copies;   // copies such as stand-ins, which must live until any call ends
+  WriteBack pairs;  // the caller's tensors and their stand-ins
 
  private:
   void place(const Tensor& tensor);
@@ -119,7 +122,7 @@ class Task {
   bool on_device_ = false;
   c10::Device device_ = c10::kCPU;
   c10::ScalarType type_ = c10::ScalarType::Undefined;
-  std::size_t scale_ = 1;  // engine elements in one element of the tensors
+  std::size_t scale_ = 1;  // engine elements per tensor element
 };
 
 }  // namespace ringcomm

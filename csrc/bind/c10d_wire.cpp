@@ -23,7 +23,7 @@ std::vector<at::Tensor> tensor_of(const Message& message) {
   return {at::from_blob(message.data, {count}, at::TensorOptions().dtype(at::kByte))};
 }
 
-// A library's error in one line.
+// Returns the first line of a library's error.
 std::string first_line(const char* what) {
   const std::string text(what);
   return text.substr(0, text.find('\n'));
@@ -33,7 +33,7 @@ std::string first_line(const char* what) {
 
 // ---- sends and receives
 
-// While it lives, an abort finds the work.
+// Registers a work for its lifetime, so that an abort can end it.
 class GroupLink::Registered {
  public:
   Registered(GroupLink& link, const GroupWork& work) : link_(link), work_(work) {
@@ -78,7 +78,7 @@ void GroupLink::wait(const GroupWork& work, int peer, WireClock::time_point limi
   if (aborted()) refuse(peer);
   using std::chrono::duration_cast;
   using std::chrono::milliseconds;
-  // Rounded up: a wait that ends a moment early would not count as late.
+  // Rounded up, since a wait that ends slightly early would not count as late.
   const auto left = std::max(milliseconds(0), duration_cast<milliseconds>(limit - WireClock::now())) + milliseconds(1);
   bool done = false;
   try {
@@ -95,7 +95,7 @@ void GroupLink::abort() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const GroupWork& work : waited_for_) try {
       work->abort();
-    } catch (const std::exception&) {  // a backend that cannot: its wait ends at the call's limit
+    } catch (const std::exception&) {  // unsupported by the backend: the wait ends at the call's limit
     }
 }
 
@@ -135,7 +135,7 @@ class GroupWalk final : public WireWalk {
 constexpr std::size_t kInlineBytes = 8 << 10;
 constexpr std::size_t kTermsBytes = 512;
 
-// Terms and what goes with them. A backend may end the process where more comes than a receive has room for.
+// Terms and the bytes that follow them. Some backends end the process if a message is longer than its receive.
 struct Letter {
   std::uint64_t nbytes;
   char text[kTermsBytes + kInlineBytes];
@@ -159,7 +159,7 @@ class GroupWire final : public Wire {
 
   std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
     std::deque<Letter> letters;
-    std::vector<GroupWork> sends;  // ends before what it sends
+    std::vector<GroupWork> sends;  // destroyed before the letters that they send
     for (const Terms& each : terms) expect(each.peer);
     for (const Terms& each : terms) {
       Letter& letter = letters.emplace_back();
@@ -205,7 +205,7 @@ class GroupWire final : public Wire {
   std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
 
  private:
-  // A receive of the peer's next terms, of any length they may have: posted before they are due, they come at once.
+  // Posts a receive of the peer's next terms, of any length. It is posted early, so that they are received at once.
   void expect(int peer) {
     if (expected_.count(peer)) return;
     Expected expected{std::make_unique<Letter>(), nullptr};
@@ -215,8 +215,8 @@ class GroupWire final : public Wire {
 
   const std::shared_ptr<GroupLink> link_;
   const std::string name_;
-  const bool short_letters_;          // a receive may have room for more than comes
-  std::map<int, Expected> expected_;  // by peer; of the thread that runs the calls
+  const bool short_letters_;          // a message may be shorter than its receive
+  std::map<int, Expected> expected_;  // by peer; used by the thread that runs the calls
   mutable GroupMessages messages_;
 };
 

@@ -1,4 +1,4 @@
-// A wire over send and receive of any backend of torch.distributed, such as Gloo, on the host's memory.
+// A wire over send and receive of any backend of torch.distributed, such as Gloo, for host memory.
 #pragma once
 
 #include <atomic>
@@ -22,12 +22,12 @@ class GroupLink {
  public:
   GroupLink(BackendPtr backend, int first_tag) : backend_(std::move(backend)), first_tag_(first_tag) {}
 
-  // Who uses which of the backend's tags, from `first_tag` on.
+  // The uses of the backend's tags, counted from `first_tag`.
   enum Tag : int { kTerms = 0, kHeader = 1, kPayload = 2, kFirstSlot = 8 };
 
   GroupWork send(const Message& message, int tag);
   GroupWork recv(const Message& message, int tag);
-  // Blocks until it is done. Throws WireFailure, and after a limit that has passed the backend may be of no more use.
+  // Blocks until the work is done. Throws WireFailure; after a time limit has passed, the backend may be unusable.
   void wait(const GroupWork& work, int peer, WireClock::time_point limit);
   void abort();
   bool aborted() const { return aborted_.load(); }
@@ -45,7 +45,7 @@ class GroupLink {
   std::set<GroupWork> waited_for_;
 };
 
-// `name`: what people call the backend; `first_tag`: its tags from there to kTags further are this wire's.
+// `name`: the backend's name in messages; `first_tag`: this wire uses kTags tags of the backend from there on.
 inline constexpr int kTags = 4096;
 std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name, int first_tag);
 

@@ -14,13 +14,13 @@
 namespace ringcomm {
 namespace {
 
-// Completes the futures that Python holds, and so runs their callbacks. Those may wait for later calls: the engine's
-// own thread must not run them, and one that waits must not hold up the next, so a thread is started whenever none is
+// Completes futures that Python holds, which runs their callbacks. These may wait for later calls, so the engine's own
+// thread must not run them; and a callback that waits must not delay the next, so a thread is started whenever none is
 // free. (PowerSGD's hook does both.)
 class CallbackThreads {
  public:
   static CallbackThreads& instance() {
-    static auto* threads = new CallbackThreads;  // outlives every thread
+    static auto* threads = new CallbackThreads;  // never destroyed
     return *threads;
   }
 
@@ -54,12 +54,12 @@ class CallbackThreads {
   std::size_t idle_ = 0;
 };
 
-// What torch itself rethrows from a future (DDP's reducer, autograd) keeps its Python class only as an error of
-// torch's.
+// When torch itself rethrows an error from a future (in DDP's reducer or autograd), only errors derived from torch's
+// keep their Python class.
 struct PythonError final : torch::PyTorchError {
   explicit PythonError(const Error& error)
       : PyTorchError(advice_to_groups(error.what())), name(error_class(error.code())) {}
-  PyObject* python_type() override {  // with the GIL; the module keeps it
+  PyObject* python_type() override {  // called with the GIL; the module keeps the class alive
     return pybind11::module_::import("ringcomm.backend").attr(name).ptr();
   }
   const char* const name;
@@ -84,7 +84,7 @@ void AsyncWork::add(Engine& engine, Task&& task, at::TensorList outputs) {
   std::move(task.pairs.begin(), task.pairs.end(), std::back_inserter(pairs_));
   requests_.push_back(engine.submit(std::move(task.call)));
   pending_.fetch_add(1, std::memory_order_relaxed);
-  // Released here, reclaimed by the callback: a raw pointer keeps the callback free of allocation.
+  // Released here, reclaimed by the callback: with a raw pointer the callback does not allocate memory.
   AsyncWork* self = c10::intrusive_ptr<AsyncWork>::reclaim_copy(this).release();
   requests_.back()->on_done(
       [self](std::exception_ptr error) { c10::intrusive_ptr<AsyncWork>::reclaim(self)->settle(std::move(error)); });
@@ -115,7 +115,7 @@ void AsyncWork::end() {
   CallbackThreads::instance().post([self = std::move(self)] { self->complete_future(); });
 }
 
-// Whether the caller is the one to complete the future.
+// Whether the caller must complete the future.
 bool AsyncWork::claim_future() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return completed_ && future_ && !std::exchange(future_claimed_, true);
@@ -149,11 +149,11 @@ bool AsyncWork::wait(std::chrono::milliseconds timeout) {
       request->wait(limit == 0 ? 0 : std::max<std::int64_t>(left, 1));
     }
   }
-  std::unique_lock<std::mutex> lock(mutex_);  // the callback of a request may end a moment after the request
+  std::unique_lock<std::mutex> lock(mutex_);  // a request's callback may end slightly after the request
   cv_.wait(lock, [this] { return completed_; });
   const auto future = future_;
   lock.unlock();
-  if (future) future->wait();  // is complete whenever the call is
+  if (future) future->wait();  // the future is complete once the call is
   if (error_) std::rethrow_exception(error_);
   return true;
 }

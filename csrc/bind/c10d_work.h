@@ -1,4 +1,4 @@
-// The Work of asynchronous calls: one or several requests of the engine that end as one.
+// The Work of asynchronous calls: one or more requests of the engine that complete as one.
 #pragma once
 
 #include <atomic>
@@ -12,15 +12,15 @@
 
 namespace ringcomm {
 
-// Life of a Work:
+// The steps of a Work:
 //
 //   add, add, ...   each submits one call; the callback of its request holds a reference to the Work, so that the
-//                   tensors live until the engine is done with them even if nobody else keeps the Work
-//   seal            nothing more is added
-//   settle          the engine ends a call; the last one copies stand-ins back, finishes the Work and its future
+//                   tensors live until the engine is done with them even if the caller drops the Work
+//   seal            no more calls are added
+//   settle          the engine ends a call; the last one writes stand-ins back, finishes the Work and its future
 class AsyncWork final : public c10d::Work {
  public:
-  // With a title there is a span for the profiler, which shows the shapes of the inputs.
+  // With a title the profiler gets a span, which shows the shapes of the inputs.
   AsyncWork(int rank, c10d::OpType type, std::uint64_t sequence, const char* title = nullptr,
             std::optional<Tensors> inputs = std::nullopt)
       : c10d::Work(rank, type, title, inputs), sequence_(sequence) {}
@@ -42,11 +42,11 @@ class AsyncWork final : public c10d::Work {
   void complete_future();
 
   const std::uint64_t sequence_;
-  std::atomic<int> pending_{1};  // calls in flight, and one for `seal`
+  std::atomic<int> pending_{1};  // calls in flight, plus one until `seal`
   std::vector<std::shared_ptr<Request>> requests_;
   Tensors outputs_, keep_;
   WriteBack pairs_;
-  std::exception_ptr error_;  // guarded by mutex_, as is all that follows
+  std::exception_ptr error_;  // guarded by mutex_, like all members below
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool python_future_ = false, future_claimed_ = false;
 };

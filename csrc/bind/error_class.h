@@ -29,14 +29,14 @@ inline const char* error_class(ErrorCode code) {
   return "RingcommError";
 }
 
-// The code of a class that ends a communicator.
+// Returns the code of an error class that ends a communicator.
 inline ErrorCode error_code(std::string_view name) {
   for (const ErrorCode code : {ErrorCode::kTimeout, ErrorCode::kRankLost, ErrorCode::kMismatch, ErrorCode::kSystem})
     if (name == error_class(code)) return code;
   return ErrorCode::kAborted;
 }
 
-// An error's text as that of a process group, which cannot shrink.
+// Returns an error's text with the advice for a process group, which cannot shrink.
 inline std::string advice_to_groups(std::string text) {
   const std::string_view shrink = kAdviceToShrink;
   const auto at = text.find(shrink);

@@ -28,7 +28,7 @@ std::shared_ptr<Engine> hosts_engine(const std::shared_ptr<Engine>& local, const
   return share_beside_python(record(make_hosts_engine(rank, hosts, unrecorded(local), wire_of(wire), options)));
 }
 
-// (order, schedule, tree): how the ranks' values are added where nothing else is asked for.
+// Returns (order, schedule, tree): how the ranks' values are added by default.
 py::tuple order_over(const HostsOfRanks& hosts) {
   const hosts::Topology topology(0, hosts);
   py::list tree;

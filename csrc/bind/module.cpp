@@ -1,6 +1,6 @@
-// Floor 2: `_C`, the torch-free Python module. Integers and bytes go in, integers and bytes come out; the GIL is free
-// while a call runs. `run_plain` takes arrays and is a plain C function: it is called once per small array, and finding
-// out in Python what the array is would cost more than the call, as would a dispatch by signature.
+// `_C`, the torch-free Python module. Integers and bytes go in, integers and bytes come out; the GIL is released while
+// a call runs. `run_plain` takes arrays and is a plain C function, because it is called for every small array:
+// examining the array in Python, or a dispatch by signature, would take longer than the call.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -78,7 +78,7 @@ std::vector<Part> to_parts(const std::optional<PartList>& parts) {
   return result;
 }
 
-// A call as Python gives it: the arguments of run and submit, in order.
+// The arguments of run and submit in Python, in order.
 using OptionalParts = std::optional<PartList>;
 using Fields = std::tuple<int, int, int, int, int, int, std::uintptr_t, std::uintptr_t, std::size_t, double,
                           std::int64_t, OptionalParts, OptionalParts, std::uintptr_t>;
@@ -90,7 +90,7 @@ Call make_call(const Fields& fields) {
   call.op = checked(op, Op::kRecv, "op");
   call.dtype = checked(dtype, DType::kBool, "dtype");
   call.reduce_op = checked(reduce_op, ReduceOp::kBxor, "reduce_op");
-  call.algorithm = checked(algorithm, Algorithm::kOneshot, "algorithm");
+  call.algorithm = checked(algorithm, Algorithm::kCopyEngine, "algorithm");
   call.root = root;
   call.tag = tag;
   call.input = reinterpret_cast<const void*>(input);
@@ -154,7 +154,8 @@ void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::u
   engine.combine(combining);
 }
 
-// Every rank's byte string, by rank: lengths first, then all strings padded to the longest. Its memory is the host's.
+// Returns every rank's byte string, by rank: gathers the lengths, then all strings padded to the longest. Needs an
+// engine whose memory is the host's.
 std::vector<py::bytes> exchange(Engine& engine, const std::string& payload) {
   if (engine.device() >= 0)
     fail(ErrorCode::kUnsupported, "exchange: rank ", engine.rank(), " expected a cpu engine, got ", engine.kind(),
@@ -194,10 +195,10 @@ void close(Engine& engine) {
     const py::gil_scoped_release release;
     engine.close();
   }
-  if (PyErr_Occurred()) throw py::error_already_set();  // a handler of a signal has raised
+  if (PyErr_Occurred()) throw py::error_already_set();  // a signal handler has raised
 }
 
-// What the ranks that are left after an abort bring, by rank; see Engine::regroup.
+// Returns the messages of the surviving ranks after an abort, by rank; see Engine::regroup.
 std::vector<py::bytes> regroup(Engine& engine, const std::string& message, const std::vector<int>& members,
                                std::int64_t limit_ms) {
   std::vector<std::string> messages;
@@ -208,7 +209,7 @@ std::vector<py::bytes> regroup(Engine& engine, const std::string& message, const
   return {messages.begin(), messages.end()};
 }
 
-// ---- the short way -------------------------------------------------------------------------------------------------
+// ---- the fast path --------------------------------------------------------------------------------------------------
 
 template <typename Enum>
 std::optional<Enum> named(PyObject* text, Enum last) {
@@ -228,7 +229,7 @@ bool is_peer(const Engine& engine, int rank) {
   return rank >= 0 && rank < engine.world_size() && rank != engine.rank();
 }
 
-// Whether the ends of a call fit each other: element types, shapes, and memory that is apart or in place.
+// Whether input and output fit each other: element types, shapes, and memory that is disjoint or in place.
 bool fit(const Engine& engine, Op op, const PlainArray& input, const PlainArray& output) {
   const int ranks = engine.world_size();
   const bool gathers = op == Op::kAllGather, scatters = op == Op::kReduceScatter;
@@ -240,7 +241,7 @@ bool fit(const Engine& engine, Op op, const PlainArray& input, const PlainArray&
   return !whole.overlaps(part) || part.data() == whole.data() + place;
 }
 
-// Fills `call` from arguments that were checked as the long way checks them. False: they need the long way.
+// Fills `call` from arguments, with the checks of the full path. False: they need the full path.
 bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, PlainArray& output, Call& call) {
   const std::optional<Op> op = named(args[0], Op::kRecv);
   const std::optional<ReduceOp> reduce_op = named(args[1], ReduceOp::kBxor);
@@ -267,7 +268,7 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
     case Op::kAllGather:
     case Op::kAllToAll:
       break;
-    default:  // an end that only the root has
+    default:  // only the root has an input or output
       return false;
   }
   const bool in_place = args[4] == args[5];
@@ -421,7 +422,7 @@ void define_request(py::module_& m) {
       .def("join", &Request::join, py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
-// Names of an enum's values, in order: {name: number}.
+// The values of an enum: {name: number}.
 template <typename Enum>
 std::map<std::string, int> table(Enum last) {
   std::map<std::string, int> numbers;
@@ -476,12 +477,13 @@ PYBIND11_MODULE(_C, m) {
   define_trace(m);
   define_hosts(m);
   define_nccl(m);
+  define_pool(m);
   define_record(m);
   define_training(m);
   m.attr("DTYPES") = table(DType::kBool);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);
-  m.attr("ALGORITHMS") = table(Algorithm::kOneshot);
+  m.attr("ALGORITHMS") = table(Algorithm::kCopyEngine);
   m.def("build_info", &build_info, "What this build is and has.");
   m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
         py::call_guard<py::gil_scoped_release>());

@@ -1,4 +1,4 @@
-// The wire over NCCL, and what there is of NCCL on this machine.
+// The wire over NCCL, and the facts about NCCL on this machine.
 #include <pybind11/stl.h>
 
 #include "bind/define.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kWire = "ringcomm.Wire";
 
-// A wire may still wait for its own threads when it goes, and they must not meet a held GIL.
+// Destroying a wire releases the GIL: it may wait for its own threads, which may need the GIL.
 py::capsule to_capsule(std::unique_ptr<Wire> wire) {
   return py::capsule(new std::shared_ptr<Wire>(std::move(wire)), kWire, [](PyObject* capsule) {
     auto* const owner = static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule, kWire));

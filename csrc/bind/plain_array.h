@@ -1,6 +1,6 @@
-// Plain arrays: contiguous memory of one of our types where the engine works. A torch tensor is read through DLPack's C
-// exchange interface, a NumPy array or anything else on the cpu through the buffer protocol; either takes some tens of
-// nanoseconds.
+// Plain arrays: contiguous memory, in the engine's kind of memory, of an element type that the engine has. A torch
+// tensor is read through DLPack's C exchange interface, a NumPy array or any other cpu array through the buffer
+// protocol; either takes some tens of nanoseconds.
 #pragma once
 
 #include <Python.h>
@@ -14,7 +14,8 @@
 
 namespace ringcomm {
 
-// What is read here of DLPack 1.3 (dlpack.h: DLTensor, DLPackExchangeAPI); the layout is fixed within major version 1.
+// The parts of DLPack 1.3 that are read here (dlpack.h: DLTensor, DLPackExchangeAPI); the layout is fixed within major
+// version 1.
 struct DlTensor {
   void* data;
   std::int32_t device_type, device_id, num_dims;
@@ -63,7 +64,7 @@ inline std::optional<DType> dtype_of(const DlTensor& tensor) {
   }
 }
 
-// Of a buffer whose elements are native; the struct module's letters.
+// Returns the type of a buffer with native elements, from the struct module's format letter.
 inline std::optional<DType> dtype_of(const Py_buffer& view) {
   const char* format = view.format == nullptr ? "B" : view.format;
   if (format[0] == '@' || format[0] == '=') ++format;
@@ -100,8 +101,8 @@ class PlainArray {
   PlainArray& operator=(const PlainArray&) = delete;
   ~PlainArray() { PyBuffer_Release(&view_); }
 
-  // `device`: a CUDA device, or -1 for the cpu. False, with no Python error set, when `array` is not plain, or lies
-  // elsewhere. The array must outlive this.
+  // Reads an array's facts. `device`: a CUDA device, or -1 for the cpu. Returns false, with no Python error set, if
+  // `array` is not plain, or is elsewhere. The array must outlive this object.
   bool read(PyObject* array, bool writable, int device) {
     exchange_ = exchange_of(Py_TYPE(array));
     device_ = device;
@@ -110,8 +111,8 @@ class PlainArray {
     return plain;
   }
 
-  // The stream on which the array's library works on the array's device now. False, with no Python error set, when the
-  // library does not say.
+  // Finds the stream that the array's library currently uses on the array's device. Returns false, with no Python error
+  // set, if the library does not tell.
   bool find_stream(std::uintptr_t& stream) const {
     void* found = nullptr;
     const bool known =
@@ -128,14 +129,14 @@ class PlainArray {
   int num_dims() const { return num_dims_; }
   std::int64_t extent(int dim) const { return shape_[dim]; }
 
-  // Whether the last `num_dims` extents of both are the same.
+  // Whether the last `num_dims` extents of both are equal.
   bool ends_like(const PlainArray& other, int num_dims) const {
     return std::equal(shape_ + num_dims_ - num_dims, shape_ + num_dims_, other.shape_ + other.num_dims_ - num_dims);
   }
   bool has_shape_of(const PlainArray& other) const {
     return num_dims_ == other.num_dims_ && ends_like(other, num_dims_);
   }
-  // Whether this is `parts` times `part`: stacked, or concatenated along dimension 0.
+  // Whether the shape is that of `parts` arrays like `part`: stacked, or concatenated along dimension 0.
   bool holds(const PlainArray& part, std::int64_t parts) const {
     if (num_dims_ == part.num_dims_ + 1) return extent(0) == parts && ends_like(part, part.num_dims_);
     return num_dims_ == part.num_dims_ && num_dims_ > 0 && extent(0) == parts * part.extent(0) &&
@@ -146,8 +147,8 @@ class PlainArray {
   }
 
  private:
-  // What the type itself offers, not one that it inherits from: a subclass of torch.Tensor may have no memory of its
-  // own.
+  // Returns the interface that the type itself has, not an inherited one: a subclass of torch.Tensor may have no memory
+  // of its own.
   static const DlExchange* exchange_of(PyTypeObject* type) {
     static PyObject* const key = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
     constexpr const char* kName = "dlpack_exchange_api";
@@ -170,7 +171,7 @@ class PlainArray {
     return keep(static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.shape, tensor.num_dims, dtype_of(tensor));
   }
 
-  // DLPack has no word for torch's views whose elements are the negatives of what is in memory.
+  // DLPack cannot express torch's views whose elements are the negatives of those in memory.
   static bool flips_sign(PyObject* tensor) {
     static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* const answer = PyObject_CallMethodNoArgs(tensor, is_neg);
@@ -202,7 +203,7 @@ class PlainArray {
   int num_dims_ = 0;
   DType dtype_ = DType::kUInt8;
   std::int64_t count_ = 1;
-  Py_buffer view_{};  // holds the memory of an array that came by the buffer protocol
+  Py_buffer view_{};  // holds the memory of an array read through the buffer protocol
 };
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-// The Python error for one of ours; both Python modules raise by it.
+// Raises the Python error for an Error; used by both Python modules.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,15 +9,15 @@
 
 namespace ringcomm {
 
-// Where a communicator ends, ringcomm.record notes what its ranks did; that raises nothing but an interrupt.
-// A handler of a signal may have raised already, and so ended the call: that goes first. `text` is in the error's
-// place.
+// Raises `module`.`name` with `text` in place of the error's own text. If a signal handler has raised already, which
+// ended the call, that exception stays. For an error that ends a communicator, ringcomm.observe.record annotates it
+// with the ranks' last calls, which raises nothing but an interrupt.
 inline void raise_in_python(const char* module, const char* name, const Error& error, const std::string& text) {
   namespace py = pybind11;
   if (PyErr_Occurred()) return;
   try {
     const py::object type = py::module_::import(module).attr(name);
-    // A path or the reason of another process may be no UTF-8.
+    // A path, or a reason from another process, may not be valid UTF-8.
     const auto length = static_cast<Py_ssize_t>(text.size());
     const py::object value =
         type(py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.c_str(), length, "backslashreplace")));

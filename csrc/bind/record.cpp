@@ -1,4 +1,4 @@
-// What the journals of communicators say, and the step that they name.
+// The contents of communicators' journals, and the training step that they record.
 #include <pybind11/pybind11.h>
 
 #include <variant>
@@ -14,7 +14,7 @@ namespace ringcomm {
 
 namespace {
 
-// A path may be no UTF-8.
+// A path may not be valid UTF-8.
 py::object to_python(const JournalText::Fact& fact) {
   if (const auto* number = std::get_if<std::int64_t>(&fact)) return py::int_(*number);
   const auto& text = std::get<std::string>(fact);
@@ -28,7 +28,7 @@ py::dict to_python(const JournalText::Facts& facts) {
   return result;
 }
 
-// (facts, calls) of a record of calls.
+// Returns (facts, calls) of a record of calls.
 py::tuple read_record(const py::bytes& bytes) {
   const JournalText text = JournalText::read(bytes);
   py::list calls;

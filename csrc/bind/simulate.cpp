@@ -1,4 +1,4 @@
-// The simulator for Python: plain numbers in, plain numbers out.
+// The simulator for Python: takes and returns plain numbers.
 #include "core/simulate.h"
 
 #include <pybind11/pybind11.h>
@@ -95,7 +95,7 @@ void define_simulate(py::module_& m) {
   slicing["slice_bytes"] = kSlicing.most;
   slicing["least_slice_bytes"] = kSlicing.least;
   slicing["slots"] = kSlicing.slots;
-  m.attr("BETWEEN_SLICES") = slicing;  // how messages between hosts are cut
+  m.attr("BETWEEN_SLICES") = slicing;  // the cut of messages between hosts
 }
 
 }  // namespace ringcomm

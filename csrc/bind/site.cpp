@@ -23,7 +23,7 @@ namespace ringcomm {
 
 namespace {
 
-constexpr std::size_t kMostSites = 1 << 14;  // a program that makes code at run time must not fill the memory
+constexpr std::size_t kMostSites = 1 << 14;  // limits memory if a program generates code at run time
 
 struct Place {
   PyCodeObject* code;
@@ -36,7 +36,7 @@ struct HashPlace {
   }
 };
 
-// Guarded by the GIL; never destroyed, as is what it points to.
+// Guarded by the GIL; never destroyed, nor is anything that it points to.
 struct Sites {
   std::unordered_map<Place, const char*, HashPlace> known;  // null: not the user's code
   std::string package, torch;
@@ -46,12 +46,12 @@ Sites& sites() {
   return *all;
 }
 
-// A path as text; it need not be UTF-8.
+// Returns a path as text, which need not be UTF-8.
 std::string utf8(const py::object& path) {
   return py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(path.ptr(), "utf-8", "backslashreplace"));
 }
 
-// Such as "/lib/python3/site-packages/torch/"; empty if it is not there.
+// Returns for instance "/lib/python3/site-packages/torch/"; empty if the module has not been imported.
 std::string folder_of(const char* module) {
   PyObject* const found = PyDict_GetItemString(PyImport_GetModuleDict(), module);  // borrowed
   if (!found || !PyObject_HasAttrString(found, "__file__")) return {};
@@ -110,7 +110,7 @@ const char* site_of(PyFrameObject* frame) {
     return "a place beyond the first ones";
   }
   const char* const text = describe(frame, code);
-  all.known.emplace(place, text);  // keeps the code alive: its address must not become another's
+  all.known.emplace(place, text);  // keeps the code object alive, so that its address is not reused
   return text;
 }
 
@@ -124,9 +124,9 @@ bool python_ends() {
 
 const char* site_without_gil() {
   if (python_ends()) return "";
-  if (!PyGILState_GetThisThreadState()) return "";  // a thread that has never been in Python
+  if (!PyGILState_GetThisThreadState()) return "";  // a thread that has never run Python
   const py::gil_scoped_acquire acquire;
-  if (PyErr_Occurred()) return "";  // a handler of a signal has raised
+  if (PyErr_Occurred()) return "";  // a signal handler has raised
   return python_site();
 }
 
@@ -151,10 +151,10 @@ bool handles_signals() { return syscall(SYS_gettid) == getpid() && !python_ends(
 bool handle_signals() {
   if (!handles_signals()) return false;
   const py::gil_scoped_acquire acquire;
-  return PyErr_Occurred() || PyErr_CheckSignals() != 0;  // what it raised stays with this thread
+  return PyErr_Occurred() || PyErr_CheckSignals() != 0;  // the exception stays set in this thread
 }
 
-// Packages with threads of their own, which call no communicator. Anyone else's thread might.
+// Packages whose threads call no communicator. Threads of any other package might.
 constexpr std::array<std::string_view, 10> kQuiet = {"tqdm",    "wandb",         "tensorboard", "tensorboardX",
                                                      "mlflow",  "comet_ml",      "ipykernel",   "zmq",
                                                      "execnet", "pytest_timeout"};
@@ -166,7 +166,7 @@ struct Where {
   std::string package() const { return module.substr(0, module.find('.')); }
 };
 
-// The frames of a thread from the innermost to the outermost, without those that start it or wait in it.
+// Returns the frames of a thread from the innermost to the outermost, without those of threading.
 std::vector<Where> frames_of(py::object frame) {
   std::vector<Where> all;
   for (; !frame.is_none(); frame = frame.attr("f_back")) {
@@ -178,7 +178,7 @@ std::vector<Where> frames_of(py::object frame) {
   return all;
 }
 
-// The module of the function that a threading.Timer is to call; empty for other threads.
+// Returns the module of the function that a threading.Timer will call; empty for other threads.
 std::string timer_of(const py::handle& ident, const py::module_& threading) {
   const py::object thread = threading.attr("_active").attr("get")(ident, py::none());
   if (!py::isinstance(thread, threading.attr("Timer"))) return {};
@@ -186,26 +186,27 @@ std::string timer_of(const py::handle& ident, const py::module_& threading) {
   return py::isinstance<py::str>(module) ? utf8(module) : std::string();
 }
 
-// A thread of the standard library, or of a package that is known to call no communicator, and in nobody else's code.
+// Whether a thread belongs to a package that is known to call no communicator, and runs only code of that package and
+// of the standard library.
 bool is_quiet(const std::vector<Where>& frames, const std::string& timer, const py::object& standard) {
   const auto is = [&](const auto& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
-  if (frames.empty()) return is(kQuiet, Where{timer, {}}.package());  // else it has only just begun
+  if (frames.empty()) return is(kQuiet, Where{timer, {}}.package());  // else it has only just started
   const Where& inner = frames.front();
   const Where& outer = frames.back();
   if (inner.module == "ringcomm.comm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
   if (outer.module == "ringcomm.comm.launch" && outer.function == "_obey") return true;
-  if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // has nothing to do
+  if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // an idle worker
   if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
   return std::all_of(frames.begin(), frames.end(), [&](const Where& each) {
     return each.package() == outer.package() || standard.contains(each.package());
   });
 }
 
-// The frames of all threads, by thread. CPython up to 3.11 holds its list of threads while it makes them: a collection
-// of garbage in between may let another thread run, which then waits for that list and keeps the GIL, for ever
-// (python/cpython issue 106883).
+// Returns the frames of all threads, by thread. CPython up to 3.11 holds the lock of its list of threads meanwhile: a
+// garbage collection in between may let another thread run, which then waits for that lock while it holds the GIL, for
+// ever (python/cpython issue 106883).
 py::dict frames_by_thread(const py::module_& sys) {
   struct NoCollection {
     const int was_enabled = PyGC_Disable();
@@ -216,7 +217,7 @@ py::dict frames_by_thread(const py::module_& sys) {
   return sys.attr("_current_frames")();
 }
 
-// Reads alone, and runs nothing of Python: no handler of a signal comes in between.
+// Only reads, and executes no Python code, so that no signal handler runs in between.
 bool has_only(const std::vector<std::uint64_t>& known) {
   if (python_ends() || !PyGILState_GetThisThreadState()) return false;
   const py::gil_scoped_acquire acquire;
@@ -231,7 +232,7 @@ bool has_only(const std::vector<std::uint64_t>& known) {
       if (!is_known && !is_quiet(frames, timer_of(ident, threading), standard)) return false;
     }
     return true;
-  } catch (const std::exception&) {  // who cannot be asked may call
+  } catch (const std::exception&) {  // a thread that cannot be examined may make a call
     return false;
   }
 }

@@ -1,15 +1,15 @@
-// Where in the user's Python a call comes from.
+// The place in the user's Python code that a call comes from.
 #pragma once
 
 namespace ringcomm {
 
-// The innermost frame of this thread that is neither this package's nor torch's, such as "train.py:88", relative to the
-// working directory where it lies there; empty without one. With the GIL; costs about 0.1 us a frame. The text lives
-// as long as the process.
+// Returns the place of this thread's innermost frame that is in neither this package nor torch, such as "train.py:88",
+// relative to the working directory if it is below that; empty if there is none. Needs the GIL; takes about 0.1 us per
+// frame. The text is never freed.
 const char* python_site();
 
-// Tells whoever asks without the GIL, through core/site.h; and runs the handlers of signals through core/interrupt.h:
-// what they raise stays with the thread, and goes before the error of the call that ends for it.
+// Sets the sources of core/site.h, for callers without the GIL, and of core/interrupt.h, which runs signal handlers: an
+// exception that they raise stays with the thread, and takes precedence over the error of the call that it ends.
 void serve_python_threads();
 
 }  // namespace ringcomm

@@ -31,7 +31,7 @@ void add_call(py::dict& args, const trace::CallFacts& call) {
   if (call.failed) args["failed"] = true;
 }
 
-// (name, category, begin, end, arguments)
+// Returns (name, category, begin, end, arguments).
 py::tuple describe(const trace::Span& span) {
   py::dict args;
   args["rank"] = span.origin.rank;

@@ -1,8 +1,8 @@
-// Floor 2: what the training layer does for every parameter in every step, and what would take long in Python.
+// The work of the training layer for every parameter in every step that would take too long in Python.
 //
 // Autograd calls a hook when it is about to add a gradient to a parameter. The hook is a plain C function and only
-// notes the parameter. Python is called where there is more to do: before the first gradient of a bucket, in a pass
-// inside of the pass, and when a bucket has all its gradients.
+// notes the parameter. Python is called if there is more to do: before the first gradient of a bucket, in a pass nested
+// in another one, and when a bucket has all its gradients.
 #include <pybind11/pybind11.h>
 
 #include <exception>
@@ -21,19 +21,19 @@ namespace {
 constexpr const char* kHook = "ringcomm.arrival_hook";
 
 struct Arrivals {
-  py::object current_task;   // () -> autograd's number for the pass that runs; negative: none
-  long long expected = -1;   // the pass whose gradients are noted without Python; -1: none
-  int adding = -1;           // the bucket of the gradient that was noted last, and that autograd may still be adding
-  unsigned long thread = 0;  // in which it does
-  bool is_last = false;      // whether that bucket has no other gradient to come, and nobody was told
+  py::object current_task;   // () -> autograd's number of the current pass; negative: none
+  long long expected = -1;   // the pass whose gradients are noted without calling Python; -1: none
+  int adding = -1;           // the bucket of the last noted gradient, which autograd may still be adding
+  unsigned long thread = 0;  // the thread that adds it
+  bool is_last = false;      // whether that bucket has all its gradients, and Python has not been told yet
 };
 
 struct Hook {
   std::shared_ptr<Arrivals> arrivals;
   int group;
-  Py_ssize_t params;  // of the group
-  py::object index;   // of the parameter, in the group
-  py::list noted;     // two sets, of the parameters that have come and of those with a gradient; empty: not expected
+  Py_ssize_t params;  // number of parameters in the group
+  py::object index;   // of the parameter, within the group
+  py::list noted;     // two sets: parameters seen, and those with a gradient; empty: none expected
   py::object prepare;
 };
 
@@ -50,10 +50,10 @@ void note(const Hook& hook, bool defined) {
   arrivals.adding = hook.group;
   arrivals.thread = PyThread_get_thread_ident();
   arrivals.is_last = PySet_GET_SIZE(come) >= hook.params;
-  if (arrivals.is_last) arrivals.expected = -1;  // when the next one comes this one is added, and Python is told
+  if (arrivals.is_last) arrivals.expected = -1;  // by the next call this gradient has been added, and Python is told
 }
 
-// (gradients of the node's inputs) -> None
+// Called by autograd: (gradients of the node's inputs) -> None
 PyObject* arrives(PyObject* self, PyObject* gradients) {
   try {
     const Hook& hook = *static_cast<const Hook*>(PyCapsule_GetPointer(self, kHook));
@@ -87,7 +87,7 @@ int take_complete(Arrivals& arrivals) {
 
 int adding_elsewhere(const Arrivals& arrivals) { return elsewhere(arrivals) ? arrivals.adding : -1; }
 
-// Where the values of some dicts lie, one behind the other.
+// Returns the addresses of the values of several dicts, concatenated.
 py::bytes addresses(const py::list& dicts) {
   std::string found;
   for (const py::handle dict : dicts) {

@@ -1,14 +1,15 @@
-// The schedules between hosts: who sends which chunks to whom in which round. A message is cut into one chunk for each
-// of the `members` (one rank of every host); the first half of the rounds reduces and leaves every member with one
-// complete chunk, the second half gathers. Every schedule moves (m-1)/m of the message each way in each half, which no
-// schedule can beat (Patarasuk & Yuan 2009); they differ in rounds, in who talks to whom, and in the order of a sum:
+// The schedules between hosts: which member sends which chunks to which member in which round. A message is cut into
+// one chunk for each of the `members` (one rank of every host). The first half of the rounds reduces and leaves every
+// member with one complete chunk, the second half gathers. Every schedule moves (m-1)/m of the message each way in each
+// half, which no schedule can beat (Patarasuk & Yuan 2009). They differ in the number of rounds, in the partners, and
+// in the order of a sum:
 //
 //   ring        2(m-1) rounds, two neighbours       chunk c in the order c+1, c+2, ..., c
 //   butterfly   2 log2(m) rounds, log2(m) partners  the balanced tree over the members; m a power of two
-//   direct      2 rounds, all the others            any tree: the owner of a chunk has every part of it at once
+//   direct      2 rounds, all the others            any tree: the owner of a chunk has every addend of it at once
 //
-// Pure functions that prove themselves at compile time; the engine over hosts, the simulator and the documents use
-// these. Source of the butterfly: Rabenseifner 2004, ICCS (recursive halving and doubling).
+// These are pure functions that are proven at compile time; the engine over hosts, the simulator and the documents use
+// them. Source of the butterfly: Rabenseifner 2004, ICCS (recursive halving and doubling).
 #pragma once
 
 #include "core/schedule.h"
@@ -18,7 +19,7 @@ namespace ringcomm {
 enum class Between : std::uint8_t { kRing, kButterfly, kDirect };
 
 RINGCOMM_HD constexpr bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
-RINGCOMM_HD constexpr int bits_of(int n) {  // of a power of two
+RINGCOMM_HD constexpr int bits_of(int n) {  // for a power of two
   int bits = 0;
   while (1 << bits < n) ++bits;
   return bits;
@@ -30,7 +31,7 @@ struct Hop {
   int first, last;
 };
 
-// A butterfly halves the range of chunks that a member cares for in every round: its low bit decides the first halving.
+// A butterfly halves the range of chunks that a member works on in every round; its low bit selects the first half.
 RINGCOMM_HD constexpr int butterfly_first(int member, int bits, int round) {
   int first = 0;
   for (int k = 0; k < round; ++k) first |= (member >> k & 1) << (bits - 1 - k);
@@ -42,14 +43,14 @@ RINGCOMM_HD constexpr int num_rounds(Between kind, int members) {
   return kind == Between::kRing ? 2 * (members - 1) : kind == Between::kButterfly ? 2 * bits_of(members) : 2;
 }
 RINGCOMM_HD constexpr int reducing_rounds(Between kind, int members) { return num_rounds(kind, members) / 2; }
-// Messages that a member sends, and as many that it receives, in a round.
+// The number of messages that a member sends in a round; it receives as many.
 RINGCOMM_HD constexpr int num_hops(Between kind, int members) { return kind == Between::kDirect ? members - 1 : 1; }
-// The chunk that a member has complete between the halves; and whose a chunk is.
+// The chunk that a member has complete between the halves; and the member that has a given chunk complete.
 RINGCOMM_HD constexpr int owned_chunk(Between kind, int members, int member) {
   return kind == Between::kButterfly ? butterfly_first(member, bits_of(members), bits_of(members)) : member;
 }
 RINGCOMM_HD constexpr int owner_of_chunk(Between kind, int members, int chunk) {
-  return owned_chunk(kind, members, chunk);  // reversing bits undoes itself
+  return owned_chunk(kind, members, chunk);  // reversing bits is its own inverse
 }
 
 RINGCOMM_HD constexpr Hop sent(Between kind, int members, int member, int round, int i) {
@@ -85,15 +86,15 @@ RINGCOMM_HD constexpr Hop received(Between kind, int members, int member, int ro
   return {peer, first, first + (members >> (level + 1))};
 }
 
-// How a message between hosts is cut: `slots` windows are under way at once, and a chunk is two slices for each of
-// them, of `least` to `most` bytes.
+// How a message between hosts is cut: `slots` windows are in flight at once, and a chunk is cut into one slice for each
+// slot, but into slices of at least `least` and at most `most` bytes.
 struct Slicing {
   std::size_t most, least;
   int slots;
 };
 inline constexpr Slicing kSlicing{512 << 10, 64 << 10, 4};
 
-// Windows of a message of `count` elements in `chunks` chunks.
+// Cuts a message of `count` elements into windows of `chunks` chunks.
 constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& slicing, std::size_t element,
                                 std::size_t align) {
   const std::size_t chunk = ceil_div(count, static_cast<std::size_t>(chunks)) * element;
@@ -102,8 +103,8 @@ constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& sl
   return cut_windows(count, chunks, larger(1, slice / element), align);
 }
 
-// The order in which a member goes through the walks of a message that is cut into windows, every window one walk of
-// `rounds` rounds: up to `slots` of them are under way at once, so that one is combined while the next is on the wire.
+// Visits the rounds of a message that is cut into windows, each with `rounds` rounds: up to `slots` windows are in
+// flight at once, so that one is combined while the next is on the wire.
 template <typename Visit>
 void interleave(std::size_t windows, int rounds, int slots, Visit&& visit) {
   for (std::size_t first = 0; first < windows; first += static_cast<std::size_t>(slots))
@@ -111,17 +112,17 @@ void interleave(std::size_t windows, int rounds, int slots, Visit&& visit) {
       for (std::size_t w = first; w < smaller(windows, first + static_cast<std::size_t>(slots)); ++w) visit(w, round);
 }
 
-// Which of two parts goes first into a combine: what came in, or what was here.
+// Whether the received part is the first operand of a combine, and the local part the second.
 RINGCOMM_HD constexpr bool received_first(Between kind, int member, int peer) {
   return kind == Between::kRing || peer < member;
 }
 
-// A message that travels whole, from `root` along the ring to the member before it: one hop for each member but one.
+// The position of a member on the way of an undivided message from `root` along the ring to the member before it.
 RINGCOMM_HD constexpr int chain_position(int members, int member, int root) {
   return ring_distance(root, member, members);
 }
 
-namespace proof {  // on bit masks of contributions: no member counted twice, everything complete where it must be
+namespace proof {  // on bit masks of contributions: no member is counted twice, and all chunks become complete
 
 constexpr bool exchange_is_complete(Between kind, int members) {
   unsigned has[kMaxWorldSize][kMaxWorldSize] = {};  // has[member][chunk]: members already summed in

@@ -55,6 +55,9 @@ void check_call(const Call& call, int rank, int world_size) {
   if (call.algorithm == Algorithm::kOneshot && call.op != Op::kAllReduce)
     fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
          " asked for algorithm oneshot, which only all_reduce has; use algorithm auto");
+  if (call.algorithm == Algorithm::kCopyEngine && call.op != Op::kAllGather && call.op != Op::kAllToAll)
+    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
+         " asked for algorithm copy_engine, which only all_gather and all_to_all have; use algorithm auto");
   if (call.algorithm == Algorithm::kRing && call.reduce_op == ReduceOp::kPremulSum && !call.input_parts.empty())
     fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
          " asked for premul_sum over a list with algorithm ring; use algorithm auto");
@@ -75,6 +78,12 @@ void check_call(const Call& call, int rank, int world_size) {
       ((reads && !call.input && call.input_parts.empty()) || (writes && !call.output && call.output_parts.empty())))
     fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected memory for ", call.count,
          " elements, got a null address");
+}
+
+void check_no_copy_engine(const Call& call, int rank) {
+  if (call.algorithm == Algorithm::kCopyEngine)
+    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
+         " asked for algorithm copy_engine, which GPUs of one host have; use algorithm auto");
 }
 
 void check_packing(const Packing& packing, int rank) {

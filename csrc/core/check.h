@@ -1,4 +1,4 @@
-// What a call must be before anything of it is sent, the same for every engine.
+// Checks of a call before anything of it is sent, the same for every engine.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,14 @@
 
 namespace ringcomm {
 
-// Throws unless the call makes sense on this rank.
+// Each throws unless its argument is valid on this rank.
 void check_call(const Call& call, int rank, int world_size);
+// For engines without GPUs of one host.
+void check_no_copy_engine(const Call& call, int rank);
 void check_packing(const Packing& packing, int rank);
 void check_combining(const Combining& combining, int rank);
 
-// What all ranks must agree on: the elements of the message, or of one part; uneven parts in total.
+// The count that all ranks must agree on: the elements of the message, or of one part; for uneven parts the total.
 std::uint64_t agreed_count(const Call& call, int world_size);
 
 }  // namespace ringcomm

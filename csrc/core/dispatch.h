@@ -1,13 +1,13 @@
 // The one switch from run-time (dtype, reduce op) to templates. `RINGCOMM_ONLY_DTYPE` / `RINGCOMM_ONLY_OP` build a
-// single pair, which keeps the edit-compile loop short: cmake -DRINGCOMM_ONLY="float32:sum".
+// single pair, which shortens the edit-compile loop: cmake -DRINGCOMM_ONLY="float32:sum".
 #pragma once
 
 #include "core/reduce.h"
 
 namespace ringcomm {
 
-// Out of line: this header is compiled for several instruction sets, and must leave nothing behind that a linker could
-// take from the wrong one.
+// Not inline, because this header is compiled for several instruction sets: the linker might otherwise choose a copy
+// that was compiled for another one.
 [[noreturn]] void not_in_this_build(DType dtype, ReduceOp op);
 
 template <typename T>

@@ -1,4 +1,5 @@
-// The one exception of floors 0 to 2. A message is one sentence with five facts: call, rank, expected, got, what to do.
+// The one exception of the native code. A message is one sentence with five facts: call, rank, expected, got, what to
+// do.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +10,29 @@
 namespace ringcomm {
 
 enum class ErrorCode {
-  kInvalid,      // the caller's arguments; nothing was sent and the communicator stays usable
-  kUnsupported,  // a feature that this build, engine or machine does not have
-  kTimeout,      // a wait outlived its limit; the communicator is aborted
-  kAborted,      // another rank (or this one) gave up; the communicator is aborted
+  kInvalid,      // wrong arguments; nothing was sent and the communicator stays usable
+  kUnsupported,  // this build, engine or machine lacks the feature
+  kTimeout,      // a wait exceeded its limit; the communicator is aborted
+  kAborted,      // this or another rank aborted; the communicator is aborted
   kRankLost,     // a rank ended while others need it; the communicator is aborted
   kMismatch,     // the ranks called different things; the communicator is aborted
-  kSystem,       // the operating system refused something
+  kSystem,       // the operating system reported an error
 };
 
 class __attribute__((visibility("default"))) Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
-  // The same, of the communicator whose end it tells.
+  // A copy that names the communicator that the error ends.
   Error(const Error& error, std::uint64_t group) : std::runtime_error(error), code_(error.code_), group_(group) {}
   ErrorCode code() const { return code_; }
-  std::uint64_t group() const { return group_; }  // as its record names it; 0: of none, or nobody has said
+  std::uint64_t group() const { return group_; }  // the communicator's group_number; 0: of none, or unknown
 
  private:
   ErrorCode code_;
   std::uint64_t group_ = 0;
 };
 
-// Whether it ends the communicator on which it is raised.
+// Whether the error ends the communicator on which it is raised.
 inline bool ends_communicator(ErrorCode code) {
   return code == ErrorCode::kTimeout || code == ErrorCode::kAborted || code == ErrorCode::kRankLost ||
          code == ErrorCode::kMismatch;

@@ -1,9 +1,9 @@
-// Whether this process is another one than that which made an object.
+// Detects whether this process was forked after an object was made.
 #pragma once
 
 namespace ringcomm {
 
-// Counts the forks between the first caller's process and this one.
+// Returns the number of forks between the process of the first call and this one.
 int forks_so_far();
 
 }  // namespace ringcomm

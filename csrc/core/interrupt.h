@@ -1,4 +1,4 @@
-// Ctrl-C, and whatever else the user's language makes of a signal, while a call waits; and its threads.
+// Lets signal handlers of the user's language run (such as for Ctrl-C) while a call waits, and knows its threads.
 #pragma once
 
 #include <atomic>
@@ -8,40 +8,40 @@
 namespace ringcomm {
 
 struct InterruptSource {
-  // Whether handlers of signals run in this thread.
+  // Whether signal handlers run in this thread.
   bool (*handles)();
-  // Lets the handlers of signals run that came to this thread; true: one of them wants the call to end, by an exception
-  // that is raised where the call was made.
+  // Runs the handlers of pending signals of this thread; returns true if one of them wants the call to end, by an
+  // exception that is raised where the call was made.
   bool (*handle)();
 };
-// Set by the floor that knows the user's language; `source` lives for ever.
+// Set by the binding to the user's language; `source` must never be destroyed.
 void set_interrupt_source(const InterruptSource* source);
 bool interruptible();
-// For every wait to ask now and then.
+// Every wait polls this regularly.
 bool interrupted();
 
-// The waits of one communicator, which look for signals.
+// Polls for signals in the waits of one communicator.
 class SignalHandling {
  public:
   bool interrupted() {
-    if (!interruptible()) return false;  // the other threads of this communicator wait here too
+    if (!interruptible()) return false;  // other threads of this communicator also poll here
     const bool outer = running_.exchange(true, std::memory_order_relaxed);
     const bool ends = ringcomm::interrupted();
     running_.store(outer, std::memory_order_relaxed);
     return ends;
   }
-  // Whether this code is called by a handler that one of these waits lets run.
+  // Whether the caller runs inside a signal handler that one of these waits has called.
   bool runs_this() const { return running_.load(std::memory_order_relaxed) && interruptible(); }
 
  private:
   std::atomic<bool> running_{false};
 };
 
-// Whether no thread of the user's language but `known` ones (by pthread_self) can make a call. It may say no where it
-// does not know.
+// Returns whether no thread of the user's language other than the `known` ones (by pthread_self) can make a call. May
+// return false where it does not know.
 using ThreadSource = bool (*)(const std::vector<std::uint64_t>& known);
 void set_thread_source(ThreadSource source);
-// True where no user's language is known.
+// Returns true where no source is set.
 bool has_only_threads(const std::vector<std::uint64_t>& known);
 
 }  // namespace ringcomm

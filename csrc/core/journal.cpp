@@ -25,7 +25,7 @@ std::string text_of(const char (&from)[N]) {
   return std::string(from, strnlen(from, N));
 }
 
-// Nobody has checked the call yet.
+// The count of a call that has not been checked yet.
 std::uint64_t count_of(const Call& call, int world_size) {
   const auto whole = [&](const std::vector<Part>& parts) {
     return parts.empty() || parts.size() == static_cast<std::size_t>(world_size);
@@ -60,7 +60,7 @@ const char* name(CallState state) {
 std::uint64_t group_number(const std::vector<std::string>& handles) {
   std::uint64_t hash = fingerprint({});
   for (const std::string& handle : handles) hash = fingerprint(handle + '\n', hash);
-  return hash >> 1;  // a number that Python's and JSON's integers hold
+  return hash >> 1;  // fits the integers of Python and JSON
 }
 
 std::uint32_t Journal::capacity_asked_for() {
@@ -114,9 +114,9 @@ std::uint64_t Journal::begin(const Call& call, bool async) {
 
 void Journal::end(std::uint64_t number, CallState state) {
   JournalEntry& e = entry(number);
-  if (load_acquire(&e.number) != number) return;  // newer calls have its place
+  if (load_acquire(&e.number) != number) return;  // overwritten by a newer call
   if (state == CallState::kRefused && e.collective != kMessage)
-    claim(&collectives_, e.collective + 1, e.collective);  // no rank counts it
+    claim(&collectives_, e.collective + 1, e.collective);  // the other ranks do not count it
   if (state != CallState::kEnqueued) e.end_ns = now_ns();
   e.state = static_cast<std::uint8_t>(state);
 }
@@ -127,7 +127,7 @@ void Journal::place(std::uint64_t number, const char* site) {
 }
 
 namespace {
-thread_local Unplaced* unplaced = nullptr;  // the innermost of this thread
+thread_local Unplaced* unplaced = nullptr;  // the innermost one of this thread
 }
 
 Unplaced::Unplaced(Journal* journal, const std::uint64_t* numbers, std::size_t count)
@@ -160,7 +160,7 @@ JournalText JournalText::read(const std::string& bytes) {
                 {"calls", static_cast<std::int64_t>(h.calls)},
                 {"engine", text_of(h.engine)},
                 {"host", text_of(h.host)}};
-  const auto time_of = [&](std::int64_t ns) {  // of foreign bytes the sum may overflow
+  const auto time_of = [&](std::int64_t ns) {  // untrusted bytes: the sum may overflow
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(ns) + static_cast<std::uint64_t>(h.epoch_ns));
   };
   std::vector<JournalEntry> entries(h.capacity);
@@ -173,7 +173,7 @@ JournalText JournalText::read(const std::string& bytes) {
                           {"op", name_of(e.op, Op::kRecv)},
                           {"dtype", name_of(e.dtype, DType::kBool)},
                           {"reduce_op", name_of(e.reduce_op, ReduceOp::kBxor)},
-                          {"algorithm", name_of(e.algorithm, Algorithm::kOneshot)},
+                          {"algorithm", name_of(e.algorithm, Algorithm::kCopyEngine)},
                           {"count", static_cast<std::int64_t>(e.count)},
                           {"root", std::int64_t{e.root}},
                           {"tag", std::int64_t{e.tag}},

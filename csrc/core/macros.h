@@ -1,5 +1,5 @@
-// What a function must carry to compile for both the host and a CUDA device. The only `#ifdef __CUDACC__` besides
-// sync.h (memory order) lives here.
+// The qualifiers that compile a function for both the host and a CUDA device. The only `#ifdef __CUDACC__` besides that
+// of sync.h (memory order) is here.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -42,6 +42,8 @@ const char* name(Algorithm algorithm) {
       return "direct";
     case Algorithm::kOneshot:
       return "oneshot";
+    case Algorithm::kCopyEngine:
+      return "copy_engine";
   }
   return "?";
 }

@@ -20,7 +20,7 @@ enum class Op : std::uint8_t {
 };
 const char* name(Op op);
 
-enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot };
+enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot, kCopyEngine };
 const char* name(Algorithm algorithm);
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-// A call's memory as byte addresses: whole messages, or parts per rank wherever they lie.
+// A call's memory as byte addresses: one contiguous message, or a part at any address for each rank.
 #pragma once
 
 #include "core/engine.h"
@@ -16,7 +16,7 @@ class Parts {
   }
   std::size_t count(int rank) const { return list_.empty() ? count_ : list_[rank].count; }
   bool contiguous() const { return list_.empty(); }
-  // The longest part; `world_size` of them.
+  // The number of elements of the longest of `world_size` parts.
   std::size_t longest(int world_size) const {
     std::size_t most = 0;
     for (int r = 0; r < world_size; ++r) most = count(r) > most ? count(r) : most;
@@ -27,7 +27,7 @@ class Parts {
     for (int r = 0; r < world_size; ++r) sum += count(r);
     return sum;
   }
-  // What the ranks compare: the total of equal parts, or a mark with a hash of the sizes.
+  // Returns the count that the ranks compare: the total of equal parts, or kUneven with a hash of the sizes.
   std::uint64_t agreed(int world_size) const {
     std::uint64_t hash = 0;
     bool equal = true;
@@ -59,7 +59,8 @@ inline bool rooted(Op op) {
 }
 inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv; }
 
-// Whether the ranks have to tell each other what they send. Nothing at all says nothing about the others.
+// Whether the ranks have to tell each other the sizes that they send. An empty call does not show whether the others'
+// calls are even.
 inline bool uneven_all_to_all(const Call& call) {
   return !call.input_parts.empty() || !call.output_parts.empty() || call.count == 0;
 }

@@ -12,7 +12,8 @@ namespace ringcomm {
 
 namespace {
 
-// Whether the caller's arguments were wrong: the other ranks know nothing of such a call.
+// The state of a call that ended with an error. Where the caller's arguments were wrong, the call is refused: the other
+// ranks do not know of it.
 CallState state_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -24,7 +25,7 @@ CallState state_of(const std::exception_ptr& error) {
   }
 }
 
-// The same error, told of which communicator it is where it ends that.
+// Returns the error; if it ends the communicator, with the communicator's number.
 std::exception_ptr about(const std::exception_ptr& error, std::uint64_t group) {
   try {
     std::rethrow_exception(error);
@@ -57,11 +58,11 @@ class RecordedRequest final : public Request {
  private:
   template <typename Act>
   void told(const Act& act) const {
-    const std::shared_ptr<Engine> kept = engine_.lock();  // whatever a handler of a signal does meanwhile
+    const std::shared_ptr<Engine> kept = engine_.lock();  // also if a signal's handler drops the engine
     try {
       act();
     } catch (...) {
-      if (!done()) throw;  // the wait alone came to its limit
+      if (!done()) throw;  // only this wait has timed out
       std::rethrow_exception(about(std::current_exception(), group_));
     }
   }
@@ -79,7 +80,7 @@ class RecordedEngine final : public Engine {
         engine_(std::move(engine)),
         on_host_(engine_->device() < 0) {}
 
-  // The engine itself, for another one that is recorded.
+  // Returns the recorded engine, which becomes a part of another recorded one.
   const std::shared_ptr<Engine>& absorb() {
     if (journal_) journal_->absorbed();
     engine_->absorbed();
@@ -111,7 +112,7 @@ class RecordedEngine final : public Engine {
   std::shared_ptr<Request> submit(Call call) override {
     if (forked()) return engine_->submit(std::move(call));
     if (!journal_) return std::make_shared<RecordedRequest>(engine_->submit(std::move(call)), engine_, 0);
-    if (!call.site) call.site = site_here();  // another thread may run it
+    if (!call.site) call.site = site_here();  // another thread may execute it
     const std::uint64_t number = journal_->begin(call, true);
     std::shared_ptr<Request> request;
     try {
@@ -119,7 +120,7 @@ class RecordedEngine final : public Engine {
     } catch (...) {
       failed({number});
     }
-    if (!on_host_)  // somebody would have to look for its end
+    if (!on_host_)  // nothing polls for the end of a device's call
       journal_->end(number, CallState::kEnqueued);
     else
       request->on_done([journal = journal_, number](std::exception_ptr error) {
@@ -173,11 +174,12 @@ class RecordedEngine final : public Engine {
   }
 
  private:
-  // The journal is the parent's then.
+  // In a forked child the journal belongs to the parent.
   bool forked() const { return forks_ != forks_so_far(); }
   bool silent() const { return !journal_ || forked(); }
   CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
-  // Ends calls with the exception that is being handled, which goes on; the last first, for their numbers.
+  // Ends calls with the current exception and rethrows it. The last call comes first, so that refused calls give their
+  // numbers back.
   [[noreturn]] void failed(const std::vector<std::uint64_t>& numbers) const {
     const std::exception_ptr error = std::current_exception();
     Unplaced::place();
@@ -187,7 +189,7 @@ class RecordedEngine final : public Engine {
   }
 
   const int forks_;
-  const std::shared_ptr<Journal> journal_;  // lives as long as a request; null: nothing is recorded
+  const std::shared_ptr<Journal> journal_;  // requests keep it alive; null: nothing is recorded
   const std::shared_ptr<Engine> engine_;
   const bool on_host_;
 };
@@ -201,7 +203,7 @@ std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine) {
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine) {
   auto* const recorded = dynamic_cast<RecordedEngine*>(engine.get());
   if (!recorded) return engine;
-  return std::shared_ptr<Engine>(engine, recorded->absorb().get());  // the outer one stays, and with it the journal
+  return std::shared_ptr<Engine>(engine, recorded->absorb().get());  // keeps the outer engine and its journal alive
 }
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-// Any engine, with its calls written into a journal.
+// Wraps any engine and records its calls in a journal.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,10 @@
 
 namespace ringcomm {
 
-// Without a journal where RINGCOMM_RECORD is 0. A wait for a request keeps the engine alive.
+// Returns the recorded engine; without a journal where RINGCOMM_RECORD is 0. Waiting for a request keeps the engine
+// alive.
 std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine);
-// The engine that a recorded one writes about, to be a part of another one that is recorded; else itself.
+// Unwraps a recorded engine, which is to become a part of another recorded one; returns any other engine as it is.
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine);
 
 }  // namespace ringcomm

@@ -1,6 +1,6 @@
-// The arithmetic of a reduction, once for every engine: what a leaf is, how two values combine, how a result is
-// finished. Never compiled with fast-math or contraction, so a CPU and a GPU give the same bits (a NaN stays a NaN;
-// which payload it has is not promised).
+// The arithmetic of a reduction, shared by all engines: reading an element, combining two values, finishing a result.
+// It is never compiled with fast-math or contraction, so that a CPU and a GPU give the same bits (a NaN stays a NaN;
+// its payload is not guaranteed).
 #pragma once
 
 #include <type_traits>
@@ -77,7 +77,7 @@ struct Bxor {
   }
 };
 
-// The combining step of each operator: avg and premul_sum are sums with something done to the ends.
+// The combining step of each operator: avg and premul_sum are sums with an extra step at the end or the start.
 #define RINGCOMM_FOR_EACH_COMBINE(X) \
   X(kSum, Sum)                       \
   X(kProd, Prod)                     \
@@ -103,7 +103,7 @@ RINGCOMM_HD A divide(A sum, int world_size) {
     return sum / static_cast<A>(world_size);
   }
 }
-// premul_sum multiplies each rank's values by that rank's factor, in the type they are added up in.
+// premul_sum multiplies each rank's values by that rank's factor, in the accumulator type.
 template <typename A>
 RINGCOMM_HD A scale(A value, double factor) {
   if constexpr (std::is_same_v<A, bool>) {

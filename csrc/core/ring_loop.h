@@ -1,15 +1,15 @@
 // The ring collectives, for every engine. An executor moves the bytes of one rank (a CPU thread, a CUDA block); these
-// loops say what it moves when. They return false as soon as a wait of the executor gives up.
+// loops tell it what to move when. They return false as soon as a wait of the executor gives up.
 //
-//   bool wait_credit(t)   the slot of ticket t towards next is free       void publish(t)   it is filled
-//   bool wait_slice(t)    the slice of ticket t from prev has arrived     void release(t)   it has been read
+//   bool wait_credit(t)   the slot of ticket t to the next rank is free     void publish(t)   the slot is filled
+//   bool wait_slice(t)    the slice of ticket t from prev has arrived       void release(t)   the slice has been read
 //   void copy_out(t, chunk, window)              slot(t) <- input
-//   void keep(chunk, window)                     output <- input (nothing where they are one)
-//   void copy_in(t, chunk, window, out)          output <- prev's slot(t); and the outgoing slot, if there is one
-//   void combine(t, chunk, window, final, out)   prev's slot(t) (+) input -> output if final; and the outgoing slot
+//   void keep(chunk, window)                     output <- input (nothing where they are the same memory)
+//   void copy_in(t, chunk, window, out)          output <- prev's slot(t); also the outgoing slot, if there is one
+//   void combine(t, chunk, window, final, out)   prev's slot(t) (+) input -> output if final; also the outgoing slot
 //
-// What is received at one step is sent at the next, so it is written straight into the next slot: one pass over memory
-// per step, and an input that is never written.
+// The data received in one step is sent in the next, so it is written straight into the next slot: one pass over memory
+// per step, and the input is never written.
 #pragma once
 
 #include "core/schedule.h"
@@ -38,7 +38,7 @@ RINGCOMM_HD bool ring_start(std::uint64_t ticket, int chunk, std::size_t window,
   return true;
 }
 
-// One hop: take ticket `in` from prev, combine or copy, pass on.
+// One hop: takes ticket `in` from prev, combines or copies it, and passes it on.
 template <typename Executor>
 RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool reduce, bool final, Outgoing out,
                           Executor& ex) {
@@ -71,7 +71,7 @@ RINGCOMM_HD bool ring_walk(Walk walk, int rank, int world_size, std::size_t wind
   return true;
 }
 
-// The whole message is chunk 0 and travels once, from the root to the rank before it. One ticket per window.
+// The message is not divided (chunk 0) and travels once, from the root to the rank before it. One ticket per window.
 template <typename Executor>
 RINGCOMM_HD bool ring_broadcast(int root, int rank, int world_size, std::size_t windows, Executor& ex) {
   const int position = ring_distance(root, rank, world_size);
@@ -79,7 +79,7 @@ RINGCOMM_HD bool ring_broadcast(int root, int rank, int world_size, std::size_t 
     if (position == 0) {
       if (!ring_start(window, 0, window, ex)) return false;
       ex.keep(0, window);
-      ex.release(window);  // nothing comes in here; the others' credit counts this rank too
+      ex.release(window);  // no ticket arrives here, but the others' credit counts this rank too
     } else if (!ring_hop(window, 0, window, false, true, {position + 1 < world_size, window}, ex)) {
       return false;
     }
@@ -87,8 +87,8 @@ RINGCOMM_HD bool ring_broadcast(int root, int rank, int world_size, std::size_t 
   return true;
 }
 
-// The whole message is chunk 0 and travels once, from the rank after the root to the root, combined on the way in
-// rank order root+1, root+2, ..., root. One ticket per window.
+// The message is not divided (chunk 0) and travels once, from the rank after the root to the root, combined on the way
+// in rank order root+1, root+2, ..., root. One ticket per window.
 template <typename Executor>
 RINGCOMM_HD bool ring_reduce(int root, int rank, int world_size, std::size_t windows, Executor& ex) {
   const int position = ring_distance(ring_next(root, world_size), rank, world_size);

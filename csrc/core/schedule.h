@@ -1,6 +1,6 @@
-// The schedules: who sends which chunk when, who reduces which shard, and where a message is cut. Pure functions that
-// prove themselves at compile time; every engine, the simulator and the documents use these, and nobody else writes
-// `% world_size` on a chunk. Source of the ring: Patarasuk & Yuan 2009, JPDC 69(2).
+// The schedules: which rank sends which chunk when, which rank reduces which shard, and where a message is cut. These
+// are pure functions that are proven at compile time; every engine, the simulator and the documents use them, and no
+// other code computes `% world_size` on a chunk. Source of the ring: Patarasuk & Yuan 2009, JPDC 69(2).
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@ RINGCOMM_HD constexpr int ring_distance(int from, int to, int world_size) {
 
 enum class Walk : std::uint8_t { kAllReduce, kReduceScatter, kAllGather };
 
-// One walk of 2(W-1) steps serves all three collectives. Steps [0, W-1) are reduce-scatter and leave chunk r complete
-// on rank r; steps [W-1, 2(W-1)) are all-gather.
+// One walk of 2(W-1) steps serves all three collectives. Steps [0, W-1) are the reduce-scatter and leave chunk r
+// complete on rank r; steps [W-1, 2(W-1)) are the all-gather.
 RINGCOMM_HD constexpr int first_step(Walk walk, int world_size) {
   return walk == Walk::kAllGather ? world_size - 1 : 0;
 }
@@ -40,14 +40,14 @@ struct RingStep {
   bool reduce;     // true: combine into the local chunk; false: overwrite it
 };
 
-// Invariants: recv_chunk(r, s) == send_chunk(r-1, s)   what I receive is what prev sends
-//             recv_chunk(r, s) == send_chunk(r, s+1)   what I receive now I send next
+// Invariants: recv_chunk(r, s) == send_chunk(r-1, s)   a rank receives what the previous rank sends
+//             recv_chunk(r, s) == send_chunk(r, s+1)   a rank sends in the next step what it receives now
 RINGCOMM_HD constexpr RingStep ring_step(int rank, int world_size, int step) {
   const int send = (rank + 2 * world_size - 1 - step) % world_size;
   return {send, (send + world_size - 1) % world_size, step < world_size - 1};
 }
 
-namespace proof {  // on bit masks of contributions: no rank counted twice, everything complete where it must be
+namespace proof {  // on bit masks of contributions: no rank is counted twice, and all chunks become complete
 
 constexpr int kMaxWorldSize = 16;
 
@@ -91,9 +91,9 @@ struct Slice {
   std::size_t offset, count;  // elements
 };
 
-// A message of `count` elements goes through the slots in windows of `chunks * slice_elements`; in every window chunk
-// c is the c-th run of `slice_elements`. So chunk c of the whole message is the union of its slices, any slice lies in
-// one piece, and nobody needs to know more than (chunk, window).
+// A message of `count` elements goes through the slots in windows of `chunks * slice_elements`; in every window chunk c
+// is the c-th run of `slice_elements`. So chunk c of the message is the union of its slices, every slice is contiguous,
+// and (chunk, window) identifies it.
 struct WindowCut {
   std::size_t count = 0;
   int chunks = 1;
@@ -106,7 +106,7 @@ struct WindowCut {
   }
 };
 
-// Balanced cut: shrinks the slices so that all windows are about equally full, in multiples of `align` elements.
+// A balanced cut: shrinks the slices so that all windows are about equally full, in multiples of `align` elements.
 RINGCOMM_HD constexpr WindowCut cut_windows(std::size_t count, int chunks, std::size_t most_elements,
                                             std::size_t align) {
   const std::size_t windows = larger(1, ceil_div(count, chunks * most_elements));
@@ -114,7 +114,7 @@ RINGCOMM_HD constexpr WindowCut cut_windows(std::size_t count, int chunks, std::
   return {count, chunks, larger(align, smaller(most_elements, ceil_div(even, align) * align))};
 }
 
-// Shard r of a message cut once into `shards` contiguous pieces (the direct algorithm on visible memory).
+// Shard r of a message that is divided into `shards` contiguous pieces (the direct algorithm on visible memory).
 RINGCOMM_HD constexpr Slice shard_of(std::size_t count, int shards, int shard, std::size_t align) {
   const std::size_t each = ceil_div(ceil_div(count, shards), align) * align;
   const std::size_t begin = smaller(count, each * shard);
@@ -155,7 +155,7 @@ RINGCOMM_HD constexpr int tree_split(int ranks) {
   return left;
 }
 
-// `combine(left, right)` over the leaves [first, first + N) in canonical order; `leaf(i)` gives the i-th value.
+// Applies `combine(left, right)` to the leaves [first, first + N) in canonical order; `leaf(i)` returns the i-th value.
 template <int N, typename Leaf, typename Combine>
 RINGCOMM_HD constexpr auto tree_reduce(int first, const Leaf& leaf, const Combine& combine) {
   if constexpr (N == 1) {

@@ -1,6 +1,6 @@
-// What one rank hands another as bytes, outside of memory that they share: a word that says what it is and which
-// version wrote it, a checksum, and the text. What was cut off, changed, or written by another version is refused as a
-// whole.
+// The format of bytes that one rank hands to another outside of shared memory: a word that names the content and the
+// version that wrote it, a checksum, and the text. Truncated or changed bytes, and those of another version, are
+// refused.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace ringcomm {
 
-// FNV-1a, 64 bits; `hash`: of what comes before the text.
+// FNV-1a, 64 bits; `hash` is the hash of the bytes before the text.
 std::uint64_t fingerprint(const std::string& text, std::uint64_t hash = 0xcbf29ce484222325u);
 
 // "<word> <checksum> <text>"
 std::string seal(const std::string& word, const std::string& text);
 
-// The text; throws on rank `rank` of an engine when `bytes` are not what `seal` made of `word` and a text.
+// Returns the text; throws on rank `rank` of an engine unless `bytes` are the result of `seal` with `word`.
 std::string unseal(const std::string& word, const std::string& bytes, const char* engine, int rank);
 
-// The first bytes for a message: in quotes, what cannot be printed as \x...
+// Returns the first bytes in quotes, for a message; unprintable bytes as \x...
 std::string quoted(const std::string& bytes);
 
 }  // namespace ringcomm

@@ -19,7 +19,7 @@ char* map(int fd, std::size_t nbytes) {
   void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED)
     fail(ErrorCode::kSystem, "mapping ", nbytes, " bytes of shared memory failed: ", std::strerror(errno));
-  madvise(data, nbytes, MADV_HUGEPAGE);  // a wish; small pages work too
+  madvise(data, nbytes, MADV_HUGEPAGE);  // optional; small pages work too
   return static_cast<char*>(data);
 }
 

@@ -1,5 +1,5 @@
 // Shared memory without a name. A segment is an anonymous memory file (memfd) that peers open through
-// /proc/<pid>/fd/<fd>, so nothing can be left behind in /dev/shm by any exit, its size limit does not apply, and only
+// /proc/<pid>/fd/<fd>. So no exit can leave anything in /dev/shm, the size limit of /dev/shm does not apply, and only
 // processes of the same user can open it.
 #pragma once
 
@@ -19,7 +19,7 @@ class SharedMemory {
   }
   ~SharedMemory();
 
-  // Zeroed memory; pages are taken from the machine as they are touched.
+  // Returns zeroed memory; the system provides pages when they are first touched.
   static SharedMemory create(const char* label, std::size_t nbytes);
   // Maps `nbytes` of another process's (or this one's) segment.
   static SharedMemory open(int pid, int fd, std::size_t nbytes);
@@ -27,11 +27,11 @@ class SharedMemory {
   char* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
   int fd() const { return fd_; }
-  // The mapping stays; nobody can open the segment any more.
+  // Keeps the mapping; no other process can open the segment any more.
   void close_fd();
-  // Takes the place of another one, of the same size, at its own addresses.
+  // Replaces the content by another segment of the same size; the address stays.
   void become(SharedMemory other);
-  // Gives the pages of a range back; they read as zeros afterwards.
+  // Returns the pages of a range to the system; they read as zeros afterwards.
   void discard(std::size_t offset, std::size_t nbytes);
 
  private:

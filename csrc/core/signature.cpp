@@ -23,7 +23,7 @@ bool differ(const std::vector<Caller>& callers, const Field& field) {
   return false;
 }
 
-// What a rank passed to an op that all of them called: more than the elements where that differs.
+// The arguments of a rank, for an op that all callers called: the elements, and other properties where they differ.
 std::string passed(const Signature& s, const std::vector<Caller>& callers) {
   std::string text = elements(s);
   if (differ(callers, [](const Signature& each) { return each.reduce_op; }))

@@ -11,8 +11,8 @@ namespace ringcomm::simulation {
 namespace {
 
 constexpr double kMostMessages = 2e10;
-constexpr double kMostInRound = 2e8;   // of them in one round, each remembered
-constexpr double kFullMessages = 4e6;  // so many are looked at one by one, in a tenth of a second
+constexpr double kMostInRound = 2e8;   // the same limit for one round, whose messages are stored
+constexpr double kFullMessages = 4e6;  // up to this many are simulated one by one, in a tenth of a second
 constexpr std::size_t kAlignBytes = 64;
 
 class Simulation {
@@ -53,17 +53,17 @@ class Simulation {
   }
 
  private:
-  // ---- whether one host stands for all -----------------------------------------------------------------------------
+  // ---- folding: one host stands for all -----------------------------------------------------------------------------
 
-  // Where the longest chunk is not as long as all others, only if there is too much to look at.
+  // Where chunks differ in length, folds only if there are too many messages to simulate.
   bool folds() const {
     if (!question_.fold || !cluster_.equal() || question_.collective == Collective::kBroadcast) return false;
     const double ranks = 1.0 * hosts_ * lanes_;
     const std::size_t wave = wave_elements(cluster_, question_), waves = ceil_div(question_.count, wave);
-    const bool whole = waves <= 1 || question_.count % wave == 0;  // else the last one is shorter
+    const bool whole = waves <= 1 || question_.count % wave == 0;  // else the last wave is shorter
     if (question_.flat) {
       const WindowCut all = cut(question_.count, hosts_ * lanes_, cluster_.between);
-      // Hosts whose ranks share a link are not alike at every moment of a direct exchange.
+      // Hosts whose ranks share a link differ at some moments of a direct exchange.
       const bool alike = !cluster_.shared_nic || question_.between != Between::kDirect;
       return (alike && is_even(all)) || ranks * num_messages(question_.between, hosts_ * lanes_, all) > kFullMessages;
     }
@@ -77,7 +77,7 @@ class Simulation {
         num_messages(Between::kDirect, lanes_, inside) + num_messages(question_.between, hosts_, between);
     return even || ranks * each * waves > kFullMessages;
   }
-  // ---- which walks a collective is ---------------------------------------------------------------------------------
+  // ---- the walks of each collective ---------------------------------------------------------------------------------
 
   void flat() {
     const int all = hosts_ * lanes_;
@@ -122,7 +122,7 @@ class Simulation {
     e.only_host = only_host;
     e.but_host = but_host;
     e.reduces = reduces && first_half;
-    if (e.reduces && hosts_ > 1) e.element_bytes[0] = question_.partial_bytes;  // widened before they are summed up
+    if (e.reduces && hosts_ > 1) e.element_bytes[0] = question_.partial_bytes;  // widened before they are summed
     walk(e);
   }
 
@@ -141,14 +141,14 @@ class Simulation {
 
   std::size_t lane_count(int lane) const { return shard_of(count_, lanes_, lane, align()).count; }
 
-  // The rounds of a walk that a collective has.
+  // Selects the rounds of a walk that the collective consists of, and runs them.
   void take_part(Exchange& e) {
     switch (question_.collective) {
       case Collective::kReduceScatter:
         e.last_round = e.half();
         break;
       case Collective::kAllGather:
-      case Collective::kAllToAll:  // a direct exchange sends as many bytes of its own to each as a gather of one chunk
+      case Collective::kAllToAll:  // a direct exchange sends each member as many bytes as a gather of one chunk
         e.first_round = e.half();
         break;
       default:
@@ -158,7 +158,8 @@ class Simulation {
     walk(e);
   }
 
-  // Every part to where it belongs, whole: first to the other hosts, a part for each of their ranks, then inside.
+  // Sends every part directly to its destination: first to the other hosts, one part for each of their ranks, then
+  // inside.
   void straight() {
     Exchange e = exchange(Among::kLane, Between::kDirect, hosts_, cluster_.between);
     e.timing.slots = lanes_;
@@ -181,8 +182,8 @@ class Simulation {
     walk(e);
   }
 
-  // The root's host scatters and gathers, every lane is a chain of hosts, and the others gather. Inside one host: a
-  // chain, or the same without lanes.
+  // The root's host scatters and gathers, every lane is a chain of hosts, and the other hosts gather. With one host: a
+  // chain, or the scatter and gather.
   void broadcast() {
     if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, lanes_, count_);
     scatter_from_root();
@@ -217,7 +218,7 @@ class Simulation {
            : e.among == Among::kLane ? member * lanes_ + group
                                      : member;
   }
-  // The rank that stands for another.
+  // The rank that represents another one where hosts are folded.
   int stand_in(int id) const { return folded_ ? id - id / lanes_ * lanes_ : id; }
 
   std::size_t elements(const Exchange& e, int group, const Hop& hop, std::size_t window) const {
@@ -265,7 +266,7 @@ class Simulation {
     copy_twins(e, ids);
   }
 
-  // The rank has what was sent to it in a round, and combines it.
+  // The rank has received the messages of a round, and combines them.
   void finish(const Exchange& e, int id, std::size_t window, int round, std::size_t slot) {
     double now = std::max(clock_[id], done_[static_cast<std::size_t>(id) * e.timing.slots + slot]);
     if (e.reduces && round < e.half()) {
@@ -278,7 +279,7 @@ class Simulation {
     clock_[id] = now;
   }
 
-  // The one message of a rank in a round.
+  // Sends the one message of a rank in a round.
   void send(const Exchange& e, int id, std::size_t window, int round, std::size_t slot) {
     const Hop hop = sent(e.kind, e.members, member_of(e, id), round, 0);
     const std::size_t n = nbytes(e, group_of(e, id), hop, window, round);
@@ -288,7 +289,8 @@ class Simulation {
     note(e, id, stand_in(to), slot, arrive(id, stand_in(to), crosses(id, to), n, start));
   }
 
-  // Several messages of each rank in a round: they leave in the order of the schedule, and are taken as they come.
+  // Several messages of each rank in a round: they leave in the order of the schedule, and are received in the order of
+  // their starts.
   void exchange_many(const Exchange& e, const std::vector<int>& ids, std::size_t window, int round, std::size_t slot) {
     const int hops = num_hops(e.kind, e.members);
     started_.assign(static_cast<std::size_t>(ranks_) * hops, -1.0);
@@ -326,14 +328,14 @@ class Simulation {
     there = std::max(there, times.arrived);
   }
 
-  // When a rank's next message is on its way.
+  // Returns when a rank's next message starts.
   double leave(const Exchange& e, int id, int to, std::size_t n, int round) {
     clock_[id] += own_time(id, e.timing.overhead_us);
     const double earliest = round == e.first_round ? posted_[stand_in(to)] : 0.0;
     return depart(id, crosses(id, to), n, std::max(clock_[id], earliest));
   }
 
-  // A message takes its turn on the sender's link,
+  // A message waits for its turn on the sender's link,
   double depart(int from, bool crosses, std::size_t n, double earliest) {
     double& out = crosses ? nic_out_[nic(from)] : port_out_[from];
     const double start = std::max(earliest, out);
@@ -343,7 +345,7 @@ class Simulation {
     ++events_;
     return start;
   }
-  // and on the receiver's.
+  // and then on the receiver's.
   Times arrive(int from, int to, bool crosses, std::size_t n, double start) {
     const double latency_us = (crosses ? cluster_.between : cluster_.inside).latency_us;
     const double share = crosses ? std::min(share_of(from), share_of(to)) : 1.0;
@@ -360,7 +362,7 @@ class Simulation {
   double share_of(int id) const { return cluster_.link_share.empty() ? 1.0 : cluster_.link_share[id / lanes_]; }
   double own_time(int id, double us) const { return cluster_.slowdown.empty() ? us : us * cluster_.slowdown[id]; }
 
-  // Ranks that share a link take it in the order in which they come to it.
+  // Ranks that share a link use it in the order in which they reach it.
   void sort_by_time(const Exchange& e, const std::vector<int>& ids) {
     if (order_.size() != ids.size()) order_ = ids;
     if (!cluster_.shared_nic || e.among == Among::kHost || lanes_ == 1) return;
@@ -370,9 +372,9 @@ class Simulation {
     }
   }
 
-  // ---- lanes that are alike ----------------------------------------------------------------------------------------
+  // ---- equal lanes --------------------------------------------------------------------------------------------------
 
-  // The ranks that must walk: a lane that is like another in all its times needs not.
+  // Returns the ranks to simulate: a lane whose times all equal another lane's is left out.
   std::vector<int> walkers(const Exchange& e) {
     twin_.assign(lanes_, -1);
     if (e.among == Among::kLane && !folded_ && !cluster_.shared_nic)
@@ -421,7 +423,7 @@ class Simulation {
     }
   }
 
-  // Windows of the message go from the root along the ring of members, each on its way while the next one follows.
+  // Windows of the message go from the root along the ring of members; each travels while the next one follows.
   void chain(Among among, int members, std::size_t message) {
     const bool by_lane = among == Among::kLane;
     const LinkClass& link = among == Among::kHost ? cluster_.inside : cluster_.between;
@@ -437,14 +439,14 @@ class Simulation {
     }
   }
 
-  // One hop of a chain. arrived_[group][window]: when the sender had it.
+  // One hop of a chain. arrived_[group][window]: when the window arrived at the sender.
   void pass_on(const Exchange& e, int from, int to, const WindowCut& cut, bool at_root, int group) {
     const std::size_t windows = cut.windows(), slots = e.timing.slots;
     if (arrived_.size() <= static_cast<std::size_t>(group)) arrived_.resize(group + 1);
     std::vector<double>& had = arrived_[group];
     if (at_root) had.assign(windows, clock_[from]);
     std::vector<double> has(windows);
-    double now = 0;  // of the sender: it passes a window on while later ones are still on their way to it
+    double now = 0;  // of the sender, which passes a window on while later ones are still arriving
     for (std::size_t w = 0; w < windows; ++w) {
       now = std::max(now, had[w]) + own_time(from, e.timing.overhead_us);
       const double free = w >= slots ? has[w - slots] : clock_[to];
@@ -478,14 +480,14 @@ class Simulation {
   const Question& question_;
   const int hosts_, lanes_;
   const bool folded_;
-  const int ranks_;  // that are simulated
+  const int ranks_;  // number of simulated ranks
   std::vector<double> clock_, posted_, port_out_, port_in_, nic_out_, nic_in_, done_;
   std::vector<std::uint64_t> inside_bytes_, between_bytes_, messages_;
-  std::vector<double> started_;  // by rank and message of a round; below 0: there is none
+  std::vector<double> started_;  // by rank and message of a round; below 0: no message
   std::vector<Coming> coming_;
   std::vector<int> order_, twin_;
   std::vector<std::vector<double>> arrived_;
-  std::size_t count_ = 0;  // elements that are handled at once
+  std::size_t count_ = 0;  // elements handled at once
   double events_ = 0;
 };
 

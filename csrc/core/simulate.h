@@ -1,13 +1,13 @@
-// How long a collective takes, by a model: every rank walks through the schedules of core/schedule.h and
-// core/between.h, window by window and with as many of them under way as the engine over hosts has, and every message
-// takes its turn on two links.
+// A model of the time that a collective takes: every rank goes through the schedules of core/schedule.h and
+// core/between.h, window by window, with as many windows in flight as in the engine over hosts, and every message
+// queues on two links.
 //
-//   a message of n bytes   leaves when its rank has come to it and its sender's link is free, and in the first round of
-//                          a walk not before the receiver has come there too; it is on the wire for `latency`, and
-//                          takes n / bandwidth of both links (the slower one's for the receiver)
-//   a combine of n bytes   takes n / reduce bandwidth of its rank
+//   a message of n bytes   leaves when its rank has reached it and its sender's link is free, and in the first round of
+//                          a walk not before the receiver has reached it too; it is on the wire for `latency`, and
+//                          takes n / bandwidth of both links (on the receiver's at the rate of the slower one)
+//   a combine of n bytes   takes n / reduce bandwidth of its rank's time
 //
-// Times are in microseconds, bandwidths in GB/s (1e9 bytes each second) and direction. Source of the model: Hockney
+// Times are in microseconds, bandwidths in GB/s (1e9 bytes per second) for each direction. Source of the model: Hockney
 // 1994, Parallel Computing 20(3), with the overhead of LogP (Culler et al. 1993) and a queue on each link.
 #pragma once
 
@@ -21,27 +21,29 @@ namespace ringcomm::simulation {
 struct LinkClass {
   double latency_us = 0;
   double bandwidth_gbps = 1;
-  double overhead_us = 0;    // of a rank's own time, for each message it sends
-  double reduce_gbps = 1e9;  // bytes that came over it and that a rank combines with what it has
-  // A message is cut into windows of one slice for each chunk: of as many bytes as make a chunk one slice for each
-  // slot, but from `least_slice_bytes` (0: no such rule, the most) to `slice_bytes` (0: not cut at all).
+  double overhead_us = 0;    // of the sending rank's time, for each message
+  double reduce_gbps = 1e9;  // rate at which a rank combines received bytes with its own
+  // A message is cut into windows of one slice for each chunk. The size of a slice is that of a chunk divided by the
+  // number of slots, limited to `least_slice_bytes` (0: always the largest size) to `slice_bytes` (0: the message is
+  // not cut).
   std::size_t slice_bytes = 0, least_slice_bytes = 0;
-  int slots = 1;  // windows under way at once
-  // Sums of at most so many bytes are made at once of a reduction whose sums need memory of their own: an all_reduce
-  // of elements that are smaller than their sums, and every reduce_scatter; a longer one is several in sequence. 0:
-  // not.
+  int slots = 1;  // windows in flight at once
+  // Limits the bytes of sums computed at once, in reductions whose sums need memory of their own: an all_reduce of
+  // elements that are smaller than their sums, and every reduce_scatter. A longer reduction is done in several waves,
+  // one after the other. 0: no limit.
   std::size_t wave_bytes = 0;
-  // Every call begins with a short message each way to all whom a rank talks to: both mean the same call.
+  // Every call begins with a short message in each direction between partners, which checks that both make the same
+  // call.
   bool agrees = false;
 };
 
 struct Cluster {
   int hosts = 1, ranks_per_host = 1;
   LinkClass inside, between;
-  bool shared_nic = false;         // the ranks of a host share its link to the others; else each has its own
-  std::vector<double> link_share;  // of each host: how much of the bandwidth between hosts it has; empty: all
-  std::vector<double> start_us;    // of each rank: when it makes the call; empty: at 0
-  std::vector<double> slowdown;    // of each rank: factor of its own time; empty: 1
+  bool shared_nic = false;         // the ranks of a host share its link to other hosts; else each has its own
+  std::vector<double> link_share;  // of each host: its share of the bandwidth between hosts; empty: all of it
+  std::vector<double> start_us;    // of each rank: time of its call; empty: 0
+  std::vector<double> slowdown;    // of each rank: factor of the time for its own work; empty: 1
   bool equal() const { return link_share.empty() && start_us.empty() && slowdown.empty(); }
 };
 
@@ -52,34 +54,34 @@ struct Question {
   Collective collective = Collective::kAllReduce;
   Between between = Between::kRing;
   Inside inside = Inside::kDirect;
-  // One walk over all ranks by `between`, whatever host they are on; else inside, between, inside.
+  // One walk over all ranks by `between`, regardless of hosts; else three walks: inside, between, inside.
   bool flat = false;
-  int root_host = 0;  // broadcast: from its first rank
-  // Elements of the whole message: for reduce_scatter of its input, for all_gather of its output, for all_to_all of
-  // what a rank has for all.
+  int root_host = 0;  // broadcast: the root is its first rank
+  // Elements of the complete message: the input of a reduce_scatter, the output of an all_gather, the elements that one
+  // rank sends to all ranks in an all_to_all.
   std::size_t count = 0;
   std::size_t element_bytes = 4;
-  std::size_t partial_bytes = 4;  // of an element that is reduced, inside a host where there are several
-  std::size_t sum_bytes = 4;      // the same, on the wire between hosts
-  std::size_t result_bytes = 4;   // of one that is gathered between hosts, on the wire
-  // Where all hosts are equal, one may stand for all of them, with the longest chunk of a window for all: where chunks
-  // are equally long, or there are too many messages to look at each.
+  std::size_t partial_bytes = 4;  // size of an element that is reduced inside a host, if there are several hosts
+  std::size_t sum_bytes = 4;      // size of such an element on the wire between hosts
+  std::size_t result_bytes = 4;   // size of a gathered element on the wire between hosts
+  // Where all hosts are equal, one may represent all of them, and the longest chunk of a window all chunks: if chunks
+  // are equally long, or there are too many messages to simulate.
   bool fold = true;
 };
 
 struct Answer {
   double time_us = 0;               // until the last rank is done
-  double first_us = 0;              // until the first rank is
+  double first_us = 0;              // until the first rank is done
   std::uint64_t inside_bytes = 0;   // the most that a rank sends inside its host
   std::uint64_t between_bytes = 0;  // the most that a host sends to others
   std::uint64_t messages = 0;       // the most that a rank sends
-  std::uint64_t events = 0;         // messages that were looked at
+  std::uint64_t events = 0;         // messages that were simulated
   bool folded = false;
 };
 
-// Throws kInvalid for what the schedules do not have, and numbers that are no model.
+// Throws kInvalid for combinations that the schedules do not have, and for numbers out of range.
 void check(const Cluster& cluster, const Question& question);
-// The same, and for more than 2e10 messages.
+// Checks too, and throws for more than 2e10 messages.
 Answer simulate(const Cluster& cluster, const Question& question);
 
 }  // namespace ringcomm::simulation

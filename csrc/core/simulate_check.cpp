@@ -1,4 +1,4 @@
-// What is no model, or what the schedules do not have.
+// Checks of the simulator's input: numbers out of range, and combinations that the schedules do not have.
 #include "core/simulate.h"
 
 #include <cmath>

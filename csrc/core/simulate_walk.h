@@ -1,4 +1,4 @@
-// What the simulator walks through: a schedule, between whom, and the cut of the message; and what comes before.
+// What the simulator runs: a schedule, its groups of ranks, and the cut of the message; and the agreement before it.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace ringcomm::simulation {
 
-// Who walks together: the ranks of each host, those with one place on every host (a lane), or all.
+// The ranks of a group: those of each host, those with the same index on every host (a lane), or all ranks.
 enum class Among : std::uint8_t { kHost, kLane, kAll };
 
 // One walk of all groups of ranks at once.
@@ -17,19 +17,19 @@ struct Exchange {
   int members;
   int first_round, last_round;
   bool reduces;
-  bool whole;                    // every message is the whole window, not a chunk (one shot)
-  std::vector<WindowCut> cuts;   // of each lane; of all groups, if there is one
-  std::size_t element_bytes[2];  // in the half that reduces, and in that which gathers
+  bool whole;                    // every message is the complete window, not a chunk (oneshot)
+  std::vector<WindowCut> cuts;   // one for each lane, or a single one for all groups
+  std::size_t element_bytes[2];  // in the half that reduces, and in the half that gathers
   LinkClass timing;
-  int only_host = -1, but_host = -1;  // that walks, and that does not; below 0: all do
+  int only_host = -1, but_host = -1;  // the only host that walks, and one that does not; below 0: all walk
 
   bool walks(int host) const { return (only_host < 0 || host == only_host) && host != but_host; }
   const WindowCut& cut(int group) const { return cuts.size() == 1 ? cuts[0] : cuts[group]; }
   int half() const { return reducing_rounds(kind, members); }
-  std::size_t windows() const { return cuts[0].windows(); }  // the first is the longest
+  std::size_t windows() const { return cuts[0].windows(); }  // the first cut is the longest
 };
 
-// A message on its way.
+// A message in flight.
 struct Coming {
   double start;
   std::size_t nbytes;
@@ -45,7 +45,7 @@ inline double num_messages(Between kind, int members, const WindowCut& cut) {
   return 1.0 * cut.windows() * num_rounds(kind, members) * num_hops(kind, members);
 }
 
-// Elements that the engine over hosts handles at once.
+// Returns the number of elements that the engine over hosts handles at once.
 inline std::size_t wave_elements(const Cluster& cluster, const Question& question) {
   const bool scatters = question.collective == Collective::kReduceScatter,
              wider = question.collective == Collective::kAllReduce && question.partial_bytes > question.element_bytes;
@@ -55,8 +55,8 @@ inline std::size_t wave_elements(const Cluster& cluster, const Question& questio
   return larger(64, nbytes / (question.partial_bytes * parts) / 64 * 64) * parts;
 }
 
-// When every rank has heard that the others of its lane that it talks to make the same call. `called`: when it made
-// it, of the ranks of all hosts, or of the one that stands for all.
+// Returns when each rank knows that its partners in its lane make the same call. `called`: the times of the calls, of
+// the ranks of all hosts, or of the one host that represents all.
 inline std::vector<double> agree(const Cluster& cluster, const Question& question, const std::vector<double>& called) {
   const int lanes = cluster.ranks_per_host, members = static_cast<int>(called.size()) / lanes;
   const bool to_all = question.between == Between::kDirect && question.collective != Collective::kBroadcast;

@@ -20,7 +20,7 @@ const char* site_here() {
 void copy_end(char* to, std::size_t nbytes, const char* text) {
   const std::size_t length = std::strlen(text);
   const char* from = length < nbytes ? text : text + length - (nbytes - 1);
-  while ((static_cast<unsigned char>(*from) & 0xc0) == 0x80) ++from;  // in the middle of a character of UTF-8
+  while ((static_cast<unsigned char>(*from) & 0xc0) == 0x80) ++from;  // skips the rest of a split UTF-8 character
   std::strcpy(to, from);
 }
 

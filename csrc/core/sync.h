@@ -1,6 +1,6 @@
-// All memory ordering. A flag is a 64-bit counter that one side writes and others read; data written before
-// `store_release` is seen by whoever has seen the new value through `load_acquire`. PTX at system scope on the device,
-// C++ atomics on the host, under the same names.
+// All memory ordering. A flag is a 64-bit counter that one side writes and others read. Data written before
+// `store_release` is visible to every reader that has read the new value with `load_acquire`. The device uses PTX at
+// system scope, the host C++ atomics, under the same names.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ringcomm {
 
-using Flag = std::uint64_t;  // in memory that several ranks see; naturally aligned
+using Flag = std::uint64_t;  // in memory that several ranks access; naturally aligned
 
 RINGCOMM_HD std::uint64_t load_acquire(const Flag* flag) {
 #if defined(__CUDA_ARCH__)
@@ -38,7 +38,7 @@ RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// The store and the loads after it keep their order: for "post, then see whether anyone sleeps".
+// A store that later loads cannot overtake: for "post, then check whether a peer sleeps".
 inline void store_then_look(Flag* flag, std::uint64_t value) { __atomic_exchange_n(flag, value, __ATOMIC_SEQ_CST); }
 inline std::uint64_t load_after_store(const Flag* flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
 inline std::uint64_t fetch_add(Flag* flag, std::uint64_t value) {

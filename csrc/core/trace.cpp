@@ -17,7 +17,7 @@ namespace ringcomm::trace {
 
 namespace {
 
-constexpr std::size_t kMostSpans = 1 << 24;  // of a thread
+constexpr std::size_t kMostSpans = 1 << 24;  // per thread
 
 struct Buffer {
   const pid_t thread;
@@ -35,7 +35,7 @@ struct Recorder {
 
 Recorder*& recorder();
 
-// In a forked child: a lock may have been held when the process was copied, so nothing of the parent's is touched.
+// In a forked child: the parent may have held a lock when it was copied, so the parent's recorder is not touched.
 void begin_anew() {
   session.store(0);
   recorder() = new Recorder;
@@ -44,7 +44,7 @@ void begin_anew() {
 Recorder*& recorder() {
   static Recorder* now = [] {
     pthread_atfork(nullptr, nullptr, &begin_anew);
-    return new Recorder;  // threads may outlive static objects
+    return new Recorder;  // never destroyed: threads may outlive static objects
   }();
   return now;
 }
@@ -53,7 +53,7 @@ struct Here {
   const char* role = "caller";
   CallSpan* call = nullptr;
   Recorder* of = nullptr;
-  std::shared_ptr<Buffer> buffer;  // of that recorder
+  std::shared_ptr<Buffer> buffer;  // a buffer of the recorder `of`
 };
 Here& here() {
   thread_local Here here;
@@ -83,7 +83,7 @@ void record(const Span& span) {
       buffer.spans.push_back(span);
     else
       to.dropped.fetch_add(1, std::memory_order_relaxed);
-  } catch (const std::bad_alloc&) {  // spans end in destructors
+  } catch (const std::bad_alloc&) {  // destructors end spans, and must not throw
     to.dropped.fetch_add(1, std::memory_order_relaxed);
   }
 }
@@ -197,7 +197,7 @@ Timeline stop() {
     const std::lock_guard<std::mutex> its_lock(buffer->mutex);
     if (!buffer->spans.empty()) timeline.threads.push_back({buffer->thread, buffer->role, std::move(buffer->spans)});
     buffer->spans.clear();
-    if (buffer.use_count() > 1) alive.push_back(buffer);  // its thread is there
+    if (buffer.use_count() > 1) alive.push_back(buffer);  // its thread still runs
   }
   r.buffers = std::move(alive);
   timeline.dropped = r.dropped.load(std::memory_order_relaxed);

@@ -1,5 +1,5 @@
-// The timeline: what threads did when, as spans, while a session of tracing is on. Off, a probe costs the load of one
-// flag. What happens inside a call is recorded where the whole call is, so that spans nest.
+// The timeline: the work of threads over time, as spans, while a tracing session is on. When it is off, a probe costs
+// one load of a flag. Events inside a call are recorded only where the call itself is recorded, so that spans nest.
 #pragma once
 
 #include <sys/types.h>
@@ -33,7 +33,7 @@ enum class What : std::uint8_t {
   kAnnounce,
   kInPlace,
   kLeave,
-  // messages of the user's
+  // point-to-point messages of the user
   kSendSlice,
   kReceiveSlice,
   // between hosts
@@ -46,14 +46,14 @@ const char* name(What what);
 // One of "call", "step", "wait", "work".
 const char* category(What what);
 
-// Whose call it is.
+// The call that a span belongs to.
 struct Origin {
-  std::uint64_t group = 0;  // group_number of core/journal.h
+  std::uint64_t group = 0;  // see group_number in core/journal.h
   int rank = 0, world_size = 1;
-  std::int64_t number = -1;  // of the collective; -1: a message, or an engine that does not count
+  std::int64_t number = -1;  // of the collective; -1: a message, or the engine does not count
 };
 
-// What a span was about; -1: does not apply.
+// The details of a span; -1: does not apply.
 struct Details {
   int peer = -1;
   std::int64_t ticket = -1, nbytes = -1;
@@ -66,24 +66,24 @@ struct CallFacts {
   DType dtype;
   ReduceOp reduce_op;
   Algorithm asked;
-  const char* algorithm;  // that ran; null: no choice
+  const char* algorithm;  // the algorithm used; null: there was no choice
   std::size_t count;
   int root;
   std::int64_t training_step;
-  const char* site;  // empty where nobody knows
+  const char* site;  // empty if unknown
   bool failed;
 };
 
 struct Span {
   What what;
   std::uint32_t session;
-  std::int64_t begin_ns, end_ns;  // of core/clock.h
+  std::int64_t begin_ns, end_ns;  // see core/clock.h
   Origin origin;
   Details details;
-  CallFacts call;  // of a kCall
+  CallFacts call;  // only of a kCall span
 };
 
-// A whole call, from its begin to its end in the thread that runs it.
+// The span of a call, from its begin to its end in the thread that executes it.
 class CallSpan {
  public:
   CallSpan(const Origin& origin, std::int64_t number, const Call& call) {
@@ -106,13 +106,13 @@ class CallSpan {
   int exceptions_;
 };
 
-// A part of the call that the thread is in; as long as the object lives.
+// A span within the call that the thread executes; it lasts as long as the object lives.
 class Probe {
  public:
   explicit Probe(What what, int peer = -1, std::int64_t ticket = -1, std::int64_t nbytes = -1) {
     if (on()) begin(nullptr, what, peer, ticket, nbytes);
   }
-  // Of a message, which any thread may move.
+  // A span of a point-to-point message, which any thread may move.
   Probe(const Origin& origin, What what, int peer, std::int64_t ticket, std::size_t nbytes) {
     if (on()) begin(&origin, what, peer, ticket, static_cast<std::int64_t>(nbytes));
   }
@@ -132,12 +132,12 @@ class Probe {
   std::optional<Span> span_;
 };
 
-// The algorithm that the call of this thread has chosen; a literal.
+// Sets the algorithm that the current call of this thread has chosen; a literal.
 void set_algorithm(const char* algorithm);
 inline void chose(const char* algorithm) {
   if (on()) set_algorithm(algorithm);
 }
-// What this thread is for; a literal. "caller" where nobody says so.
+// Sets the role of this thread; a literal. "caller" where it is not set.
 void set_role(const char* role);
 
 struct ThreadSpans {
@@ -147,12 +147,12 @@ struct ThreadSpans {
 };
 struct Timeline {
   std::vector<ThreadSpans> threads;
-  std::uint64_t dropped = 0;  // spans that found no room
+  std::uint64_t dropped = 0;  // spans that did not fit
 };
 
-// Each thread keeps the first `capacity` spans. Throws kInvalid where a session is on.
+// Starts a session; each thread keeps its first `capacity` spans. Throws kInvalid if a session is on.
 void start(std::size_t capacity);
-// Ends the session and hands over all spans that have ended. Throws kInvalid without a session.
+// Ends the session and returns all spans that have ended. Throws kInvalid without a session.
 Timeline stop();
 
 }  // namespace ringcomm::trace

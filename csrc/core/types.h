@@ -1,6 +1,6 @@
-// Element types and reduction operators: their names, sizes and storage formats. One rounding rule: to nearest, ties
-// to even, NaN kept as a quiet NaN; values past the largest finite one become infinity, or stay the largest in
-// float8_e4m3fn, which has no infinity (as torch 2.13 converts).
+// Element types and reduction operators: their names, sizes and storage formats. All types round in the same way: to
+// nearest, ties to even, NaN stays a quiet NaN. Values beyond the largest finite one become infinity; in float8_e4m3fn,
+// which has no infinity, they become the largest value (as torch 2.13 converts).
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// X(enumerator, C++ type, public name). The one list of element types.
+// X(enumerator, C++ type, public name). The only list of element types.
 #define RINGCOMM_FOR_EACH_DTYPE(X)                        \
   X(kFloat32, float, "float32")                           \
   X(kFloat64, double, "float64")                          \
@@ -29,7 +29,7 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
   X(kUInt8, std::uint8_t, "uint8")                        \
   X(kBool, ::ringcomm::Bool, "bool")
 
-// X(enumerator, public name). The one list of reduction operators.
+// X(enumerator, public name). The only list of reduction operators.
 #define RINGCOMM_FOR_EACH_REDUCE_OP(X) \
   X(kSum, "sum")                       \
   X(kAvg, "avg")                       \
@@ -63,8 +63,8 @@ RINGCOMM_HD To cast(From from) {
 }  // namespace bits
 
 // Storage types. `widen` is exact, `narrow` rounds once; every NaN narrows to the same NaN. A GPU has instructions for
-// both directions of the 16-bit types, and from sm_89 on of float8_e4m3fn, which give these bits for every number and
-// infinity. (Those of float8_e5m2 turn infinity into the largest number.)
+// both directions of the 16-bit types, and from sm_89 on of float8_e4m3fn; they give the same bits for every number and
+// infinity. (The instructions for float8_e5m2 turn infinity into the largest number, so they are not used.)
 struct BFloat16 {
   std::uint16_t raw;
 };
@@ -95,8 +95,8 @@ RINGCOMM_HD BFloat16 narrow(float x, BFloat16*) {
 #endif
 }
 
-// Widening of a small float with `kMantissa` stored bits below `kExponent` exponent bits: place the bits in a float
-// and let one multiplication fix the bias, which also normalises subnormals.
+// Widens a small float with `kMantissa` stored bits below `kExponent` exponent bits: puts the bits into a float, and
+// corrects the bias by one multiplication, which also normalises subnormals.
 template <int kExponent, int kMantissa>
 RINGCOMM_HD float widen_ieee(std::uint32_t raw) {
   constexpr int kBits = kExponent + kMantissa;
@@ -123,7 +123,7 @@ RINGCOMM_HD float widen(Float16 x) {
 RINGCOMM_HD float widen(Float8E5M2 x) { return widen_ieee<5, 2>(x.raw); }
 RINGCOMM_HD float widen(Float8E4M3 x) {  // no infinity; only S.1111.111 is NaN
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  std::uint32_t halves;  // float16 has every value
+  std::uint32_t halves;  // float16 represents every value
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(x.raw)));
   return widen(Float16{static_cast<std::uint16_t>(halves)});
 #else
@@ -135,13 +135,13 @@ RINGCOMM_HD float widen(Float8E4M3 x) {  // no infinity; only S.1111.111 is NaN
 #endif
 }
 
-// Rounds |x| to `kMantissa` stored bits with smallest normal exponent `1 - kBias`; the result is the raw magnitude,
-// which carries on past the largest exponent (the caller clamps).
+// Rounds |x| to `kMantissa` stored bits with smallest normal exponent `1 - kBias`. The result is the raw magnitude,
+// which may exceed the largest exponent (the caller clamps it).
 template <int kMantissa, int kBias>
 RINGCOMM_HD std::uint32_t narrow_magnitude(std::uint32_t u) {
   constexpr int kShift = 23 - kMantissa;
   constexpr std::uint32_t kSmallestNormal = static_cast<std::uint32_t>(127 - kBias + 1) << 23;
-  // Subnormals: adding this float aligns the wanted bits at the bottom of the mantissa and rounds them to even.
+  // Subnormals: adding this float moves the wanted bits to the bottom of the mantissa and rounds them to even.
   constexpr std::uint32_t kMagic = static_cast<std::uint32_t>(127 - kBias + 1 + kShift) << 23;
   const float aligned = bits::cast<float>(u) + bits::cast<float>(kMagic);
   const std::uint32_t subnormal = bits::cast<std::uint32_t>(aligned) - kMagic;
@@ -171,19 +171,19 @@ RINGCOMM_HD Float8E5M2 narrow(float x, Float8E5M2*) {
 }
 RINGCOMM_HD Float8E4M3 narrow(float x, Float8E4M3*) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  std::uint16_t both;  // satfinite: 448 is the largest here too
+  std::uint16_t both;  // satfinite: 448 is the largest value here too
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(x));
   return {static_cast<std::uint8_t>(x != x ? 0x7fu : both)};
 #else
   const std::uint32_t all = bits::cast<std::uint32_t>(x), u = all & 0x7fffffffu;
   const std::uint32_t finite = narrow_magnitude<3, 7>(u);
-  const std::uint32_t clamped = u >= 0x43f00000u || finite > 0x7eu ? 0x7eu : finite;  // 448 is the largest
+  const std::uint32_t clamped = u >= 0x43f00000u || finite > 0x7eu ? 0x7eu : finite;  // 448 is the largest value
   const bool nan = u > 0x7f800000u;
   return {static_cast<std::uint8_t>((nan ? 0u : (all >> 24) & 0x80u) | (nan ? 0x7fu : clamped))};
 #endif
 }
 
-// What a type is added up in, and how it gets there and back.
+// The type in which elements of T are accumulated, and the conversions to and from it.
 template <typename T>
 struct Element {
   using Acc = T;
@@ -245,7 +245,7 @@ inline const char* name(ReduceOp op) {
 RINGCOMM_HD constexpr bool is_float(DType dtype) { return dtype <= DType::kFloat8E5M2; }
 RINGCOMM_HD constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBand; }
 
-// Which operators a type has: bitwise ones need integers, averages numbers, a factor fractions.
+// Whether a type has an operator: bitwise ones need integers, averages need numbers, and premul_sum needs floats.
 RINGCOMM_HD constexpr bool supports(DType dtype, ReduceOp op) {
   if (is_float(dtype)) return !is_bitwise(op);
   if (dtype == DType::kBool) return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum;

@@ -11,7 +11,7 @@
 namespace ringcomm {
 
 namespace {
-constexpr auto kLookEvery = std::chrono::milliseconds(50);  // for signals
+constexpr auto kLookEvery = std::chrono::milliseconds(50);  // how often a wait polls for signals
 }
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
@@ -87,12 +87,12 @@ void WorkQueue::let_go() {
   if (waiting_.load() == 0) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-  }  // a thread between its check and its wait must not miss this
+  }  // a thread between its check and its wait must not miss the notification
   changed_.notify_all();
 }
 
-// A handler of a signal runs inside the call that waits: that one might never end, or the order of calls would depend
-// on when the signal came.
+// A signal handler runs inside the call that waits. A call from the handler might make that one wait for ever, or the
+// order of calls would depend on when the signal came.
 void WorkQueue::refuse_from_inside(const Call& call) const {
   if (!executes_in_this_thread() && !signals_.runs_this()) return;
   fail(ErrorCode::kInvalid, name(call.op),
@@ -119,7 +119,7 @@ void WorkQueue::run(const Call& call) {
 }
 
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
-  if (!call.site) call.site = site_here();  // another thread may run it
+  if (!call.site) call.site = site_here();  // another thread may execute it
   Unplaced::place(call.site);
   auto item = std::make_shared<Item>(*this, std::move(call));
   {
@@ -136,7 +136,8 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
 
 std::shared_ptr<Request> WorkQueue::submit(Call call) { return enqueue(std::move(call)); }
 
-// Executes the oldest item; the lock is held before and after, not during. Callbacks run when others may go on.
+// Executes the oldest item. The lock is held before and after, but not meanwhile. Callbacks run after other threads may
+// execute again.
 void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Item> item = std::move(items_.front());
   items_.pop_front();
@@ -180,8 +181,8 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
   return waited;
 }
 
-// With a limit of its own the waiter must not be caught in an execution that may take longer. One that a signal ends
-// gives up the call for all ranks, and waits until that is over: what the call works in is its caller's again then.
+// A waiter with a time limit must not execute a call, which may take longer. A waiter that a signal interrupts aborts
+// the call for all ranks, and waits until the call has ended, because only then may the caller reuse its buffers.
 void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
   refuse_from_inside(item.call());
   const bool limited = timeout_ms > 0;
@@ -210,8 +211,8 @@ void WorkQueue::progress() {
   }
 }
 
-// A signal's handler that closes runs inside a call. Where another thread executes that call, it ends. Where this
-// thread does, what is queued cannot begin before the handler returns: it fails.
+// A signal handler that closes the communicator runs inside a call. If another thread executes that call, the call
+// ends. If this thread executes it, queued calls cannot begin before the handler returns, so they fail.
 void WorkQueue::stop() {
   std::deque<std::shared_ptr<Item>> never;
   if (signals_.runs_this()) stop_("close");

@@ -1,5 +1,5 @@
-// Runs one rank's collectives one at a time in the order of their calls: in the caller's thread where nothing is
-// queued, else in whichever thread comes first, the progress thread or one that waits.
+// Runs one rank's collectives one at a time in the order of their calls: in the caller's thread if the queue is empty,
+// else in the first free thread: the progress thread, or one that waits.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 
 namespace ringcomm {
 
-// The state that every request has; its end is announced once.
+// The state that every request has; the end of the call is announced once.
 class RequestBase : public Request {
  public:
   bool done() const override { return done_.load(std::memory_order_acquire); }
@@ -27,7 +27,7 @@ class RequestBase : public Request {
   int source() const override { return source_; }
 
  protected:
-  // Throws in a forked child: what would end the call is in the parent.
+  // Throws in a forked child: the thread that would end the call exists in the parent only.
   void refuse_in_child(Op op) const;
   void finish(std::exception_ptr error);
   void rethrow() const;
@@ -42,7 +42,7 @@ class RequestBase : public Request {
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 
-// Looks about now and then while a thread waits for a call that another one executes.
+// Called regularly while a thread waits for a call that another thread executes.
 class Watch {
  public:
   virtual ~Watch() = default;
@@ -51,9 +51,9 @@ class Watch {
 
 class WorkQueue {
  public:
-  // `stop` soon ends what executes: a signal's handler wants a waiting caller to go on. `looks`: executions look for
-  // signals by themselves; where they do not, a thread that handles signals leaves them to another one.
-  // `watch`: for each wait without a limit of its own; may be null.
+  // `stop` makes the executing call end soon, because a signal handler wants a waiting caller to go on. `looks`:
+  // executions poll for signals themselves; where they do not, a thread that handles signals leaves them to another
+  // one. `watch`: makes a Watch for each wait without a time limit of its own; may be null.
   WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks,
             std::function<std::unique_ptr<Watch>()> watch = nullptr)
       : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks), watch_(std::move(watch)) {}
@@ -62,12 +62,12 @@ class WorkQueue {
   void run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
   bool idle() const { return waiting_.load() == 0 && !busy_.load(); }
-  // Ask in this order: what leaves the queue executes before.
+  // Call queued() before executes(): an item that leaves the queue is executing by then.
   std::size_t queued() const { return queued_.load(); }
   bool executes() const { return busy_.load(); }
   bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
-  // Lets the progress thread finish what is queued, and ends it. Called by a signal's handler inside a wait, it aborts
-  // what is in flight.
+  // Lets the progress thread finish the queue, and ends it. If a signal handler calls this inside a wait, the call in
+  // flight is aborted.
   void stop();
 
  private:
@@ -81,7 +81,7 @@ class WorkQueue {
   bool executes_in_this_thread() const;
   // Whether this thread may execute.
   bool may_execute() const;
-  // With `helps` this thread may execute what is queued meanwhile, however long that takes.
+  // With `helps` this thread may execute queued calls meanwhile, however long they take.
   Waited await(const Item& item, Clock::time_point end, bool helps);
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
@@ -93,8 +93,8 @@ class WorkQueue {
   const std::function<void(const char*)> stop_;
   const bool looks_;
   const std::function<std::unique_ptr<Watch>()> watch_;
-  std::atomic<bool> busy_{false};          // some thread is executing
-  std::atomic<std::thread::id> runner_{};  // which
+  std::atomic<bool> busy_{false};          // a thread is executing
+  std::atomic<std::thread::id> runner_{};  // that thread
   SignalHandling signals_;
   std::atomic<int> waiting_{0};  // queued items, and threads blocked on the condition
   std::atomic<std::size_t> queued_{0};

@@ -14,7 +14,7 @@ namespace ringcomm::cpu {
 
 namespace {
 
-// A world of one: nothing to send, but avg and premul_sum still say what the result is.
+// With a world size of one nothing is sent, but avg and premul_sum still change the values.
 void run_alone(const Call& call) {
   if (call.op == Op::kBarrier) return;
   const Parts input = input_parts(call), output = output_parts(call);
@@ -46,14 +46,14 @@ void Collectives::run(const Call& call) {
   Stage stage(group_, progress_, call, agreed_count(call, group_.world_size()));
   try {
     stage.finish(run_connected(stage));
-  } catch (const std::exception& error) {  // a call cannot be left half done: the tickets of the ranks would differ
+  } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
     end_badly(call, error.what());
     throw;
   }
 }
 
-// Tells the others; gives the buffers back to their user when no peer can touch them any more. What failed here may
-// follow from the loss of a rank, whose memory cannot be opened any more: that is the cause then.
+// Aborts the group, and returns once no peer can access the caller's buffers any more. The error may be a consequence
+// of a lost rank, whose memory cannot be opened any more; then the lost rank is reported as the cause.
 void Collectives::end_badly(const Call& call, const char* what) {
   const auto hands_off = [this] {
     if (!group_.await_hands_off()) heap_.detach();
@@ -69,7 +69,7 @@ void Collectives::end_badly(const Call& call, const char* what) {
   hands_off();
 }
 
-// Returns the tickets it took.
+// Returns the number of tickets used.
 std::uint64_t Collectives::run_connected(Stage& stage) {
   const Call& call = stage.call();
   if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {

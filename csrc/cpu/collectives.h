@@ -1,4 +1,4 @@
-// One rank's collectives: checks a call, picks its algorithm and runs it.
+// One rank's collectives: chooses the algorithm of a call and runs it.
 #pragma once
 
 #include "cpu/heap.h"

@@ -1,4 +1,4 @@
-// The cpu engine: ranks are processes or threads of one host, and the bytes go through shared memory.
+// The cpu engine: ranks are processes or threads of one host and exchange bytes through shared memory.
 #include <atomic>
 #include <limits>
 
@@ -20,7 +20,8 @@ namespace ringcomm {
 namespace cpu {
 namespace {
 
-// A thread that waits for a call of its own rank: another thread waits for the peer.
+// The watch of a thread that waits for a call of its own rank, while another thread executes the call and waits for the
+// peer.
 class ItemWatch final : public Watch {
  public:
   explicit ItemWatch(const Group& group)
@@ -43,15 +44,15 @@ class CpuEngine final : public Engine {
                                            [this](const char* call) { group_.interrupt(call); }, true,
                                            [this] { return std::make_unique<ItemWatch>(group_); })) {
     group_.set_activity([this] {
-      if (absorbed_.load()) return WaitGraph::Activity{};  // its callers' threads are not known
+      if (absorbed_.load()) return WaitGraph::Activity{};  // any thread may call it
       const std::size_t queued = queue_->queued();
       return WaitGraph::Activity{true, queue_->executes(), queued, p2p_->pending()};
     });
   }
 
-  // Without close() nobody waits for what is still in flight: the peers are told instead of left waiting.
+  // Aborts the group if calls are in flight and close() was not called, so that the peers do not wait for ever.
   ~CpuEngine() override {
-    if (forked()) {  // the threads are not here, and a lock may have been held when the process was copied
+    if (forked()) {  // the threads exist in the parent only, which may have held a lock when it forked
       queue_.release();
       p2p_.release();
       group_.disown();
@@ -99,7 +100,7 @@ class CpuEngine final : public Engine {
            " was called in a forked process; make a communicator in the child");
     return heap_.allocate(nbytes);
   }
-  // A forked child lets go of its view of the memory and the group; what is shared belongs to the parent.
+  // In a forked child, release and abort do nothing: the shared memory and the group belong to the parent.
   void release(void* data) override {
     if (!forked()) heap_.release(data);
   }
@@ -158,6 +159,7 @@ class CpuEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
+    check_no_copy_engine(call, rank());
     group_.note_caller();
   }
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kAlignBytes = 64;
 
-// Which of the buffers the peers touch.
+// Whether the peers access the buffer.
 bool needs_input(const Call& call, int rank) { return call.op != Op::kBroadcast || rank == call.root; }
 bool needs_output(const Call& call) { return call.op == Op::kAllReduce || call.op == Op::kBroadcast; }
 
@@ -65,7 +65,8 @@ class Direct {
     kernels().copy(static_cast<char*>(call_.output) + to, input(p) + from, nbytes, streaming_);
   }
 
-  // The root's core works too: it hands its shard to everyone, who take the others themselves.
+  // The root copies its shard to every rank, so that its core shares the work; the other ranks copy the rest
+  // themselves.
   void broadcast() {
     const Slice own = shard_of(call_.count, world_size_, call_.root, kAlignBytes / element_);
     const std::size_t begin = own.offset * element_, end = begin + own.count * element_;
@@ -82,7 +83,7 @@ class Direct {
     take(call_.root, end, end, part_bytes() - end);
   }
 
-  // Rank r reduces shard r from everybody's input into everybody's output.
+  // Rank r reduces shard r of every rank's input into every rank's output.
   void all_reduce() {
     const Slice shard = shard_of(call_.count, world_size_, rank_, kAlignBytes / element_);
     const void* sources[kMaxWorldSize];
@@ -110,8 +111,8 @@ class Direct {
   const bool streaming_;
 };
 
-// Between its begin and its end this rank may touch the peers' buffers: none is given back to its user until then. A
-// rank that was told of an abort does not begin.
+// While this object exists, this rank may access the peers' buffers, and no peer returns its buffers to its caller.
+// Throws if the group was aborted before.
 class HandsOn {
  public:
   HandsOn(const Group& group, const Call& call) : flag_(&group.control().in_place.value) {
@@ -138,7 +139,7 @@ void announce_buffers(Stage& stage, const Heap& heap) {
   const auto probe = stage.probe(trace::What::kAnnounce, -1, 0);
   const int rank = stage.group().rank();
   const std::size_t nbytes = input_bytes(call, stage.group().world_size());
-  // Parts are read from a base address; and all_to_all in place overwrites what the peers still read.
+  // Parts have no single base address; and an all_to_all in place overwrites data that the peers still read.
   const bool unfit = !call.input_parts.empty() || !call.output_parts.empty() ||
                      (call.op == Op::kAllToAll && call.input == call.output);
   Location input{-1, 0, 0}, output{-1, 0, 0};
@@ -166,7 +167,7 @@ bool direct_collective(Stage& stage) {
     const HandsOn hands(group, call);
     Direct(stage).run();
   }
-  const auto probe = stage.probe(trace::What::kLeave, -1, 1);  // when nobody reads this rank's buffers any more
+  const auto probe = stage.probe(trace::What::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
   stage.wait_credit(1);
   stage.publish(1);
   stage.await_all(1);

@@ -1,4 +1,4 @@
-// How a group waits, and how it ends: a peer is lost, comes too late, or calls something else.
+// How a group waits, and how it ends: a rank is lost, times out, or makes a different call.
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace ringcomm::cpu {
 namespace {
 
 constexpr auto kLookForSignals = std::chrono::milliseconds(25);
-constexpr int kMostNamed = 8;  // ranks in one message
+constexpr int kMostNamed = 8;  // most ranks named in a message
 
 std::string host_name() {
   char name[256] = {};
@@ -86,8 +86,8 @@ WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
   return facts;
 }
 
-// Nobody can end the call without the part of each rank: one that is gone is missed wherever this rank waits. What has
-// come is looked at once more behind the abort: one who ended this call and then gave up has left what it owed here.
+// The call needs every rank's part, so a lost rank is reported wherever this rank waits. After an abort the flag is
+// checked once more: the peer may have done its part of this call before it aborted.
 template <typename HasCome>
 void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_come) const {
   if (aborted()) {
@@ -103,7 +103,7 @@ void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_c
 // Throws if the call needs a rank that is gone.
 void Group::check_lost(const Call& call) const {
   for (int other = 0; other < world_size_; ++other)
-    if (holds_up(other) && is_gone(other) && holds_up(other)) {  // looked at again: it may have ended the call before
+    if (holds_up(other) && is_gone(other) && holds_up(other)) {  // checked again: it may have ended the call in between
       const int lost = cause_of(other, true);
       give_up(call, ErrorCode::kRankLost,
               concat(call_here(), " expected ", named(lost), " in this call, but ", fate_of(lost), ", after ",
@@ -111,12 +111,12 @@ void Group::check_lost(const Call& call) const {
     }
 }
 
-// The others need not wait for a rank whose user has had enough.
+// Aborts the group when a signal interrupts this rank, so that the others do not wait for it.
 void Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   const auto now = Clock::now();
   const bool first = next == Clock::time_point{};
   if (!first && now < next) return;
-  next = now + kLookForSignals;  // whoever has the user's language may be busy: asking costs
+  next = now + kLookForSignals;  // checking for Python signals needs the GIL
   if (first) return;
   Unplaced::place();
   if (!signals_.interrupted()) return;
@@ -130,7 +130,8 @@ void Group::interrupt(const char* call) const {
 
 bool Group::holds_up(int peer) const { return peer != rank_ && load_acquire(&control(peer).ended.value) <= sequence_; }
 
-// Blames who has not come to this call; if all have, those that a signal has stopped; else the one that is waited for.
+// Blames the ranks that have not begun this call; if there are none, those that a signal has stopped; else the rank
+// that is waited for.
 void Group::too_late(int peer, const Deadline& deadline) const {
   std::vector<int> late;
   const auto gather = [&](const auto& is_late) {
@@ -158,7 +159,7 @@ void Group::too_late(int peer, const Deadline& deadline) const {
   give_up(*deadline.call, ErrorCode::kTimeout, text);
 }
 
-// ---- who is where --------------------------------------------------------------------------------------------------
+// ---- the state of each rank -----------------------------------------------------------------------------------------
 
 void Group::begin_call(const Call& call, const Signature& signature) {
   sequence_ = signature.sequence;
@@ -172,7 +173,7 @@ void Group::begin_call(const Call& call, const Signature& signature) {
   store_release(&control().calls.value, sequence_ + 1);
 }
 
-// The place of a call that came without one, now that somebody wants to know.
+// Looks up the place of the current call in the user's code, if the call came without one.
 void Group::state_call() const {
   LoggedCall& entry = control().log[sequence_ % kLoggedCalls];
   if (!has_begun(rank_, sequence_) || load_relaxed(&entry.stated)) return;
@@ -191,7 +192,7 @@ bool Group::has_begun(int peer, std::uint64_t sequence) const {
 void Group::compare_calls() const {
   for (int peer = 0; peer < world_size_; ++peer) {
     const std::uint64_t theirs = load_acquire(&logged(peer, sequence_).hash);
-    if (theirs == logged_ || (theirs & 0xffff) != (logged_ & 0xffff)) continue;  // the same, or not there, or gone on
+    if (theirs == logged_ || (theirs & 0xffff) != (logged_ & 0xffff)) continue;  // equal, not begun, or a later one
     differ();
   }
 }
@@ -209,7 +210,7 @@ std::string Group::last_call_of(int peer) const {
   return concat(name(static_cast<Op>(last.signature.op)), " #", calls - 1, in_brackets(place));
 }
 
-// "all_reduce #7: rank 0 (train.py:88)"; calls count from 0.
+// Returns for instance "all_reduce #7: rank 0 (train.py:88)"; calls are numbered from 0.
 std::string Group::call_here() const {
   state_call();
   const LoggedCall& entry = logged(rank_, sequence_);
@@ -230,7 +231,7 @@ int Group::cause_of(int gone, bool in_call) const {
   int cause = gone;
   std::uint64_t first = ~std::uint64_t{0};
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (!is_gone(peer) || (in_call && !holds_up(peer))) continue;  // who did its part is not what is missed
+    if (!is_gone(peer) || (in_call && !holds_up(peer))) continue;  // it has done its part of this call
     const std::uint64_t closed_at = load_acquire(&control(peer).left.value);
     if (closed_at == 0) return peer;
     if (closed_at >= first) continue;
@@ -267,7 +268,8 @@ void Group::ring_bell(int peer) const {
 
 // ---- the end -------------------------------------------------------------------------------------------------------
 
-// Everyone is told first, and then why: whoever is waiting may have something to say about it.
+// Sets every rank's abort flag. The reason is written later, since it may name the places of the other ranks' calls,
+// which waiting ranks look up once they see the flag.
 void Group::announce_end() const {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (!peers_[peer].segment && peer != rank_) continue;
@@ -278,9 +280,10 @@ void Group::announce_end() const {
   }
 }
 
-// Who does not know rank 0 yet tells each rank by itself.
+// Writes the reason where every rank finds it: on rank 0's segment, or, if that is not attached yet, on each attached
+// rank's.
 void Group::pass(const std::string& reason, ErrorCode code) const {
-  const std::string text = reason.substr(0, reason.rfind("; the communicator is aborted"));  // goes with what is raised
+  const std::string text = reason.substr(0, reason.rfind("; the communicator is aborted"));  // raise_end adds it
   const auto write = [&](Verdict& v) {
     v.code = static_cast<std::uint32_t>(code);
     copy_text(v.reason, sizeof v.reason, text.c_str());
@@ -293,7 +296,7 @@ void Group::pass(const std::string& reason, ErrorCode code) const {
       write(control(peer).verdict);
 }
 
-// Null: not passed yet.
+// Returns the reason; null while it is not written.
 const Verdict* Group::passed() const {
   for (const Verdict* v : {&verdict(), &control().verdict})
     if (load_acquire(&v->state) == kPassed) return v;
@@ -311,8 +314,8 @@ std::string Group::why_aborted() const {
   for (int i = 0; i < 10000; ++i) {
     if (const Verdict* v = passed()) return v->reason;
     const std::uint64_t state = load_acquire(&verdict().state);
-    const int writer = static_cast<int>(state - kWriters);  // it writes next, unless it was killed in between
-    if (state >= kWriters && is_exited(writer) && claim_verdict(state))  // one that has closed may still write
+    const int writer = static_cast<int>(state - kWriters);               // it writes next, unless it has been killed
+    if (state >= kWriters && is_exited(writer) && claim_verdict(state))  // a closed rank may still write
       pass(concat(named(writer), " gave up, and ", fate_of(writer), " before it said why"), ErrorCode::kRankLost);
     usleep(100);
   }
@@ -329,7 +332,7 @@ void Group::check_abort(const Call& call) const {
 }
 
 void Group::raise_end(Op op) const {
-  announce_end();  // whoever has told this rank may have died before it told the others
+  announce_end();  // the rank that told this one may have died before it told the others
   const std::string why = why_aborted();
   const ErrorCode code = aborted_as();
   const bool fewer = code == ErrorCode::kRankLost || code == ErrorCode::kTimeout;
@@ -342,8 +345,8 @@ void Group::give_up(const Call& call, ErrorCode code, const std::string& message
   raise_end(call.op);
 }
 
-// The raising rank's buffers are its user's again once no peer is at work in them. False: one was stopped in the
-// middle, and may go on at any time.
+// Waits until no peer accesses this rank's buffers, which then belong to their caller again. Returns false if a peer
+// was stopped by a signal during an access, which it may continue at any time.
 bool Group::await_hands_off() const {
   for (int peer = 0; peer < world_size_; ++peer)
     while (peer != rank_ && load_after_store(&control(peer).in_place.value) && !is_exited(peer)) {
@@ -362,7 +365,7 @@ void Group::differ() const {
   const LoggedCall& mine = logged(rank_, sequence_);
   if (first) {
     await_statements(sequence_);
-    std::uint64_t sequence = sequence_;  // of the first call that differs: only what came before may have done so
+    std::uint64_t sequence = sequence_;  // of the first differing call; only earlier calls can differ before this one
     const auto agree = [&](std::uint64_t number) {
       const std::vector<Caller> all = callers(number);
       return std::all_of(all.begin(), all.end(), [&](const Caller& c) { return c.signature == all[0].signature; });
@@ -375,7 +378,7 @@ void Group::differ() const {
   raise_end(static_cast<Op>(mine.signature.op));
 }
 
-// Gives the ranks that are in the call a moment to say where: they wait, and look about them now and then.
+// Gives the ranks that are in the call some time to state their places: they notice the abort at their next poll.
 void Group::await_statements(std::uint64_t sequence) const {
   const auto end = Clock::now() + std::chrono::milliseconds(300);
   for (int peer = 0; peer < world_size_; ++peer) {
@@ -386,7 +389,7 @@ void Group::await_statements(std::uint64_t sequence) const {
   }
 }
 
-// What the ranks called under this number, as far as they have come.
+// Returns each rank's call with this number, if the rank has begun it.
 std::vector<Caller> Group::callers(std::uint64_t sequence) const {
   std::vector<Caller> result;
   for (int peer = 0; peer < world_size_; ++peer) {

@@ -24,7 +24,7 @@ std::uint64_t random_nonce() {
   return (static_cast<std::uint64_t>(device()) << 32) | device();
 }
 
-// The same for all threads of this process, different in every other one, also after a fork.
+// The same for all threads of this process, different in every other process, also after a fork.
 std::uint64_t process_nonce() {
   static std::uint64_t nonce = random_nonce();
   static pid_t owner = getpid();
@@ -35,7 +35,7 @@ std::uint64_t process_nonce() {
   return nonce;
 }
 
-// The segments made in this process, so that ranks that are threads use one mapping of each.
+// The segments made in this process. Ranks that are threads share one mapping of each.
 class LocalSegments {
  public:
   static LocalSegments& get() {
@@ -68,7 +68,7 @@ std::string first_line(const char* path) {
   return line;
 }
 
-// Where /proc/<pid> means the same process: one kernel, one PID namespace.
+// Identifies where /proc/<pid> means the same process: one kernel and one PID namespace.
 std::string machine_identity() {
   char space[64] = {};
   if (readlink("/proc/self/ns/pid", space, sizeof space - 1) < 0) std::strcpy(space, "pid:[?]");
@@ -98,7 +98,7 @@ struct Handle {
 
 constexpr std::size_t kDefaultSlotBytes = 256 * 1024;
 
-// Keeps all p2p boards of a rank together under 64 MiB of address space; pages are taken as they are used.
+// Keeps all p2p boards of a rank together below 64 MiB of address space; pages are allocated when they are used.
 std::size_t default_p2p_slot_bytes(int world_size) {
   return std::clamp<std::size_t>((64u << 20) / ((kP2pDepth + 1) * world_size) / 4096 * 4096, 16 * 1024, 256 * 1024);
 }
@@ -192,13 +192,13 @@ void Group::connect(const std::vector<std::string>& handles, std::int64_t connec
   for (int peer = 0; peer < world_size_; ++peer) fetch_add(&control(peer).attached.value, 1);
   store_release(&control().has_attached.value, 1);
   await_attached(connect_timeout_ms);
-  mine_->close_fd();  // everyone has it; from here on no process can open it
+  mine_->close_fd();  // all ranks have mapped it; from now on no process can open it
   origin_ = {group_number(handles), rank_, world_size_, -1};
   connected_ = true;
   graph_->add(member_, origin_.group);
 }
 
-// Whoever can be reached hears of a handle that cannot be used, instead of waiting for this rank.
+// A handle that cannot be used aborts the ranks that are reachable, so that they do not wait for this one.
 void Group::attach_all(const std::vector<std::string>& handles) {
   std::exception_ptr failure;
   for (int peer = 0; peer < world_size_; ++peer) try {
@@ -256,7 +256,7 @@ char* Group::resolve(int peer, const Location& location) {
   if (!arena.data()) {
     const ArenaRecord& record = control(peer).arenas[location.arena];
     arena = SharedMemory::open(peers_[peer].pid, record.fd, record.nbytes);
-    // After an abort it may have been given back, and its number be that of another file; see Heap::detach.
+    // After an abort the arena may have been released, and its number belong to another file; see Heap::detach.
     if (aborted()) raise_end(static_cast<Op>(logged(rank_, sequence_).signature.op));
   }
   return arena.data() + location.where;

@@ -1,4 +1,4 @@
-// The connected segments of one communicator: who is where, how to wait for a peer and how to tell it something.
+// The connected segments of one communicator: the state of each rank, waiting for a peer, and notifying it.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@
 
 namespace ringcomm::cpu {
 
-// The limit of one call. The clock is first read when a wait turns out to be long.
+// The time limit of one call. The clock is first read when a wait turns out to be long.
 struct Deadline {
   const Call* call;
   std::atomic<std::int64_t> timeout_ms;
@@ -36,16 +36,16 @@ struct Deadline {
 
 class Group;
 
-// A wait that tells the other ranks of itself once it has become long, and finds out whether it can ever end.
+// A wait that enters the wait graph once it has become long, and detects a deadlock.
 class LongWait {
  public:
-  // With a limit that is short, or for any rank, it tells nothing. `what`: see WaitGraph::Entry.
+  // A wait with a short time limit, or for any rank, does not enter the graph. `what`: see WaitGraph::Entry.
   LongWait(const Group& group, WaitKind kind, int peer, std::int64_t limit_ms, const void* what, const char* site = "")
       : group_(group), kind_(kind), peer_(peer), limit_ms_(limit_ms), what_(what), site_(site) {}
   ~LongWait();
   LongWait(const LongWait&) = delete;
 
-  // Call it now and then, before whether the communicator was aborted or a rank was lost: a deadlock ends it.
+  // Call this regularly, before the checks for an abort or a lost rank: it aborts the communicator in a deadlock.
   template <typename HasCome>
   void check(const HasCome& has_come);
 
@@ -67,13 +67,13 @@ class Group {
  public:
   Group(int rank, int world_size, const EngineOptions& options);
   ~Group();
-  // In a forked child: what is shared stays as it is.
+  // In a forked child: shared state stays unchanged.
   void disown() { disowned_ = true; }
-  // What the wait graph asks about this rank; before it is connected.
+  // Sets the function by which the wait graph asks for this rank's activity; before connect.
   void set_activity(std::function<WaitGraph::Activity()> activity) { member_.activity = std::move(activity); }
-  // Before every call.
+  // Called before every call.
   void note_caller() const { graph_->note_caller(member_); }
-  // The engine goes: nobody asks it any more.
+  // Removes the rank from the wait graph, before the engine is destroyed.
   void forget() const { graph_->remove(member_); }
 
   int rank() const { return rank_; }
@@ -87,71 +87,73 @@ class Group {
   std::string handle() const;
   void connect(const std::vector<std::string>& handles, std::int64_t timeout_ms);
 
-  // What rank `peer` writes and this rank reads (peer may be this rank).
+  // The board that rank `peer` writes and this rank reads (peer may be this rank).
   const Board& board(int peer) const { return peers_[peer].board; }
   Board p2p_board(int source, int destination) const;
   Control& control(int peer) const { return *reinterpret_cast<Control*>(peers_[peer].segment->data()); }
   Control& control() const { return *reinterpret_cast<Control*>(mine_->data()); }
-  // An address of `peer`'s visible memory, in this process.
+  // The address of a location in `peer`'s visible memory, in this process.
   char* resolve(int peer, const Location& location);
 
   // Waits until a flag in `peer`'s segment reaches `target`.
   void wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const;
   // Sets a flag of this rank's segment.
   void post(Flag* flag, std::uint64_t value) const { cpu::post(flag, value, &control().sleepers.value); }
-  // Call it after a flag that `peer` watches was set with store_then_look.
+  // Call this after store_then_look on a flag that `peer` watches.
   void ring_bell(int peer) const;
-  // Sleeps until somebody rings this rank's bell, or a few milliseconds have passed. `look`, called once the bell can
-  // be heard, says whether there is something to do already.
+  // Sleeps until a peer rings this rank's bell, or a few milliseconds have passed. `look` is called once the bell is
+  // active, and returns whether there is work already.
   template <typename Look>
   void sleep_by_bell(const Look& look) const;
   const Patience& patience() const { return patience_; }
 
-  // Tells the peers which collective this rank is in, and looks, without waiting, whether theirs of that number is the
-  // same: a mismatch is found also between ranks that do not wait for each other.
+  // Publishes the collective that this rank has begun; compare_calls compares it, without waiting, with the peers' call
+  // of the same number, so that a mismatch is also found between ranks that do not wait for each other.
   void begin_call(const Call& call, const Signature& signature);
   void compare_calls() const;
   void end_call() const { store_release(&control().ended.value, sequence_ + 1); }
-  // Ends the communicator because a peer called something else, and throws what each rank called.
+  // Ends the communicator because a peer made a different call, and throws an error with each rank's call.
   [[noreturn]] void differ() const;
 
   Deadline deadline(const Call& call) const;
-  // Whether the peer takes part in nothing any more: its process has ended, or it has closed the communicator.
+  // Whether the peer has ended: its process has exited, or it has closed the communicator.
   bool is_gone(int peer) const;
-  // "its process has exited", or what else became of it.
+  // Why the peer is gone, such as "its process has exited".
   std::string fate_of(int peer) const;
-  // "rank 1 (process 42 on node7)".
+  // Returns for instance "rank 1 (process 42 on node7)".
   std::string named(int peer) const;
-  // Of several ranks that are gone the one that had no choice, or was the first to close: others may have closed
-  // because of it. `in_call`: of those that the collective here needs.
+  // Of several ranks that are gone, returns the cause: one whose process has exited without closing, else the first
+  // that closed; others may have closed because of it. `in_call`: considers only ranks that the current collective
+  // needs.
   int cause_of(int gone, bool in_call) const;
-  // For whom this rank waits, for the others to see; below 0: for nobody.
+  // Publishes the rank that this rank waits for; below 0: none.
   void wait_for(int peer) const { store_release(&control().waiting.value, static_cast<std::uint64_t>(peer + 1)); }
-  // ", which waits for rank 2 (process 43 on node7), which is stopped by a signal": what holds up a peer; may be empty.
+  // Returns what holds up a peer, such as ", which waits for rank 2 (process 43 on node7), which is stopped by a
+  // signal"; may be empty.
   std::string held_up_by(int peer) const;
-  // "all_gather #4 (1000 x float32, train.py:77)", the last collective that the peer has begun; "no call".
+  // Returns the last collective that the peer has begun, such as "all_gather #4 (train.py:77)"; or "no call".
   std::string last_call_of(int peer) const;
 
-  // Ends every wait of every rank. The first reason is everyone's.
+  // Ends every wait of every rank. All ranks report the first reason.
   void abort(const std::string& reason, ErrorCode code) const;
   bool aborted() const { return load_acquire(&control().abort.value) != 0; }
-  // Once a rank has written the reason; empty and kAborted without one.
+  // Returns the reason, once a rank has written it; empty and kAborted without one.
   std::string why_aborted() const;
   ErrorCode aborted_as() const;
   // Throws the reason if the group was aborted.
   void check_abort(const Call& call) const;
-  // Aborts the group: a signal ends the call that this rank is in.
+  // Aborts the group because a signal ends this rank's call.
   void interrupt(const char* call) const;
-  // Whether a signal's handler, which a wait here lets run, is what calls.
+  // Whether the caller is a signal handler that a wait of this group has called.
   bool runs_handler() const { return signals_.runs_this(); }
-  // Aborts the group with `message`, and throws the reason, which another rank may have been the first to give.
+  // Aborts the group with `message`, and throws the group's reason, which may be another rank's earlier one.
   [[noreturn]] void give_up(const Call& call, ErrorCode code, const std::string& message) const;
-  // Looks for signals, from `next` on, which it sets; throws if one ends this rank's call.
+  // Polls for signals if the time `next` has come, and advances it; throws if a signal ends this rank's call.
   void check_interrupt(const Call& call, Clock::time_point& next) const;
   void check_lost(const Call& call) const;
-  // After an abort: waits until no peer works in place; see Heap::detach.
+  // After an abort: waits until no peer works in this rank's buffers; see Heap::detach.
   bool await_hands_off() const;
-  // This rank takes part in nothing any more.
+  // Marks this rank as closed.
   void leave() const;
 
   // See Engine::regroup.
@@ -159,14 +161,14 @@ class Group {
 
   std::atomic<std::int64_t> timeout_ms;
 
-  // Announces an arena of visible memory; returns its number.
+  // Publishes an arena of visible memory; returns its number.
   int add_arena(const SharedMemory& memory);
 
  private:
   friend class LongWait;
   struct Peer {
     std::shared_ptr<SharedMemory> segment;
-    std::shared_ptr<const Process> process;  // null: this one
+    std::shared_ptr<const Process> process;  // null: this process
     Board board;
     int pid = 0;
     std::vector<SharedMemory> arenas;
@@ -175,14 +177,14 @@ class Group {
   void attach(int peer, const std::string& handle);
   void attach_all(const std::vector<std::string>& handles);
   void await_attached(std::int64_t timeout_ms);
-  // Throws where a rank that this call needs is gone, or the call's limit has passed.
+  // Throws if a rank that this call needs is gone, or the call's limit has passed.
   template <typename HasCome>
   void look_around(int peer, const Deadline& deadline, const HasCome& has_come) const;
   [[noreturn]] void too_late(int peer, const Deadline& deadline) const;
   bool is_exited(int peer) const { return peers_[peer].process && peers_[peer].process->exited(); }
   bool is_stopped(int peer) const { return peers_[peer].process && peers_[peer].process->stopped(); }
   bool holds_up(int peer) const;
-  // Throws why the group was aborted.
+  // Throws the reason for which the group was aborted.
   [[noreturn]] void raise_end(Op op) const;
   std::string call_here() const;
   PartyPlace party_of(int peer) const;
@@ -213,13 +215,13 @@ class Group {
   bool shares_address_space_ = false;
   bool connected_ = false;
   trace::Origin origin_;
-  std::uint64_t sequence_ = 0, logged_ = 0;  // of the collective that this rank is in
+  std::uint64_t sequence_ = 0, logged_ = 0;  // of the collective that this rank executes
   mutable SignalHandling signals_;
   bool disowned_ = false;
   int num_arenas_ = 0;
   std::mutex arenas_mutex_;
-  std::uint64_t round_ = 0;  // of regroup
-  bool left_out_ = false;    // the others have decided without this rank: it may join them again, but not decide alone
+  std::uint64_t round_ = 0;  // number of regroup calls
+  bool left_out_ = false;    // the others decided without this rank: it may join them again, but not decide alone
   std::mutex regroup_mutex_;
 };
 

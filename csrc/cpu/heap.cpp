@@ -11,24 +11,12 @@ namespace ringcomm::cpu {
 
 namespace {
 
-constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are taken as they are touched
+constexpr std::size_t kArenaBytes = 256u << 20;  // of address space; pages are allocated when they are touched
 constexpr std::size_t kMostBytes = std::size_t{1} << 62;
-constexpr std::size_t kAlign = 4096;  // pages are given back whole
+constexpr std::size_t kAlign = 4096;  // complete pages are given back to the system
 constexpr std::size_t kHugePage = 2u << 20;
 
 }  // namespace
-
-void* Heap::take(Arena& arena, std::size_t nbytes) {
-  for (auto it = arena.free.begin(); it != arena.free.end(); ++it) {
-    const auto [offset, available] = *it;
-    if (available < nbytes) continue;
-    arena.free.erase(it);
-    if (available > nbytes) arena.free.emplace(offset + nbytes, available - nbytes);
-    arena.used.emplace(offset, nbytes);
-    return arena.memory.data() + offset;
-  }
-  return nullptr;
-}
 
 void* Heap::allocate(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -37,13 +25,13 @@ void* Heap::allocate(std::size_t nbytes) {
          "; ask for less");
   const std::size_t rounded = round_up(larger(nbytes, 1), kAlign);
   for (auto& arena : arenas_)
-    if (void* data = take(*arena, rounded)) return data;
-  auto arena = std::make_unique<Arena>();
-  arena->memory = SharedMemory::create("ringcomm-arena", round_up(larger(rounded, kArenaBytes), kHugePage));
-  arena->number = group_.add_arena(arena->memory);
-  arena->free.emplace(0, arena->memory.nbytes());
-  arenas_.push_back(std::move(arena));
-  return take(*arenas_.back(), rounded);
+    if (const auto offset = arena->pieces.take(rounded)) return arena->memory.data() + *offset;
+  SharedMemory memory = SharedMemory::create("ringcomm-arena", round_up(larger(rounded, kArenaBytes), kHugePage));
+  const int number = group_.add_arena(memory);
+  Pieces pieces(memory.nbytes());
+  const std::size_t offset = *pieces.take(rounded);
+  arenas_.push_back(std::make_unique<Arena>(Arena{std::move(memory), number, std::move(pieces)}));
+  return arenas_.back()->memory.data() + offset;
 }
 
 void Heap::release(void* data) {
@@ -51,24 +39,10 @@ void Heap::release(void* data) {
   for (auto& arena : arenas_) {
     const char* base = arena->memory.data();
     if (data < base || data >= base + arena->memory.nbytes()) continue;
-    const auto used = arena->used.find(static_cast<char*>(data) - base);
-    if (used == arena->used.end()) break;
-    auto [offset, nbytes] = *used;
-    arena->used.erase(used);
-    arena->memory.discard(offset, nbytes);
-    auto after = arena->free.lower_bound(offset);
-    if (after != arena->free.end() && offset + nbytes == after->first) {
-      nbytes += after->second;
-      after = arena->free.erase(after);
-    }
-    if (after != arena->free.begin()) {
-      auto before = std::prev(after);
-      if (before->first + before->second == offset) {
-        before->second += nbytes;
-        return;
-      }
-    }
-    arena->free.emplace(offset, nbytes);
+    const auto piece = arena->pieces.taken().find(static_cast<char*>(data) - base);
+    if (piece == arena->pieces.taken().end()) break;
+    arena->memory.discard(piece->first, piece->second);
+    arena->pieces.give_back(piece->first);
     return;
   }
   fail(ErrorCode::kInvalid, "release: rank ", group_.rank(), " expected memory from allocate, got ", data,
@@ -79,7 +53,7 @@ void Heap::detach() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& arena : arenas_) {
     SharedMemory fresh = SharedMemory::create("ringcomm-arena", arena->memory.nbytes());
-    for (const auto& [offset, nbytes] : arena->used)
+    for (const auto& [offset, nbytes] : arena->pieces.taken())
       std::memcpy(fresh.data() + offset, arena->memory.data() + offset, nbytes);
     arena->memory.become(std::move(fresh));
   }

@@ -1,11 +1,11 @@
-// Memory that the peers can reach: arenas of shared memory, announced once, handed out in pieces.
+// Memory that the peers can access: arenas of shared memory, each published once, from which blocks are allocated.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "core/pieces.h"
 #include "cpu/group.h"
 
 namespace ringcomm::cpu {
@@ -16,10 +16,10 @@ class Heap {
 
   void* allocate(std::size_t nbytes);
   void release(void* data);
-  // The same bytes at the same addresses, in memory that no peer has: one that is stopped in the middle of a call may
-  // write to the old one when it goes on. After an abort alone.
+  // Moves the content to new memory at the same addresses, to which no peer has access, since a peer that was stopped
+  // during a call may still write to the old memory when it continues. Only after an abort.
   void detach();
-  // Where [data, data + nbytes) lies for peers; private memory is not visible.
+  // The location of [data, data + nbytes) for peers; private memory is not visible.
   Location locate(const void* data, std::size_t nbytes) const;
   bool empty() const { return arenas_.empty(); }
 
@@ -27,11 +27,8 @@ class Heap {
   struct Arena {
     SharedMemory memory;
     int number;
-    std::map<std::size_t, std::size_t> free;  // offset -> bytes
-    std::map<std::size_t, std::size_t> used;
+    Pieces pieces;
   };
-
-  void* take(Arena& arena, std::size_t nbytes);
 
   Group& group_;
   mutable std::mutex mutex_;

@@ -63,7 +63,7 @@ void copy(void* dst, const void* src, std::size_t nbytes, bool streaming) {
     std::memcpy(dst, src, nbytes);
 }
 
-// ---- blocks: everything is reduced in runs that stay in the first-level cache ---------------------------------------
+// ---- blocks: every reduction runs in blocks that stay in the first-level cache --------------------------------------
 
 constexpr std::size_t kBlock = 1024;  // elements
 
@@ -82,7 +82,7 @@ void store_block(T* dst, const AccOf<T>* acc, std::size_t count) {
 }
 
 #if defined(__AVX512F__)
-// Sixteen 16-bit floats at a time, widened and narrowed in registers.
+// Converts sixteen 16-bit floats at a time in registers.
 inline __m512 load_wide(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -156,8 +156,8 @@ void finish_block(AccOf<T>* acc, const ReduceArgs& args, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) acc[i] = divide(acc[i], divisor);
 }
 
-// The tree over any number of ranks, a block at a time; the right half of each node lands in a block of its own, so
-// at most log2(ranks)+1 blocks are live.
+// The tree over any number of ranks, a block at a time. The right half of each node uses a block of its own, so at most
+// log2(ranks)+1 blocks are live.
 template <typename T, typename Combine>
 void reduce_block_tree(AccOf<T>* acc, const ReduceArgs& args, int first, int ranks, std::size_t at, std::size_t count) {
   if (ranks == 1) {
@@ -195,7 +195,7 @@ void reduce_block_fused(T* dst, const ReduceArgs& args, std::size_t at, std::siz
 template <typename T>
 inline constexpr bool kWide = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
-// The sum of N ranks; returns how many elements it did, a multiple of 16.
+// The sum over N ranks; returns the number of elements done, a multiple of 16.
 template <typename T, int N>
 std::size_t sum_block_wide(T* dst, const ReduceArgs& args, std::size_t at, std::size_t count) {
   const T* src[N];
@@ -212,7 +212,7 @@ std::size_t sum_block_wide(T* dst, const ReduceArgs& args, std::size_t at, std::
 }
 #endif
 
-// Only sums are worth the code of wider fused trees.
+// Fused trees over more ranks exist for sums only: for other operators they are not worth their code size.
 template <typename T, typename Combine>
 constexpr bool fuses(int ranks) {
   if (sizeof(T) == 1 || std::is_same_v<T, Float16>) return false;
@@ -247,7 +247,7 @@ template <typename T, typename Combine>
 void reduce_typed(const ReduceArgs& args) {
   alignas(64) T scratch[kBlock];
   const bool direct = args.num_outputs == 1 && !args.streaming;
-  // The first block ends on a line of the output, so that the later ones stream whole lines.
+  // The first block ends at a cache line of the output, so that later blocks stream complete lines.
   const std::size_t misaligned = (reinterpret_cast<std::uintptr_t>(args.outputs[0]) % 64) / sizeof(T);
   std::size_t count = smaller(args.count, kBlock - misaligned);
   for (std::size_t at = 0; at < args.count; at += count, count = smaller(kBlock, args.count - at)) {

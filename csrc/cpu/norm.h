@@ -1,4 +1,4 @@
-// The loops of core/norm.h, vectorised for the processor at hand.
+// The loops of core/norm.h, vectorised for this processor.
 #pragma once
 
 #include "core/norm.h"
@@ -11,7 +11,7 @@ struct NormKernels {
   void (*fold)(const Span& span, DType dtype, int exponent, FoldSums& sums);
 };
 
-// The ones for the instruction set that `kernels()` has chosen.
+// The kernels for the instruction set that `kernels()` has chosen.
 const NormKernels& norm_kernels();
 
 }  // namespace ringcomm::cpu

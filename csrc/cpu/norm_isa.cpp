@@ -19,8 +19,9 @@
 namespace ringcomm::cpu::RINGCOMM_ISA {
 namespace {
 
-// ---- the largest magnitude: without the sign, the bits of floats are ordered as integers, and NaN is above infinity
-// ---
+// ---- the largest magnitude ------------------------------------------------------------------------------------------
+//
+// Without the sign, the bits of floats are ordered like integers, and NaN is above infinity.
 
 template <typename T>
 using BitsOf =
@@ -39,8 +40,7 @@ double typed_abs_max(const void* data, std::size_t count) {
   return static_cast<double>(Element<T>::load(bits::cast<T>(largest)));
 }
 
-// ---- the sums
-// --------------------------------------------------------------------------------------------------------
+// ---- the sums -------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 constexpr std::size_t kLanes = 8;
@@ -49,13 +49,13 @@ constexpr std::size_t kLanes = 4;
 #else
 constexpr std::size_t kLanes = 2;
 #endif
-constexpr std::size_t kColumns = 4;              // vectors of accumulators, which hide the latency of an addition
+constexpr std::size_t kColumns = 4;              // accumulator vectors; several hide the latency of an addition
 constexpr std::size_t kRow = kColumns * kLanes;  // elements
-constexpr std::size_t kBlock = kRow * kFoldRun;  // elements that the accumulators take between two flushes
+constexpr std::size_t kBlock = kRow * kFoldRun;  // elements that the accumulators take between flushes
 
 typedef double Doubles __attribute__((vector_size(kLanes * sizeof(double))));
 
-// In intrinsics, as compilers widen a vector through memory.
+// Uses intrinsics because compilers widen a vector through memory.
 inline Doubles load(const float* x) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_pd(_mm256_loadu_ps(x));
@@ -73,8 +73,8 @@ inline Doubles load(const double* x) {
   return doubles;
 }
 
-// x / 2^exponent in two factors, as one may be out of range; only subnormal results are rounded, and those count for
-// nothing.
+// x / 2^exponent as two factors, since a single one may be out of range. Only subnormal results are rounded, and these
+// do not contribute to the sums.
 struct Scale {
   double first, second;
   explicit Scale(int exponent) {
@@ -89,10 +89,10 @@ Doubles load(const T* x, const Scale& scale) {
   if constexpr (std::is_same_v<T, double>)
     return load(x) * scale.first * scale.second;
   else
-    return load(x) * (scale.first * scale.second);  // from 2^-128 to 2^149
+    return load(x) * (scale.first * scale.second);  // between 2^-128 and 2^149
 }
 
-// A number of this size makes an addition round to multiples of 2^-bits.
+// A number whose addition rounds a sum to multiples of 2^-bits.
 constexpr double rounder(int bits) {
   double ulp = 1.5;
   for (int i = 52; i < bits; ++i) ulp /= 2;
@@ -158,8 +158,7 @@ void typed_fold(const void* data, std::size_t count, int exponent, FoldSums& sum
   }
 }
 
-// ---- dispatch
-// --------------------------------------------------------------------------------------------------------
+// ---- dispatch -------------------------------------------------------------------------------------------------------
 
 double abs_max(const Span& span, DType dtype) {
   switch (dtype) {

@@ -15,7 +15,7 @@ class PointToPoint::Message : public RequestBase {
         nbytes(call.count * element_bytes(call.dtype)),
         deadline(owner.group_.deadline(call)),
         owner_(owner) {
-    deadline.passed();  // the limit counts from here
+    deadline.passed();  // starts the time limit
   }
 
   void wait(std::int64_t timeout_ms) override {
@@ -33,7 +33,7 @@ class PointToPoint::Message : public RequestBase {
   const std::size_t nbytes;
   const Deadline deadline;
   std::size_t moved = 0;
-  std::exception_ptr wrong;  // told once the lock is free: whoever hears of it may call
+  std::exception_ptr wrong;  // reported after the lock is released, since a callback may make calls
 
  private:
   PointToPoint& owner_;
@@ -54,7 +54,7 @@ PointToPoint::PointToPoint(Group& group)
 
 PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
   group_.check_abort(call);
-  if (!call.site) call.site = site_here();  // another thread may find out what goes wrong
+  if (!call.site) call.site = site_here();  // another thread may report its error
   auto message = std::make_shared<Message>(*this, std::move(call));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (message->call.op == Op::kSend)
@@ -65,7 +65,7 @@ PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
   return message;
 }
 
-// One slice to `destination`, which has room for it.
+// Writes one slice to `destination`, which has room for it.
 void PointToPoint::put(int destination, int tag, std::size_t total, const char* data, std::size_t nbytes) {
   const Board board = group_.p2p_board(group_.rank(), destination);
   Outgoing& out = outgoing_[destination];
@@ -88,7 +88,7 @@ void PointToPoint::put(int destination, int tag, std::size_t total, const char* 
   store_then_look(&header->flag, ++out.ticket);
 }
 
-// One slice of `source`, which has arrived, is taken off its board; to null: dropped.
+// Reads one slice of `source` that has arrived; with `to` null the slice is dropped.
 void PointToPoint::take(int source, void* to, std::size_t nbytes, bool streaming) {
   Incoming& in = incoming_[source];
   const trace::Probe probe(group_.origin(), trace::What::kReceiveSlice, source, static_cast<std::int64_t>(in.ticket),
@@ -97,7 +97,7 @@ void PointToPoint::take(int source, void* to, std::size_t nbytes, bool streaming
   store_then_look(&group_.control().p2p_consumed[source].value, ++in.ticket);
 }
 
-// The short way of a send that finds room for the whole message, with nothing before it.
+// The fast path of a send: the complete message fits, and no other send is queued.
 bool PointToPoint::send_now(const Call& call) {
   const std::size_t nbytes = call.count * element_bytes(call.dtype);
   const std::size_t slice = tuning::one_way_slice(nbytes, group_.p2p_slot_bytes());
@@ -113,7 +113,7 @@ bool PointToPoint::send_now(const Call& call) {
   return true;
 }
 
-// The short way of a receive whose message is in one slice and comes next, with nothing else expected.
+// The fast path of a receive: the message is one slice and comes next, and no other receive is open.
 bool PointToPoint::receive_now(const Call& call) {
   const std::size_t nbytes = call.count * element_bytes(call.dtype);
   if (call.root == kAnySource || nbytes > tuning::kLeastSliceBytes) return false;
@@ -145,7 +145,7 @@ int PointToPoint::run(const Call& call) {
 
 std::shared_ptr<Request> PointToPoint::submit(Call call) {
   const MessagePtr message = enqueue(std::move(call));
-  step();  // what can go at once goes at once
+  step();  // sends at once as much as possible
   if (message->done()) return message;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -155,11 +155,11 @@ std::shared_ptr<Request> PointToPoint::submit(Call call) {
   return message;
 }
 
-// Moves what can be moved now, for every message of this rank.
+// Moves everything that can be moved now, for all messages of this rank.
 bool PointToPoint::step() {
   bool moved = false;
   std::vector<MessagePtr> finished;
-  std::exception_ptr error;  // no memory to put a message aside
+  std::exception_ptr error;  // no memory to store a message
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     try {
@@ -232,7 +232,7 @@ PointToPoint::MessagePtr PointToPoint::claim_receive(int source, int tag) {
   return nullptr;
 }
 
-// Receives whose message was put aside earlier.
+// Finishes receives whose message was stored earlier.
 bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
   bool moved = false;
   for (int source = 0; source < group_.world_size(); ++source) {
@@ -255,7 +255,7 @@ bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
   return moved;
 }
 
-// The next message of `source` has begun to arrive: finds its receive, or memory to put it aside.
+// The next message of `source` has begun to arrive: finds its receive, or allocates memory to store it.
 void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
   Incoming& in = incoming_[source];
   const Signature& s = group_.p2p_board(source, group_.rank()).header(in.ticket)->signature;
@@ -267,7 +267,7 @@ void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
   auto aside = std::make_unique<Aside>();
   aside->tag = s.root;
   aside->nbytes = s.count;
-  if (receive) {  // the message is dropped once it is whole; later ones are not disturbed
+  if (receive) {  // the complete message is dropped; later ones are not affected
     receive->wrong = wrong_size(receive->call, group_.rank(), source, receive->nbytes, s.count);
     finished.push_back(std::move(receive));
   } else {
@@ -316,7 +316,7 @@ void PointToPoint::fail_all(std::exception_ptr error) {
   for (const MessagePtr& message : ended) message->complete(error);
 }
 
-// A rank without which the message cannot end, and that is gone; -1: none.
+// Returns a rank that is gone and without which the message cannot finish; -1: none.
 int PointToPoint::lost_for(const Call& call) const {
   if (call.root != kAnySource) return group_.is_gone(call.root) ? call.root : -1;
   int lost = -1;
@@ -328,15 +328,14 @@ int PointToPoint::lost_for(const Call& call) const {
   return lost;
 }
 
-// What became of a rank that is gone, and of the one because of which it may have gone.
+// Returns why a rank is gone, and the rank whose end may have caused it.
 std::string PointToPoint::end_of(int rank) const {
   const int cause = group_.cause_of(rank, false);
   const std::string own = concat(group_.fate_of(rank), ", after ", group_.last_call_of(rank));
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
 }
 
-// Throws if this message can no longer end well: the group is aborted, the peer is gone, or the call's limit has
-// passed.
+// Throws if this message can no longer succeed: the group is aborted, the peer is gone, or the call's limit has passed.
 void PointToPoint::check(const Message& message) {
   const Call& call = message.call;
   group_.check_abort(call);
@@ -356,7 +355,7 @@ void PointToPoint::check(const Message& message) {
                                    " s; see whether it has stalled or calls something else"));
 }
 
-// Drives all messages until this one is done, or `timeout_ms`, if any, has passed.
+// Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.
 void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   Deadline patience_of_caller{&message.call, timeout_ms};
   const Patience patience = group_.patience();
@@ -386,7 +385,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
       group_.check_interrupt(message.call, next);
     } catch (...) {
       fail_all(std::current_exception());
-      while (!message.done()) yield();  // another thread is about to say so
+      while (!message.done()) yield();  // another thread is about to finish it
       throw;
     }
     if (timeout_ms > 0 && patience_of_caller.passed())
@@ -399,7 +398,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   }
 }
 
-// Under the lock.
+// The caller holds the lock.
 template <typename Visit>
 void PointToPoint::for_each_pending(const Visit& visit) {
   for (const auto& receive : receives_) visit(receive);
@@ -416,7 +415,7 @@ bool PointToPoint::queued(const Message& message) {
   return found;
 }
 
-// One whose limit has passed, else any.
+// Returns a message whose limit has passed, else any.
 PointToPoint::MessagePtr PointToPoint::most_urgent() {
   const std::lock_guard<std::mutex> lock(mutex_);
   MessagePtr urgent;
@@ -464,7 +463,7 @@ void PointToPoint::stop() {
   try {
     while (const MessagePtr message = next_send()) message->wait(0);
   } catch (const Error&) {
-    // the message's owner hears of it through its request
+    // the message's owner gets the error from its request
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);

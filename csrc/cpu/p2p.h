@@ -1,6 +1,6 @@
-// Point-to-point messages. Every ordered pair of ranks has a board of its own; a message is its size and tag in the
-// first slot's header, and its bytes in as many slots as they fill. Messages of a pair stay in order per tag; one that
-// arrives before a receive asks for its tag is put aside.
+// Point-to-point messages. Every ordered pair of ranks has its own board. A message has its size and tag in the first
+// slot's header, and its bytes in as many slots as they need. Messages of a pair stay in order per tag; a message that
+// arrives before its receive was posted is stored.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ class PointToPoint {
   // Returns the source of a receive.
   int run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
-  // Sends what is queued; receives still open end with an error.
+  // Finishes queued sends; open receives end with an error.
   void stop();
   bool idle();
   std::size_t pending() const { return pending_.load(); }
@@ -35,10 +35,10 @@ class PointToPoint {
   class Message;
   using MessagePtr = std::shared_ptr<Message>;
 
-  struct Aside {  // a message that came before its receive
+  struct Aside {  // a message that arrived before its receive
     int tag;
     std::size_t nbytes = 0, filled = 0;
-    std::unique_ptr<char[]> data;  // null: its receive had another size, and it is dropped
+    std::unique_ptr<char[]> data;  // null: the message is dropped, since its receive had another size
   };
   struct Outgoing {  // to one destination
     std::uint64_t ticket = 0;
@@ -49,7 +49,7 @@ class PointToPoint {
   struct Incoming {  // from one source
     std::uint64_t ticket = 0;
     MessagePtr current;            // the receive that is being filled
-    std::unique_ptr<Aside> aside;  // or the message that is being put aside
+    std::unique_ptr<Aside> aside;  // or the message that is being stored
     std::deque<std::unique_ptr<Aside>> arrived;
   };
 
@@ -83,7 +83,7 @@ class PointToPoint {
   std::condition_variable changed_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  std::deque<MessagePtr> receives_;  // in the order of their calls
+  std::deque<MessagePtr> receives_;  // in the order of the calls
   std::atomic<std::size_t> pending_{0};
   std::thread thread_;
   bool stopping_ = false;

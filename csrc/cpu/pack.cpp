@@ -43,7 +43,7 @@ void dispatch_8_bits(DType dtype, F&& body) {
   not_in_this_build(dtype, ReduceOp::kSum);
 }
 
-// body(from, to) for every pair of types that check_packing lets through.
+// Calls body(from, to) for every pair of types that check_packing accepts.
 template <typename F>
 void dispatch_cast(DType from, DType to, F&& body) {
   if (element_bytes(from) == 1) return dispatch_8_bits(from, [&](auto source) { body(source, TypeTag<float>{}); });

@@ -1,4 +1,4 @@
-// The bucket loops: tensors into a bucket and back, with a cast and a factor.
+// The loops between tensors and a bucket, with a cast and a factor.
 #pragma once
 
 #include "core/engine.h"

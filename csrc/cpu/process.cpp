@@ -27,11 +27,11 @@ int open_handle(int) { return -1; }
 
 std::shared_ptr<const Process> Process::of(int pid) {
   static std::mutex mutex;
-  static auto* const known = new std::map<int, std::weak_ptr<const Process>>;  // outlives every engine
+  static auto* const known = new std::map<int, std::weak_ptr<const Process>>;  // never destroyed
   const std::lock_guard<std::mutex> lock(mutex);
   std::weak_ptr<const Process>& entry = (*known)[pid];
   std::shared_ptr<const Process> process = entry.lock();
-  if (process && !process->exited()) return process;  // else the number may have gone to another one
+  if (process && !process->exited()) return process;  // else the number may belong to another process
   process.reset(new Process(pid));
   for (auto it = known->begin(); it != known->end();)
     it = it->second.expired() && it->first != pid ? known->erase(it) : std::next(it);
@@ -57,7 +57,7 @@ bool Process::exited() const {
 char Process::state() const {
   std::ifstream file(concat("/proc/", pid_, "/stat"));
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const std::size_t end = text.rfind(')');  // of the name, which may hold anything
+  const std::size_t end = text.rfind(')');  // of the process name, which may contain any character
   return end == std::string::npos || end + 2 >= text.size() ? '\0' : text[end + 2];
 }
 

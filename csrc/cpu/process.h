@@ -1,4 +1,4 @@
-// Other processes of this host: whether they are alive.
+// Processes of this host, and whether they are alive.
 #pragma once
 
 #include <memory>
@@ -8,23 +8,23 @@ namespace ringcomm::cpu {
 
 class Process {
  public:
-  // One object for all who ask for the same process; the process must be alive.
+  // Returns the one object for a process, which must be alive.
   static std::shared_ptr<const Process> of(int pid);
   ~Process();
   Process(const Process&) = delete;
 
   int pid() const { return pid_; }
-  // A process that has ended but was not yet waited for by its parent has exited too.
+  // Also true for a process that has ended but has not been reaped by its parent.
   bool exited() const;
-  // Stopped by a signal or a debugger.
+  // Whether the process is stopped by a signal or a debugger.
   bool stopped() const { return state() == 'T' || state() == 't'; }
 
  private:
   explicit Process(int pid);
-  char state() const;  // as in /proc/<pid>/stat; 0 if there is none
+  char state() const;  // as in /proc/<pid>/stat; 0 if there is no such process
 
   const int pid_;
-  const int handle_;  // becomes readable as the process exits; -1: the kernel is older than 5.3 or refuses
+  const int handle_;  // readable once the process has exited; -1: the kernel is older than 5.3 or refuses
 };
 
 }  // namespace ringcomm::cpu

@@ -1,4 +1,4 @@
-// The ranks that are left after an abort meet in the segments that they still have mapped, those of the dead included.
+// The ranks that survive an abort meet in the segments that they still have mapped, including those of dead ranks.
 #include <unistd.h>
 
 #include <cstring>
@@ -25,7 +25,8 @@ std::vector<std::string> Group::regroup(const std::string& message, const std::v
   if (message.size() > kMost)
     fail(ErrorCode::kInvalid, "shrink: rank ", rank_, " expected a message of at most ", kMost, " bytes, got ",
          message.size());
-  // Odd: who is there; even: what they bring. So an attempt that failed halfway is over for all.
+  // Odd rounds find the ranks that are there, even rounds exchange their messages. So an attempt that fails halfway is
+  // over for all ranks.
   round_ += (round_ % 2 == 0) == members.empty() ? 1 : 2;
   const std::uint64_t round = round_;
   auto& mine = control().meeting.brought[round % 2];
@@ -64,8 +65,8 @@ std::vector<std::string> Group::regroup(const std::string& message, const std::v
   return messages;
 }
 
-// Whoever is the first to have seen each rank come or go decides for all, by one atomic claim: the others may have seen
-// something else, and a decision outlives the rank that made it.
+// The first rank that has seen every other rank arrive or exit decides for all, by one atomic claim, since other ranks
+// may have seen something else. The decision stays valid if that rank dies.
 std::vector<bool> Group::agree(std::uint64_t round, std::int64_t limit_ms) {
   const auto end = Clock::now() + std::chrono::milliseconds(limit_ms);
   Flag* decider = &control(0).decider.value;

@@ -13,16 +13,16 @@ namespace ringcomm::cpu {
 
 namespace {
 
-// How the chunks of a call lie in its input and output.
+// The layout of a call's chunks in its input and output.
 enum class Shape {
   kWhole,    // chunk c is the union of the c-th slices of every window (all_reduce; broadcast and reduce: one chunk)
   kParts,    // chunk c is part c
-  kOwnPart,  // only this rank's chunk is there, alone
+  kOwnPart,  // only this rank's chunk is present
 };
 
 class CpuRing {
  public:
-  // `walk`: what the tickets' steps are counted in; null: a chain without steps.
+  // `walk`: the walk whose steps the tickets count; null: a chain without steps.
   CpuRing(Stage& stage, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
       : stage_(stage),
         call_(stage.call()),
@@ -105,7 +105,7 @@ class CpuRing {
   }
   void to_slot(std::uint64_t t, const void* data, std::size_t bytes) { stage_.write(t, stage_.slot(t), data, bytes); }
 
-  // A step is open from its first wait until its ticket is released.
+  // A step lasts from its first wait until its ticket is released.
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
     step_.emplace(trace::What::kStep, prev_, stage_.number(t));
@@ -115,7 +115,7 @@ class CpuRing {
     step_->at_step(step, s.send_chunk, s.recv_chunk);
   }
 
-  // The factor is applied to this rank's values once, in the wire type, before they enter the ring.
+  // Multiplies this rank's values by the factor once, in the type on the wire, before they enter the ring.
   void premultiply() {
     const std::size_t count = call_.count * (input_shape_ == Shape::kParts ? world_size_ : 1);
     scaled_.resize(count * element_);

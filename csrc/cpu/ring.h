@@ -1,4 +1,4 @@
-// The ring schedule of core/ring_loop.h, carried out by one CPU thread per rank through the boards' slots.
+// The ring schedule of core/ring_loop.h, executed by one CPU thread per rank through the boards' slots.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace ringcomm::cpu {
 
-// all_reduce, reduce_scatter, all_gather, broadcast and reduce. Returns the tickets it took. world_size >= 2.
+// all_reduce, reduce_scatter, all_gather, broadcast and reduce. Returns the number of tickets used. world_size >= 2.
 std::uint64_t ring_collective(Stage& stage);
 
 }  // namespace ringcomm::cpu

@@ -1,5 +1,5 @@
 // The layout of one rank's shared segment. Every flag in it is written by the rank that owns the segment, except
-// `attached`, `abort`, `doorbell`, `sleepers`, `verdict` and `decider`, which are counters or claims that anyone
+// `attached`, `abort`, `doorbell`, `sleepers`, `verdict` and `decider`, which are counters or claims that every rank
 // changes atomically.
 //
 //   Control | board | p2p boards, one per destination
@@ -16,7 +16,7 @@ namespace ringcomm::cpu {
 inline constexpr std::uint64_t kMagic = 0x72696e67636f6d32;  // "ringcom2"
 inline constexpr int kMaxWorldSize = 256;
 inline constexpr std::uint64_t kDepth = 8;  // slots of the board
-inline constexpr std::uint64_t kLag = 4;    // tickets that a walk publishes ahead of what it consumes
+inline constexpr std::uint64_t kLag = 4;    // tickets that a walk publishes ahead of those it consumes
 static_assert(kDepth >= kLag + 2, "a walk that runs kLag tickets ahead would wait for credit in a circle");
 inline constexpr std::uint64_t kP2pDepth = 8;
 inline constexpr int kMaxArenas = 64;
@@ -27,32 +27,32 @@ struct ArenaRecord {
   std::int32_t fd;
 };
 
-// A collective that the rank has begun. The peers look at `hash` while they wait, and at the rest once a call of the
-// same number turns out to be another one.
+// A collective that the rank has begun. The peers compare `hash` while they wait, and read the rest once a call of the
+// same number differs.
 struct alignas(kLineBytes) LoggedCall {
-  Flag hash;  // of the signature, and in the low 16 bits the number + 1; written last
+  Flag hash;  // of the signature, with the number + 1 in the low 16 bits; written last
   Signature signature;
   std::int64_t step;  // of the user's training; below 0: unknown
-  Flag stated;        // `site` is there
+  Flag stated;        // `site` has been written
   char site[72];
 };
 static_assert(sizeof(LoggedCall) == kLineBytes, "a logged call is one line");
 
-// Why the communicator has ended: one for all ranks, in the segment of rank 0.
+// The reason for which the communicator has ended: one for all ranks, in the segment of rank 0.
 struct alignas(kLineBytes) Verdict {
-  Flag state;  // 0; kPassed; while a rank writes it kWriters + the rank
+  Flag state;  // 0; kPassed; or kWriters + the rank that is writing it
   std::uint32_t code;
   char reason[4096];
 };
 inline constexpr std::uint64_t kPassed = 1, kWriters = 2;
 
-// What a rank brings when those that are left meet, see Group::regroup. Rounds are numbered from 1; a rank comes to
-// round n + 1 when all others of round n have read what it brought there, or n + 2.
+// The data of a rank when the surviving ranks meet, see Group::regroup. Rounds are numbered from 1. Odd and even rounds
+// use different memory, so the data of round n is valid until its rank enters round n + 2, which readers check.
 struct alignas(kLineBytes) Meeting {
-  Flag round;  // the last that it came to
+  Flag round;  // the last round that it has entered
   struct {
     std::uint64_t round;
-    std::uint64_t members[kMaxWorldSize / 64];  // that it proposes, bit by rank
+    std::uint64_t members[kMaxWorldSize / 64];  // its proposal, one bit per rank
     std::uint32_t nbytes;
     char message[1024];
   } brought[2];  // by round modulo 2
@@ -61,26 +61,26 @@ struct alignas(kLineBytes) Meeting {
 struct alignas(kLineBytes) Control {
   std::uint64_t magic, nonce;
   std::int32_t rank, world_size;
-  std::uint64_t graph_nonce;  // of its process's page of the wait graph
+  std::uint64_t graph_nonce;  // of the wait graph's page of its process
   std::int32_t graph_fd;
-  FlagLine attached;      // peers that have mapped this segment
-  FlagLine has_attached;  // 1: this rank has mapped all of theirs, and told them
+  FlagLine attached;      // ranks that have mapped this segment
+  FlagLine has_attached;  // 1: this rank has mapped the peers' segments and counted in their `attached`
   FlagLine consumed;      // tickets of the peers' boards that this rank has read
-  FlagLine calls;         // collectives that this rank has begun
-  FlagLine ended;         // those of them that it has ended
-  FlagLine left;          // when the communicator was closed on this rank, in ns; 0: it was not
-  FlagLine in_place;      // 1: it reads and writes the peers' buffers
-  FlagLine waiting;       // rank + 1 of the peer for which it waits long; 0: none
-  FlagLine party;         // whose record in the wait graph tells what else it waits for; see PartyPlace
+  FlagLine calls;         // number of collectives that this rank has begun
+  FlagLine ended;         // number of collectives that this rank has ended
+  FlagLine left;          // time at which this rank closed the communicator, in ns; 0: it is open
+  FlagLine in_place;      // 1: this rank accesses the peers' buffers
+  FlagLine waiting;       // rank + 1 of the peer of this rank's long wait; 0: none
+  FlagLine party;         // this rank's record in the wait graph; see PartyPlace
   FlagLine sleepers;      // threads asleep on a flag of this segment
-  FlagLine doorbell;      // rung by whoever changes a p2p flag that this rank watches
+  FlagLine doorbell;      // rung by a rank that changes a p2p flag that this rank watches
   FlagLine bell_sleepers;
   FlagLine abort;                // 1: the communicator has ended
   LoggedCall log[kLoggedCalls];  // by number of the call
-  Verdict verdict;               // of rank 0: everyone's
-  FlagLine decider;              // of rank 0: round << 16 | rank + 1 of the rank whose `members` hold
+  Verdict verdict;               // on rank 0: the one for all ranks
+  FlagLine decider;              // on rank 0: round << 16 | rank + 1 of the rank whose `members` are valid
   Meeting meeting;
-  FlagLine wants_streaming[kMaxWorldSize / 64];  // bit p: rank p should write its slots past the caches
+  FlagLine wants_streaming[kMaxWorldSize / 64];  // bit p: rank p should use streaming stores for its slots
   FlagLine p2p_consumed[kMaxWorldSize];          // by source
   ArenaRecord arenas[kMaxArenas];
 };

@@ -106,7 +106,7 @@ void Stage::await(int peer, std::uint64_t i) {
   check_signature(peer);
   factors_[peer] = announced(peer).factor;
   if (progress_.seen_consumed[peer] < base_)
-    progress_.seen_consumed[peer] = base_;  // it has begun this call, so it ended the last
+    progress_.seen_consumed[peer] = base_;  // the peer has begun this call, so it has ended the one before
 }
 
 void Stage::await_all(std::uint64_t i) {
@@ -119,7 +119,7 @@ void Stage::check_signature(int peer) {
 }
 
 void Stage::finish(std::uint64_t tickets) {
-  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();  // with those that it had not to wait for
+  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();  // with peers that it did not wait for
   progress_.ticket = base_ + tickets;
   ++progress_.sequence;
   progress_.history = signature_.hash();

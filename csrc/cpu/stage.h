@@ -1,4 +1,4 @@
-// One call's walk over the boards: its tickets, credits, first-ticket checks and announcements.
+// One call's use of the boards: its tickets, credits, checks of the first ticket, and buffer locations.
 #pragma once
 
 #include <vector>
@@ -9,16 +9,16 @@
 
 namespace ringcomm::cpu {
 
-// What a rank carries from call to call.
+// The state that a rank keeps from call to call.
 struct Progress {
   explicit Progress(int world_size) : seen_consumed(world_size, 0), meters(world_size) {}
 
-  std::uint64_t ticket = 0;    // the next one
-  std::size_t cursor = 0;      // in the area of this rank's board
-  std::uint64_t sequence = 0;  // calls made
-  std::uint64_t history = 0;   // hash of them
+  std::uint64_t ticket = 0;    // the next ticket
+  std::size_t cursor = 0;      // position in the area of this rank's board
+  std::uint64_t sequence = 0;  // number of calls made
+  std::uint64_t history = 0;   // hash of these calls
   std::vector<std::uint64_t> seen_consumed;
-  std::vector<RateMeter> meters;  // reading, by writer
+  std::vector<RateMeter> meters;  // of reading, by the rank that wrote the slot
   RateMeter writing;
 };
 
@@ -26,41 +26,41 @@ class Stage {
  public:
   Stage(Group& group, Progress& progress, const Call& call, std::size_t agreed_count);
 
-  // Index i counts the tickets of this call from 0.
-  // Waits for credit, and gives room for the payload of ticket i.
+  // Indices i count the tickets of this call from 0.
+  // Waits for credit, and returns memory for the payload of ticket i.
   char* open(std::uint64_t i, std::size_t nbytes);
   char* slot(std::uint64_t i) const { return board_.payload(base_ + i); }
   const char* slot_of(int peer, std::uint64_t i) const { return group_.board(peer).payload(base_ + i); }
-  // Ticket i may be written: every peer has read what its header held before.
+  // Waits until ticket i may be written: every peer has read the previous ticket in its header.
   void wait_credit(std::uint64_t i);
-  // slot <- data, past the caches if a reader of this rank's slots would rather have that.
+  // slot <- data, with streaming stores if a reader of this rank's slots prefers them.
   void write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes);
   bool streams(std::uint64_t i, std::size_t nbytes) const;
   void publish(std::uint64_t i);
   void await(int peer, std::uint64_t i);
   void await_all(std::uint64_t i);
-  // Runs `read`, which reads `nbytes` of each of the given peers' slots of ticket i, and remembers how long it took.
+  // Runs `read`, which reads `nbytes` from the given peers' slots of ticket i, and records how long it took.
   template <typename Read>
   void metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read);
-  // This rank has read ticket i of all peers, and all before it.
+  // Marks ticket i of all peers, and all tickets before it, as read by this rank.
   void release(std::uint64_t i) {
     const auto probe = this->probe(trace::What::kRelease, -1, i);
     group_.post(&group_.control().consumed.value, base_ + i + 1);
   }
-  // The call took `tickets` tickets.
+  // Ends the call, which has used `tickets` tickets.
   void finish(std::uint64_t tickets);
 
-  // Traced as long as it lives.
+  // Returns a probe, which traces as long as it lives.
   trace::Probe probe(trace::What what, int peer, std::uint64_t i, std::int64_t nbytes = -1) const {
     return trace::Probe(what, peer, number(i), nbytes);
   }
-  // Of ticket i among all of the communicator.
+  // The number of ticket i among all tickets of the communicator.
   std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
 
-  // Locations of this rank's buffers, sent with ticket 0.
+  // Sets the locations of this rank's buffers, which are sent with ticket 0.
   void announce(const Location& input, const Location& output);
   const SlotHeader& announced(int peer) const { return *group_.board(peer).header(base_); }
-  // premul_sum: the factor of every rank, known once ticket 0 of every peer has arrived.
+  // premul_sum: the factor of every rank, valid once ticket 0 of every peer has arrived.
   const double* factors() const { return factors_; }
 
   const Call& call() const { return deadline_.call[0]; }

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kAlignBytes = 64;
 
-// What one staged call needs to know, in bytes and elements.
+// The facts of one staged call, in bytes and elements.
 struct Frame {
   explicit Frame(Stage& stage)
       : call(stage.call()),
@@ -22,7 +22,7 @@ struct Frame {
         element(element_bytes(call.dtype)),
         align(kAlignBytes / element) {}
 
-  // Elements of one of `slices` equal slices of a slot.
+  // The number of elements of one of `slices` equal slices of a slot.
   std::size_t slice_capacity(std::size_t slot_bytes, int slices) const {
     return slot_bytes / slices / kAlignBytes * kAlignBytes / element;
   }
@@ -34,7 +34,7 @@ struct Frame {
 
 bool streams_output(std::size_t message_bytes) { return message_bytes >= tuning::kStreamOutputBytes; }
 
-// publish(i) for i < tickets, and consume(i), at most kLag behind. Both may be empty.
+// Calls publish(i) for all i < tickets, and consume(i) at most kLag tickets later. Either may do nothing.
 template <typename Publish, typename Consume>
 std::uint64_t walk(std::uint64_t tickets, const Publish& publish, const Consume& consume) {
   const std::uint64_t lag = smaller(tickets, kLag);
@@ -45,13 +45,13 @@ std::uint64_t walk(std::uint64_t tickets, const Publish& publish, const Consume&
   return tickets;
 }
 
-// The run of a part that window w of `cut` covers.
+// Returns the elements of a part that window w of `cut` covers.
 Slice clip(const WindowCut& cut, std::uint64_t w, std::size_t part_count) {
   const Slice s = cut.slice(0, w);
   return {s.offset, s.offset < part_count ? smaller(s.count, part_count - s.offset) : 0};
 }
 
-// This rank's own part of ticket i: no slot is needed.
+// Copies this rank's own part of ticket i, which needs no slot.
 void keep(const Stage& stage, void* output, const void* input, std::uint64_t i, std::size_t nbytes, bool streaming) {
   const auto probe = stage.probe(trace::What::kCopy, stage.group().rank(), i, nbytes);
   kernels().copy(output, input, nbytes, streaming);
@@ -110,9 +110,9 @@ std::uint64_t staged_oneshot_all_reduce(Stage& stage, std::uint64_t first) {
       });
 }
 
-// A slot holds world_size contributions (one per shard of window i) and one result (this rank's shard of window
-// i - lag). Iteration i publishes ticket i and consumes ticket i - lag: its contributions become a result, which goes
-// out with ticket i; its results, of window i - 2 lag, go home.
+// A slot holds world_size contributions (one per shard of window i) and one result (this rank's shard of window i -
+// lag). Iteration i publishes ticket i and consumes ticket i - lag: the contributions of ticket i - lag are reduced to
+// a result, which is sent with ticket i; its results, which belong to window i - 2 lag, are copied to the output.
 std::uint64_t staged_two_phase_reduce(Stage& stage, std::uint64_t first) {
   const Frame f(stage);
   const auto* input = static_cast<const char*>(f.call.input);
@@ -153,7 +153,7 @@ std::uint64_t staged_two_phase_reduce(Stage& stage, std::uint64_t first) {
   };
 
   for (std::uint64_t i = 0; i < tickets + lag; ++i) {
-    const std::uint64_t behind = i - lag;  // meaningful from i = lag on
+    const std::uint64_t behind = i - lag;  // valid from i = lag on
     if (i < tickets) {
       char* slot = stage.open(first + i, (f.world_size + 1) * slice_bytes);
       if (i < windows) contribute(i, slot);
@@ -300,8 +300,8 @@ std::uint64_t staged_scatter(Stage& stage, std::uint64_t first) {
 
 namespace {
 
-// Uneven counts are known to no single rank: every rank publishes what it sends to whom. Returns the longest part of
-// any pair, after checking what the peers send against what this rank expects.
+// No single rank knows uneven counts, so every rank publishes what it sends to each rank. Returns the longest part of
+// any pair, after checking the peers' counts against those that this rank expects.
 std::size_t agree_on_counts(Stage& stage, std::uint64_t ticket, const Frame& f, const Parts& input,
                             const Parts& output) {
   std::vector<std::uint64_t> counts(f.world_size);

@@ -1,8 +1,8 @@
-// The algorithms that pass private memory through the boards' slots. Each returns the tickets it took; `first` is the
-// index of the first ticket that it may use.
+// The algorithms that pass private memory through the boards' slots. Each returns the number of tickets used; `first`
+// is the index of the first ticket that it may use.
 //
-// They share one pattern: publish ticket i, then consume ticket i - lag. The lag keeps what is read out of the
-// writer's cache, and lets a rank that is behind find its data ready.
+// They share one pattern: publish ticket i, then consume ticket i - lag. Because of the lag, the data to be read has
+// left the writer's cache, and a rank that is late finds its data ready.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace ringcomm::cpu {
 
-// all_reduce: everybody publishes everything, everybody reduces everything.
+// all_reduce: every rank publishes its complete message and reduces all messages.
 std::uint64_t staged_oneshot_all_reduce(Stage& stage, std::uint64_t first);
 // all_reduce and reduce in two phases: rank r reduces shard r, then all (or the root) gather the shards.
 std::uint64_t staged_two_phase_reduce(Stage& stage, std::uint64_t first);

@@ -1,22 +1,23 @@
-// The measured crossovers of the cpu engine (benchmarks/results/). None of them changes a bit of any result.
+// The measured crossover points of the cpu engine (benchmarks/results/). None of them affects the bits of a result.
 #pragma once
 
 #include <cstddef>
 
 namespace ringcomm::cpu::tuning {
 
-// Results are written past the caches from this message size on, where they would not stay in them anyway.
+// Results are written with streaming stores from this message size on: they would not stay in the caches anyway.
 inline constexpr std::size_t kStreamOutputBytes = 16u << 20;
-// Up to here every rank reads everybody's whole message and reduces all of it: one exchange instead of two. With two
-// ranks it moves no more bytes than the two-phase form, so it serves every size.
+// Up to this size every rank reads all messages completely and reduces all of their elements: one exchange instead of
+// two. With two ranks it moves no more bytes than the two-phase algorithm, so it is used for every size.
 inline constexpr std::size_t kOneshotBytes = 32u << 10;
-// From here on ranks tell each other where their buffers are, and work on visible ones in place.
+// From this size on ranks tell each other the locations of their buffers, and work on visible ones in place.
 inline constexpr std::size_t kVisibleBytes = 16u << 10;
 
-// From here on reduce_scatter and broadcast are faster through the slots than in place: both ranks of a pair work, and
-// what crosses between them is in the shared cache.
+// From this size on reduce_scatter and broadcast are faster through the slots than in place: both ranks of a pair work,
+// and the data that they exchange is in the shared cache.
 inline constexpr std::size_t kStagedBytes = 16u << 20;
-// One-way messages go in slices of this part of their size, so that the reader is busy while the writer still writes.
+// One-way messages are sent in slices of 1/kOneWaySlices of their size, so that the reader works while the writer still
+// writes.
 inline constexpr std::size_t kOneWaySlices = 8;
 inline constexpr std::size_t kLeastSliceBytes = 16u << 10;
 

@@ -1,5 +1,5 @@
-// Waiting for a flag that another rank writes: spin, then yield, then sleep on a futex, always watching the group's
-// abort flag and a deadline.
+// Waiting for a flag that another rank writes: spin, then yield, then sleep on a futex, with regular checks of the
+// group's abort flag and a deadline.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,8 @@ namespace ringcomm::cpu {
 
 using Clock = std::chrono::steady_clock;
 
-// How long to stay awake. With a core for every rank the peer is running, and will be quick; otherwise the peer may
-// be waiting for this very core.
+// How long a wait stays awake. With a core for every rank the peer is running and will be quick; otherwise the peer may
+// need this core.
 struct Patience {
   int spins;              // polls with a pause between them
   int yields;             // polls with a sched_yield between them
@@ -22,19 +22,19 @@ struct Patience {
   static Patience for_ranks(int ranks_on_host);
 };
 
-// A futex is the low half of a flag.
+// The futex is the low half of a flag.
 void futex_wait(const Flag* flag, std::uint64_t seen, std::int64_t timeout_us);
 void futex_wake(const Flag* flag);
 void yield();
 int available_cores();
 
-// Stores and wakes whoever sleeps on the flag's segment.
+// Stores the value and wakes the threads that sleep on the flag's segment.
 inline void post(Flag* flag, std::uint64_t value, const Flag* sleepers) {
   store_then_look(flag, value);
   if (load_after_store(sleepers) != 0) futex_wake(flag);
 }
 
-// Waits until *flag >= target. `check` is called now and then while waiting, and throws to give up.
+// Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait.
 template <typename Check>
 void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience, const Check& check) {
   for (int i = 0; i < patience.spins; ++i) {

@@ -20,9 +20,9 @@ namespace ringcomm::cpu {
 namespace {
 
 constexpr std::uint64_t kPageMagic = 0x72696e6777616974;  // "ringwait"
-constexpr std::size_t kMostSeen = 1024;                   // parties in one look
+constexpr std::size_t kMostSeen = 1024;                   // most parties in one search
 constexpr std::size_t kMostPages = 512;
-constexpr int kMostHops = 4;  // in one sentence
+constexpr int kMostHops = 4;  // most waits in one sentence
 constexpr int kMostGroups = 2 * kMostWaits;
 
 int index_of(std::uint64_t party) { return static_cast<int>(party & 0xffff) - 1; }
@@ -53,7 +53,7 @@ struct Instance {
     static std::atomic<Instance*> known{new Instance};
     Instance* now = known.load();
     while (now->forks != forks_so_far()) {
-      auto fresh = std::make_unique<Instance>();  // the old one's lock may be held by a thread that is not here
+      auto fresh = std::make_unique<Instance>();  // a thread of the parent may hold the old one's lock
       if (known.compare_exchange_strong(now, fresh.get())) now = fresh.release();
     }
     return *now;
@@ -66,7 +66,7 @@ struct Leaving {
 
 bool same(const PartyPlace& a, const PartyPlace& b) { return a.party == b.party && a.nonce == b.nonce; }
 
-// Two ends of a message that both wait: it may be moving.
+// Whether two waits are the two ends of a message, which may be moving.
 bool meet(const WaitFacts& a, const WaitFacts& b) {
   const bool ends = (a.kind == WaitKind::kSend && b.kind == WaitKind::kReceive) ||
                     (a.kind == WaitKind::kReceive && b.kind == WaitKind::kSend);
@@ -76,14 +76,14 @@ bool meet(const WaitFacts& a, const WaitFacts& b) {
 }  // namespace
 
 struct WaitGraph::Record {
-  alignas(kLineBytes) Flag party;  // as in PartyPlace; 0: free
+  alignas(kLineBytes) Flag party;  // as in PartyPlace; 0: the record is free
   Flag stamp, answered;
   alignas(kLineBytes) Flag asked;
-  Flag told;  // stamp << 1; with the lowest bit while the sentences are being written
+  Flag told;  // stamp << 1; the lowest bit is set while the sentences are being written
   std::uint32_t num_waits;
   WaitFacts waits[kMostWaits];
   struct {
-    std::uint64_t group;  // in which the party waits, or is waited for; 0: none
+    std::uint64_t group;  // a group in which the party waits or is waited for; 0: none
     char sentence[1000];
   } ends[kMostGroups];
 };
@@ -116,7 +116,7 @@ WaitGraph::WaitGraph()
 
 WaitGraph::~WaitGraph() = default;
 
-// -1: there are too many, and this one will never be told.
+// -1: there are too many parties; this one is not in the graph.
 int WaitGraph::new_party() {
   for (int i = 0; i < kMostParties; ++i) {
     Record& record = page_.records[i];
@@ -224,7 +224,7 @@ bool WaitGraph::is_stuck(int index) const {
   const auto count = [&](const auto& counts) { return std::count_if(entries_.begin(), entries_.end(), counts); };
   const auto edges = count([&](const Entry& e) { return e.member->index == index && e.facts.kind != WaitKind::kItem; });
   if (edges < 1 || edges > kMostWaits) return false;
-  for (const auto& [id, thread] : threads_)  // one that waits inside of another wait runs a handler of a signal there
+  for (const auto& [id, thread] : threads_)  // a thread with a wait inside another wait runs a signal handler there
     if (thread.index == index && count([&id = id](const Entry& e) { return e.thread == id; }) != 1) return false;
   for (const Member* member : members_) {
     if (member->index != index) continue;
@@ -266,7 +266,8 @@ void WaitGraph::publish(int index) {
   store_release(&record.stamp, ++stamps_);
 }
 
-// Every thread that waits has answered for itself, and one of them for all other threads of the process.
+// Records the last question that every waiting thread has confirmed, and that one of them has confirmed for all other
+// threads of the process.
 void WaitGraph::answer(int index) {
   std::uint64_t by_all = ~std::uint64_t{0}, alone = 0;
   for (const Entry& e : entries_) {
@@ -293,18 +294,18 @@ void WaitGraph::end(Entry* entry) {
   entries_.remove_if([&](const Entry& each) { return &each == entry; });
 }
 
-// Asks the user's language, so without the lock.
+// Calls the user's language, so the lock is not held.
 bool WaitGraph::nobody_else() const {
   std::vector<std::uint64_t> idents;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (threads_.find(this_caller) == threads_.end()) return false;  // an engine's own thread
+    if (threads_.find(this_caller) == threads_.end()) return false;  // a thread of an engine
     for (const auto& [id, thread] : threads_) idents.push_back(thread.ident);
   }
   return has_only_threads(idents);
 }
 
-// The peers hear of the deadlock before they can hear that this rank has left.
+// Reports the deadlock to the peers before they can see that this rank has left.
 void WaitGraph::obey(int index) {
   if (index < 0) return;
   const Record& record = page_.records[index];
@@ -320,9 +321,9 @@ void WaitGraph::hear(Entry* entry) {
   obey(entry->member->index);
 }
 
-// ---- looking around ------------------------------------------------------------------------------------------------
+// ---- the search -----------------------------------------------------------------------------------------------------
 
-// Null: its process has gone, or cannot be looked at.
+// Null: the process has exited, or its page cannot be opened.
 WaitGraph::Record* WaitGraph::find(const PartyPlace& place) {
   const int index = index_of(place.party);
   if (index < 0 || index >= kMostParties) return nullptr;
@@ -355,7 +356,7 @@ bool WaitGraph::read(const PartyPlace& place, Seen& seen) {
   return true;
 }
 
-// Everyone for whom this party waits, directly or through others; empty if one of them may go on.
+// Returns all parties that this party waits for, directly or through others; empty if one of them may go on.
 std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
   std::vector<Seen> all(1);
   if (!read(start, all[0])) return {};
@@ -389,7 +390,7 @@ bool WaitGraph::all_answered(const std::vector<Seen>& seen) {
 
 namespace {
 
-// How many waits lead from each party to one of them; many, where none do.
+// The number of waits from each party to the goal; more than kMostHops where none lead there.
 std::vector<int> distances_to(const std::vector<WaitGraph::Seen>& seen, std::size_t goal) {
   std::vector<int> hops(seen.size(), kMostHops + 1);
   hops[goal] = 0;
@@ -399,9 +400,9 @@ std::vector<int> distances_to(const std::vector<WaitGraph::Seen>& seen, std::siz
   return hops;
 }
 
-// "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call, but it waits in barrier #3
-// (train.py:91) of another communicator for rank 0; call ...": from wait k of `seen[from]` on, until that party or one
-// that was named before comes up.
+// Returns for instance "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call, but it
+// waits in barrier #3 (train.py:91) of another communicator for rank 0; call ...". It starts with wait k of
+// `seen[from]`, and ends where that party or one that was named before comes up.
 std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t from, std::size_t k) {
   const std::vector<int> hops = distances_to(seen, from);
   const WaitFacts& wait = seen[from].waits[k];
@@ -426,7 +427,7 @@ std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t fr
 
 }  // namespace
 
-// Who is told already has been told the same.
+// Writes the sentences to all records; a record that has some already got the same ones from another rank.
 void WaitGraph::tell(const std::vector<Seen>& seen) {
   std::vector<std::pair<Record*, std::uint64_t>> told_now;
   for (std::size_t i = 0; i < seen.size(); ++i) {
@@ -450,7 +451,7 @@ void WaitGraph::tell(const std::vector<Seen>& seen) {
         if (seen[from].targets[k] == i) add(from, k);
     told_now.emplace_back(record, seen[i].stamp << 1);
   }
-  for (const auto& [record, told] : told_now) store_release(&record->told, told);  // none is gone before all are told
+  for (const auto& [record, told] : told_now) store_release(&record->told, told);  // no rank leaves before all are told
 }
 
 void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,

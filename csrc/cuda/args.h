@@ -12,10 +12,7 @@
 #include "core/link.h"
 #include "core/op.h"
 #include "core/types.h"
-
-#if !defined(RINGCOMM_FAULT)
-#define RINGCOMM_FAULT 0  // tests of the tests plant faults; see tests/cpp/cuda_faults.h
-#endif
+#include "cuda/faults.h"
 
 namespace ringcomm::cuda {
 
@@ -46,6 +43,11 @@ struct alignas(kLineBytes) LinkCredit {
   std::int32_t pulled;  // of the long message that began with the newest ticket: the reader has copied all of it,
   std::int32_t unused;
   Location target;  // or else this is where it shall go
+};
+
+// Of calls that copy without a kernel, by the peer that writes them: numbers of calls, see copy_engine.h.
+struct alignas(kLineBytes) CopyWords {
+  std::uint32_t ready, done;  // together a Flag's size: read at once
 };
 
 struct Layout {
@@ -87,11 +89,14 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t link_bytes() const { return link_board_at() + p2p_board_bytes(); }
 
   // The segment: abort flag, once-only flag of the status report, the probe lines of connect (0: of the rank itself,
-  // 1 + p: what peer p wrote), channels, links by (peer, p2p channel).
+  // 1 + p: what peer p wrote), words by peer, channels, links by (peer, p2p channel).
   RINGCOMM_HD constexpr std::uint64_t reported_at() const { return sizeof(FlagLine); }
   RINGCOMM_HD constexpr std::uint64_t probe_at(int line) const { return 2 * sizeof(FlagLine) + line * kLineBytes; }
+  RINGCOMM_HD constexpr std::uint64_t copy_words_at(int peer) const {
+    return probe_at(1 + kMaxRanks) + peer * sizeof(CopyWords);
+  }
   RINGCOMM_HD constexpr std::uint64_t channel_at(int channel) const {
-    return probe_at(1 + kMaxRanks) + channel * channel_bytes();
+    return copy_words_at(kMaxRanks) + channel * channel_bytes();
   }
   RINGCOMM_HD constexpr std::uint64_t link_at(int peer, int channel) const {
     return channel_at(channels) + (static_cast<std::uint64_t>(peer) * p2p_channels + channel) * link_bytes();
@@ -118,6 +123,7 @@ struct Status {
 struct alignas(kLineBytes) HostPage {
   FlagLine abort;  // the host sets it; kernels look at it now and then
   Status status;
+  FlagLine stopped;  // the segment's abort flag, where a stream has copied it
 };
 
 // ---- arguments of a launch -----------------------------------------------------------------------------------------

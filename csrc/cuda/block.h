@@ -62,7 +62,8 @@ class Block {
       if (spins % kSpinsPerCheck == 0 && must_stop(flag, target, seen, peer, kind)) return false;
       pause_on(flag, target);
     }
-    if (RINGCOMM_FAULT != 6) load_acquire(flag);  // the looks were relaxed: an acquire on each would empty the L1 cache
+    if (RINGCOMM_FAULT != Fault::kFlagWithoutAcquire)
+      load_acquire(flag);  // the looks were relaxed: an acquire on each would empty the L1 cache
     return true;
   }
   // The same for threads that look at packets: to be called after every fruitless look, with a counter of their own.
@@ -80,13 +81,14 @@ class Block {
 
   // All ranks' blocks of this channel meet: what any of them wrote before is seen by all of them after.
   RINGCOMM_DEVICE bool meet() const {
-    if (RINGCOMM_FAULT != 17) sync();  // everybody has written, and has read state().meets of the meet before
+    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeMeet)
+      sync();  // everybody has written, and has read state().meets of the meet before
     const u64 target = load_one(&state().meets) + 1;
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
       if (peer != rank()) {
         post(meets(peer) + rank(), target);
-        ok = RINGCOMM_FAULT == 10 || wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
+        ok = RINGCOMM_FAULT == Fault::kMeetWaitsForNobody || wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
       }
     }
     ok = agree(ok);
@@ -108,13 +110,13 @@ class Block {
   }
   // By one thread: whether the peer calls the same.
   RINGCOMM_DEVICE bool same(const Signature& mine, const Signature& theirs, int peer) const {
-    if (mine == theirs || RINGCOMM_FAULT == 16) return true;
+    if (mine == theirs || RINGCOMM_FAULT == Fault::kSignaturesNotCompared) return true;
     report(Failure::kMismatch, WaitKind::kNone, peer, 0, 0, mine, theirs);
     return false;
   }
   // The call is over: to be called last, and not after a wait has failed.
   RINGCOMM_DEVICE void finish(const Signature& signature) const {
-    if (RINGCOMM_FAULT != 18) sync();  // nobody reads the counters any more
+    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeFinish) sync();  // nobody reads the counters any more
     if (thread() != 0) return;
     store_one(&state().calls, signature.sequence + 1);
     store_one(&state().history, signature.hash());

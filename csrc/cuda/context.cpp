@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "cuda/stream_ops.h"
 #include "cuda/team.h"
 #include "cuda/transfer.h"
 
@@ -103,22 +104,47 @@ Setting Context::setting() const {
   return setting;
 }
 
+// It is tried, on words that no call uses.
+bool Context::has_word_ops() {
+  std::call_once(asked_word_ops_, [this] {
+    char* const own = group_->segment(rank_) + group_->layout().copy_words_at(rank_);
+    auto* const word = &reinterpret_cast<CopyWords*>(own)->ready;
+    has_word_ops_ = try_word_ops({{word, 1, false}, {word, 1, true}}, group_->stream()) == cudaSuccess;
+    if (!has_word_ops_) cudaGetLastError();
+  });
+  return has_word_ops_;
+}
+
 bool Context::ended() const {
-  return local().verdict.passed() || (group_ && load_acquire(&group_->page()->status.code) != 0);
+  if (local().verdict.passed()) return true;
+  if (!group_) return false;
+  const HostPage& page = *group_->page();
+  return load_acquire(&page.status.code) != 0 || load_acquire(&page.stopped.value) != 0;
+}
+
+void Context::check(Op op) {
+  if (!ended()) return;
+  try {
+    raise_end(op);
+  } catch (const Error& error) {
+    abort(error.what(), error.code());
+    throw;
+  }
 }
 
 // What a kernel of this rank says comes first; that it was told to stop says less than why.
-void Context::check(Op op) {
+void Context::raise_end(Op op) const {
   const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
   const bool told = failure == Failure::kAborted && local().verdict.passed();
   if (failure != Failure::kNone && !told) {
     const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
     const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
-    const Error error = explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
-    abort(error.what(), error.code());
-    throw error;
+    throw explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
   }
   local().verdict.check(op, rank_);
+  fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
+       " expected the other ranks to go on, got an abort by a rank that gave up; see the errors of the other ranks",
+       kAdvice);
 }
 
 void Context::abort(const std::string& reason, ErrorCode code) noexcept {

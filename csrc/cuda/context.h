@@ -15,6 +15,7 @@
 #include "cuda/outcome.h"
 #include "cuda/plan.h"
 #include "cuda/status.h"
+#include "cuda/stream_waits.h"
 
 namespace ringcomm::cuda {
 
@@ -52,6 +53,9 @@ class Context {
   int world_size() const { return world_size_; }
   int device() const { return device_; }
   Marks& marks() const { return *marks_; }
+  StreamWaits& waits() { return waits_; }
+  // Whether streams of the device wait for words in memory.
+  bool has_word_ops();
   const Tuning& tuning() const { return tuning_; }
   Setting setting() const;
   Local& local() const { return *local_.load(std::memory_order_acquire); }
@@ -67,6 +71,8 @@ class Context {
   // Throws if the communicator has ended, or a kernel of this rank has given up.
   void check(Op op);
   bool ended() const;
+  // Why it has ended.
+  [[noreturn]] void raise_end(Op op) const;
   // Ends the communicator for everybody.
   void abort(const std::string& reason, ErrorCode code) noexcept;
   [[noreturn]] void give_up(ErrorCode code, const std::string& message);
@@ -82,7 +88,8 @@ class Context {
 
   std::atomic<std::int64_t> timeout_ms;
   std::atomic<bool> closed{false};
-  std::atomic<bool> captured{false};  // some call of this rank is in a graph
+  std::atomic<bool> captured{false};                                // some call of this rank is in a graph
+  std::atomic<std::uint64_t> copy_calls{0}, refused_copy_calls{0};  // planned for copy_engine; of these by direct
 
  private:
   const int rank_, world_size_, device_;
@@ -97,6 +104,9 @@ class Context {
   std::atomic<Local*> local_;
   std::atomic<int> last_op_{static_cast<int>(Op::kBarrier)};
   std::atomic<std::int64_t> last_limit_{0};
+  std::once_flag asked_word_ops_;
+  bool has_word_ops_ = false;
+  StreamWaits waits_{*this};
 };
 
 }  // namespace ringcomm::cuda

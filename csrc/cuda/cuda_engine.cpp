@@ -468,6 +468,7 @@ void CudaEngine::close() {
     // the communicator has ended: later calls say why
   }
   watcher_->stop();
+  context_->waits().stop();
   if (team_) team_->leave(rank());
 }
 
@@ -490,6 +491,8 @@ std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
           {"segment_bytes", std::to_string(layout.segment_bytes())},
           {"links", reach},
           {"visible_buffers", std::to_string(group.num_visible_buffers())},
+          {"copy_engine",
+           concat(context_->copy_calls.load(), " calls, ", context_->refused_copy_calls.load(), " of them by direct")},
           {"worst_link", connected ? name(group.worst_path()) : ""},
           {"processes_on_device", std::to_string(connected ? group.processes_on_device() : 1)},
           {"mps", group.facts().mps ? "yes" : "no"},

@@ -29,9 +29,6 @@
 
 namespace ringcomm::cuda {
 
-// Faults that have a name beside their number.
-inline constexpr int kFaultAnswer = 22, kFaultShards = 23;
-
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
@@ -64,7 +61,7 @@ RINGCOMM_DEVICE void pause_on([[maybe_unused]] const void* flag, [[maybe_unused]
 RINGCOMM_DEVICE void post(Flag* flag, u64 value) {
 #if defined(RINGCOMM_EMULATE)
   emulator::yield();
-  if (RINGCOMM_FAULT == 1)
+  if (RINGCOMM_FAULT == Fault::kFlagWithoutRelease)
     store_relaxed(flag, value);
   else
 #endif
@@ -167,7 +164,8 @@ RINGCOMM_DEVICE bool look_ll(const Vec* line, u32 flag, u32& a, u32& b) {
   const u64 x = __atomic_load_n(half, __ATOMIC_RELAXED), y = __atomic_load_n(half + 1, __ATOMIC_RELAXED);
   a = static_cast<u32>(x);
   b = static_cast<u32>(y);
-  return static_cast<u32>(x >> 32) == flag && (static_cast<u32>(y >> 32) == flag || RINGCOMM_FAULT == 11);
+  return static_cast<u32>(x >> 32) == flag &&
+         (static_cast<u32>(y >> 32) == flag || RINGCOMM_FAULT == Fault::kSecondFlagOfLineIgnored);
 #endif
 }
 
@@ -206,6 +204,32 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
       for (int k = 0; k < 2; ++k)
         word[l][k] = __atomic_load_n(static_cast<const u64*>(from) + 2 * l + k, __ATOMIC_RELAXED);
   });
+#endif
+}
+
+// ---- a barrier of some warps --------------------------------------------------------------------------------------
+
+inline constexpr int kWorkersBarrier = 1;  // 0 is that of the whole block
+
+// By the threads of whole warps, `threads` of them in all, while the rest of the block works on: whether `ok` holds for
+// each of them.
+template <int kBarrier>
+RINGCOMM_DEVICE bool agree_at(int threads, bool ok) {
+#if defined(__CUDACC__)
+  u32 all;
+  asm volatile(
+      "{\n"
+      "  .reg .pred mine, everyone;\n"
+      "  setp.ne.u32 mine, %1, 0;\n"
+      "  barrier.cta.red.and.pred everyone, %2, %3, mine;\n"
+      "  selp.u32 %0, 1, 0, everyone;\n"
+      "}"
+      : "=r"(all)
+      : "r"(static_cast<u32>(ok)), "n"(kBarrier), "r"(threads)
+      : "memory");
+  return all != 0;
+#else
+  return emulator::bar_and(kBarrier, threads, ok) != 0;
 #endif
 }
 

@@ -16,7 +16,8 @@
 // so that no two of these touch the same region, and what one step reads was written in the step before, on the other
 // side of a meet. What a step overwrites was read last in the step before as well: window k - 1 was the last in staging
 // region (k + 1) % 2, and window k - 2 the last in shard region k % 2. The steps of two calls cannot meet, for a call
-// begins when all ranks have announced it. Half of the warps move windows before they reduce, the others after it.
+// begins when all ranks have announced it. Half of the warps move windows before they reduce, the others after it. The
+// last step of a call reduces nothing; it takes home the last window.
 #pragma once
 
 #include "cuda/columns.h"
@@ -27,11 +28,73 @@ namespace ringcomm::cuda {
 // What a block does next, and how far it is.
 struct Progress : Reduction {
   std::int32_t in_place;
+  ReduceOp combine;  // the step of the call
   u64 round;         // of windows; in place there is one
   u64 turn;          // of the staging areas; that of the round's window
   u64 length, most;  // elements of the longest column; of it, those of a window
   u64 deadline;
 };
+
+// Where what the ranks have reduced of a window goes: the shard of rank p has `each` bytes, at `shards` in its segment,
+// and belongs at `to` + p * each.
+struct Homecoming {
+  const RankArgs& args;
+  const int world_size;
+  const u64 shards;
+  const u32 each;
+  char* const to;
+
+  RINGCOMM_DEVICE const char* from(int p) const { return args.segments[p] + shards; }
+  RINGCOMM_DEVICE int around(int p) const { return p < world_size ? p : p - world_size; }
+};
+// The shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it writes, so
+// that it waits for their links together.
+template <int kAtOnce>
+RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
+  constexpr int kBatch = 8 / kAtOnce;
+  const u32 count = home.each / sizeof(Vec);
+  for (u32 i = threadIdx.x; i < count; i += kBatch * blockDim.x) {
+    Vec value[kBatch][kAtOnce] = {};
+    RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
+      const u32 at = i + b * blockDim.x;
+      RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
+        if (at < count) value[b][k] = get<Vec>(home.from(home.around(first + k)), at);
+      }
+    }
+    RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
+      const u32 at = i + b * blockDim.x;
+      RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
+        if (at < count) put(home.to + home.around(first + k) * home.each, at, value[b][k]);
+      }
+    }
+  }
+}
+// The bytes [begin, end) of a window. Beginning with the rank's own shard: not all ranks read from the same one first.
+RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size, u64 shards, u32 each, u32 begin,
+                                           u32 end, char* to) {
+  const Homecoming home{args, world_size, shards, each, to - begin};
+  const auto is_whole = [&](int p) { return begin <= p * each && (p + 1) * each <= end && aligned(to); };
+  for (int done = 0; done < world_size;) {
+    const int p = home.around(args.rank + done);
+    int whole = 0;
+    while (whole < 8 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
+    if (whole >= 8) {
+      copy_shards<8>(home, p);
+      done += 8;
+    } else if (whole >= 4) {
+      copy_shards<4>(home, p);
+      done += 4;
+    } else if (whole >= 2) {
+      copy_shards<2>(home, p);
+      done += 2;
+    } else {
+      const u32 from = begin > p * each ? begin : p * each, until = end < (p + 1) * each ? end : (p + 1) * each;
+      if (from < until)
+        copy_to_both(blockDim.x, home.from(p) + (from - p * each), until - from, home.to + from, nullptr);
+      done += 1;
+    }
+  }
+}
 
 // Everything about a call but its arithmetic.
 class Direct {
@@ -45,6 +108,7 @@ class Direct {
     if (!block_.announce(signature())) return false;
     if (t < world_size()) what_.factor[t] = said(t).factor;
     const bool in_place = block_.agree(t >= world_size() || reachable(t));
+    const bool found = !in_place || t >= world_size() || finds_buffers(t);
     if (t == 0) {
       what_.in_place = in_place;
       what_.round = 0;
@@ -53,23 +117,25 @@ class Direct {
           cut_windows(what_.length, block_.num_channels(), column_bytes() / element_, columns_.align()).slice_elements;
       what_.turn = load_one(&block_.state().turns);
       what_.deadline = now_ns() + args_.timeout_ns;
+      what_.combine = arithmetic_for(args_.dtype, args_.reduce_op).op;
+      what_.divisor = args_.divisor();
+      what_.scaled = args_.scales();
       what_.num_sources = world_size();
       what_.num_targets = in_place && args_.op == Op::kAllReduce ? world_size() : 1;
     }
-    block_.sync();
-    return true;
+    return block_.agree(found);
   }
   // After a reduction: ends its step. False: gave up.
   RINGCOMM_DEVICE bool deliver() {
     bool ok = true;
-    if (!what_.in_place && !moves_first()) move_windows();
-    if (what_.in_place || is_alone_with_the_last())
+    const bool is_window = !what_.in_place && has(what_.round);
+    if (!is_window || is_alone_with_the_last())
       block_.sync();
     else
       ok = block_.meet();
     if (block_.thread() == 0) {
       ++what_.round;
-      if (!what_.in_place) ++what_.turn;
+      if (is_window) ++what_.turn;
     }
     block_.sync();
     return ok;
@@ -81,10 +147,7 @@ class Direct {
       aim();
     } else {
       const u64 round = what_.round;
-      if (!has(round)) {  // so it is on all ranks
-        if (round > 0) take_home(round - 1);
-        return false;
-      }
+      if (!has(round) && (round == 0 || !has(round - 1))) return false;  // so it is on all ranks
       if (round == 0) {
         stage(0);
         if (!block_.meet()) return false;
@@ -92,8 +155,16 @@ class Direct {
       aim_at_window();
     }
     block_.sync();
-    if (!what_.in_place && moves_first()) move_windows();
     return true;
+  }
+  // The windows before and after the one that is being reduced: by half of the warps before they reduce, by the others
+  // after it.
+  RINGCOMM_DEVICE void move_windows(bool before) const {
+    const bool moves_first = block_.thread() / kWarp % 2 != 0;
+    if (what_.in_place || before != moves_first) return;
+    const u64 round = what_.round;
+    if (has(round + 1)) stage(round + 1);
+    if (round > 0) take_home(round - 1);
   }
   RINGCOMM_DEVICE void end() {
     if ((what_.in_place || what_.round == 0) && !block_.meet()) return;
@@ -111,11 +182,23 @@ class Direct {
 
   // ---- in place
 
+  // Whether others write to this rank's output.
+  RINGCOMM_DEVICE bool is_written(int peer) const {
+    return args_.op == Op::kAllReduce || (args_.op == Op::kReduce && peer == args_.root);
+  }
   // One message. Whether all ranks can touch what they need of this one's; all come to the same opinion.
   RINGCOMM_DEVICE bool reachable(int peer) const {
-    const bool writes = args_.op == Op::kAllReduce || (args_.op == Op::kReduce && peer == args_.root);
     return args_.num_messages == 1 && !args_.parts && said(peer).input.visible &&
-           (!writes || said(peer).output.visible);
+           (!is_written(peer) || said(peer).output.visible);
+  }
+  // False: the host has not mapped a buffer that the peer says is visible.
+  RINGCOMM_DEVICE bool finds_buffers(int peer) const {
+    const bool found = peer == rank() || (block_.resolve(peer, said(peer).input) &&
+                                          (!is_written(peer) || block_.resolve(peer, said(peer).output)));
+    if (found || RINGCOMM_FAULT == Fault::kMissingRegionUnnoticed) return true;
+    const Signature mine = signature();
+    block_.report(Failure::kMismatch, WaitKind::kAnnouncement, peer, 0, 0, mine, mine);
+    return false;
   }
   RINGCOMM_DEVICE const char* input(int p) const {
     if (p == rank()) return static_cast<const char*>(args_.messages[0].input[p]);
@@ -160,21 +243,14 @@ class Direct {
   // The regions of the window of a round, before what_.turn has moved on to another one.
   RINGCOMM_DEVICE int region(u64 round) const { return static_cast<int>((what_.turn + round - what_.round) & 1); }
   RINGCOMM_DEVICE char* staged(int p, u64 round) const {
-    return block_.stage(p, RINGCOMM_FAULT == 15 ? 0 : region(round));
+    return block_.stage(p, RINGCOMM_FAULT == Fault::kStagesDoNotTakeTurns ? 0 : region(round));
   }
   RINGCOMM_DEVICE char* reduced(int p, u64 round) const {
-    return block_.shard(p, RINGCOMM_FAULT == kFaultShards ? 0 : region(round));
+    return block_.shard(p, RINGCOMM_FAULT == Fault::kShardsDoNotTakeTurns ? 0 : region(round));
   }
   // What this rank has reduced of the last window it takes home itself, and nobody stages any more.
   RINGCOMM_DEVICE bool is_alone_with_the_last() const {
-    return (columns_.scatters() || RINGCOMM_FAULT == 19) && !has(what_.round + 1);
-  }
-  RINGCOMM_DEVICE bool moves_first() const { return block_.thread() / kWarp % 2 != 0; }
-  // The windows before and after the one that is being reduced.
-  RINGCOMM_DEVICE void move_windows() const {
-    const u64 round = what_.round;
-    if (has(round + 1)) stage(round + 1);
-    if (round > 0) take_home(round - 1);
+    return (columns_.scatters() || RINGCOMM_FAULT == Fault::kNoMeetBeforeTakingHome) && !has(what_.round + 1);
   }
   RINGCOMM_DEVICE void stage(u64 round) const {
     const int num_columns = columns_.scatters() ? world_size() : 1;
@@ -185,10 +261,12 @@ class Direct {
     const Slice run = window(round);
     if (columns_.scatters()) return columns_.take_home(block_, run, reduced(rank(), round));
     if (args_.op == Op::kReduce && rank() != args_.root) return;
-    for (int hops = 0, p = rank(); hops < world_size(); ++hops, p = ring_next(p, world_size())) {
-      const Slice s = shard(run, p);
-      columns_.take_home(block_, {run.offset + s.offset, s.count}, reduced(p, round));
-    }
+    const u32 each = static_cast<u32>(shard(run, 0).count * element_);  // bytes of a shard; the last ones may have less
+    columns_.visit(rank(), run, [&](int m, u64 at, u64 offset, u64 count) {
+      char* const to = static_cast<char*>(args_.messages[m].output[rank()]) + at * element_;
+      take_shards_home(block_.args(), world_size(), reduced(rank(), round) - block_.args().segments[rank()], each,
+                       static_cast<u32>(offset), static_cast<u32>(offset + count * element_), to);
+    });
   }
   RINGCOMM_DEVICE void aim_at_window() {
     const u64 round = what_.round;
@@ -211,12 +289,20 @@ class Direct {
   const Columns columns_;
 };
 
+// For elements of a size, which spares divisions by it. Beside a reduction of a staged call; called by the kernel
+// itself, where most registers are free.
+template <u64 kElement>
+RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, bool before) {
+  const Block block(args.layout, args.ranks[blockIdx.y], 0);  // it waits for nobody
+  Direct(args, block, what, kElement).move_windows(before);
+}
 // Finds out what this block reduces next. False: the call is over.
-RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u64 element, bool first) {
+template <u64 kElement>
+RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, bool first) {
   const u64 now = now_ns();
   const u64 left = first ? args.timeout_ns : now < what.deadline ? what.deadline - now : 0;
   const Block block(args.layout, args.ranks[blockIdx.y], left);
-  Direct direct(args, block, what, element);
+  Direct direct(args, block, what, kElement);
   if (!(first ? direct.begin() : direct.deliver())) return false;
   if (direct.prepare()) return true;
   direct.end();
@@ -225,11 +311,10 @@ RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u
 
 // Any step of a type: the protocol around them is compiled once for all of them.
 template <typename T>
-RINGCOMM_DEVICE void reduce_any(const Reduction& what, const CallArgs& args) {
-  const ReduceOp step = arithmetic_for(args.dtype, args.reduce_op).op;
+RINGCOMM_DEVICE void reduce_any(const Progress& what) {
 #define X(e, Combine)                        \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (step == ReduceOp::e) return Reducer<T, Combine>(what, args.divisor()).run(args.scales());
+    if (what.combine == ReduceOp::e) return Reducer<T, Combine>(what).run();
   RINGCOMM_FOR_EACH_COMBINE(X)
 #undef X
 }
@@ -238,7 +323,11 @@ template <typename T>
 RINGCOMM_KERNEL(kMostThreads)
 direct(const __grid_constant__ CallArgs args) {
   RINGCOMM_SHARED(Progress, what);
-  for (bool first = true; next_reduction(args, what, sizeof(T), first); first = false) reduce_any<T>(what, args);
+  for (bool first = true; next_reduction<sizeof(T)>(args, what, first); first = false) {
+    move_windows<sizeof(T)>(args, what, true);
+    reduce_any<T>(what);
+    move_windows<sizeof(T)>(args, what, false);
+  }
 }
 
 template <TypeGroup kGroup>

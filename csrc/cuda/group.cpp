@@ -103,7 +103,7 @@ Group::Group(int rank, int world_size, int device, const EngineOptions& options)
     : Group(rank, device, default_layout(world_size, options), options.timeout_ms) {}
 
 Group::Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms)
-    : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms) {
+    : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms), bases_(kMaxRanks * kMaxRegions) {
   check_layout(rank, layout);
   facts_ = facts_of(device, rank);
   Cemetery::sweep();
@@ -155,6 +155,7 @@ Group::~Group() {
 void Group::let_go() noexcept {
   buffers_.reset();
   std::vector<Cemetery::Mourner> mourners;
+  Cemetery::Letters unsent;
   Mail mail;
   while (mailbox_->receive(0)) continue;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
@@ -164,15 +165,17 @@ void Group::let_go() noexcept {
     Mail closed;
     closed.kind = Mail::kClosed;
     closed.from = rank_;
-    mailbox_->send(peer.handle.mailbox, closed);
+    const Mailbox::Address& to = peer.handle.mailbox;
+    if (mailbox_->send(to, closed) == Mailbox::Sent::kFull) unsent.emplace_back(to, std::move(closed));
     if (connected_ || mailbox_->take(Mail::kAttached, p, nullptr, mail)) mourners.push_back({p, peer.handle.process});
   }
   std::vector<std::shared_ptr<DeviceMemory>> memories{own_->segment};
   memories.insert(memories.end(), own_->arenas.begin(), own_->arenas.end());
   const auto counted = [](const auto& memory) { return memory->handle().kind != HandleKind::kIpc; };
   memories.erase(std::remove_if(memories.begin(), memories.end(), counted), memories.end());  // the driver counts users
-  if (!mourners.empty() && !memories.empty())
-    Cemetery::bury(std::move(mailbox_), std::move(memories), std::move(mourners));
+  if (memories.empty()) mourners.clear();
+  if (!mourners.empty() || !unsent.empty())
+    Cemetery::bury(std::move(mailbox_), std::move(memories), std::move(mourners), std::move(unsent));
 }
 
 void Group::free_own() noexcept {
@@ -235,6 +238,20 @@ void Group::attend(const char* call) {
   buffers_->attend(*mailbox_, call);
 }
 
+Mailbox::Sent Group::send(int peer, const Mail& mail) { return mailbox_->send(peers_[peer].handle.mailbox, mail); }
+
+bool Group::receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail) {
+  const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    usleep(static_cast<useconds_t>(timeout_ms) * 1000);
+    return false;
+  }
+  if (mailbox_->take(kind, from, last, mail)) return true;
+  if (timeout_ms == 0 || !mailbox_->receive(timeout_ms)) return false;
+  while (mailbox_->receive(0)) continue;
+  return mailbox_->take(kind, from, last, mail);
+}
+
 void Group::close_unused_mappings() {
   const RelaxedCapture relaxed(rank_);
   buffers_->close_unused();
@@ -249,7 +266,7 @@ Location Group::locate(const void* data, std::size_t nbytes, bool captured, cons
   if (own.visible || user_memory_hidden_ || !connected_) return own;
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
   const auto begin = reinterpret_cast<std::uint64_t>(data);
-  if (allocation_of(data).holds(begin, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
+  if (is_from_cuda_malloc(data, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
   if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
   return own;
 }
@@ -268,23 +285,11 @@ Location Group::locate_own(const void* data, std::size_t nbytes) const {
   return {-1, 0, 0};
 }
 
-void* Group::take(Arena& arena, std::size_t nbytes) {
-  for (auto it = arena.free.begin(); it != arena.free.end(); ++it) {
-    const auto [offset, available] = *it;
-    if (available < nbytes) continue;
-    arena.free.erase(it);
-    if (available > nbytes) arena.free.emplace(offset + nbytes, available - nbytes);
-    arena.used.emplace(offset, nbytes);
-    return arena.memory->data() + offset;
-  }
-  return nullptr;
-}
-
 void* Group::allocate(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kAlign);
   for (Arena& arena : arenas_)
-    if (void* const data = take(arena, rounded)) return data;
+    if (const auto offset = arena.pieces.take(rounded)) return arena.memory->data() + *offset;
   return nullptr;
 }
 
@@ -292,23 +297,8 @@ void Group::release(void* data) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   for (Arena& arena : arenas_) {
     const auto offset = reinterpret_cast<std::uint64_t>(data) - reinterpret_cast<std::uint64_t>(arena.memory->data());
-    const auto used = arena.used.find(offset);  // far away if it lies elsewhere
-    if (used == arena.used.end()) continue;
-    auto [begin, nbytes] = *used;
-    arena.used.erase(used);
-    auto after = arena.free.lower_bound(begin);
-    if (after != arena.free.end() && begin + nbytes == after->first) {
-      nbytes += after->second;
-      after = arena.free.erase(after);
-    }
-    if (after != arena.free.begin()) {
-      const auto before = std::prev(after);
-      if (before->first + before->second == begin) {
-        before->second += nbytes;
-        return;
-      }
-    }
-    arena.free.emplace(begin, nbytes);
+    if (arena.pieces.taken().count(offset) == 0) continue;
+    arena.pieces.give_back(offset);
     return;
   }
   fail(ErrorCode::kInvalid, "release: rank ", rank_, " expected memory from allocate, got ", data,
@@ -316,6 +306,7 @@ void Group::release(void* data) {
 }
 
 void Group::set_region(int peer, int region, char* base) {
+  bases_[peer * kMaxRegions + region] = base;
   char** const entry = reinterpret_cast<char**>(tables_) + peer * kMaxRegions + region;
   copy(entry, &base, sizeof base, "writing to the table of regions");
 }
@@ -326,7 +317,7 @@ void Group::add_arena(const Mapped& memories) {
   for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer)
     if (memories[peer]) set_region(peer, static_cast<int>(number), memories[peer]->data());
   const std::shared_ptr<DeviceMemory>& own = memories[rank_];
-  arenas_.push_back({own, {{0, own->nbytes()}}, {}});
+  arenas_.push_back({own, Pieces(own->nbytes())});
 }
 
 std::string Group::create_arena(std::size_t nbytes) {

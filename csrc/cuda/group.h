@@ -22,6 +22,7 @@
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/link.h"
+#include "core/pieces.h"
 #include "cuda/args.h"
 #include "cuda/buffers.h"
 #include "cuda/handle.h"
@@ -58,8 +59,9 @@ class Group {
 
   // Peers: once connected.
   char* segment(int peer) const { return segments_[peer]; }
-  char* const* device_arenas() const { return reinterpret_cast<char* const*>(tables_); }  // for RankArgs::arenas
-  HostPage* page() const;                                                                 // host address
+  char* const* device_arenas() const { return reinterpret_cast<char* const*>(tables_); }    // for RankArgs::arenas
+  char* region(int peer, int region) const { return bases_[peer * kMaxRegions + region]; }  // the same, for the host
+  HostPage* page() const;                                                                   // host address
   HostPage* device_page() const;  // the same page, for RankArgs::host
   bool one_process() const { return one_process_; }
   bool one_device() const { return one_device_; }  // and in this process
@@ -74,6 +76,13 @@ class Group {
   const std::int8_t* ring_order() const { return ring_order_; }  // kMaxRanks entries; [position] = rank
   // The same on all ranks, different in every communicator.
   const std::string& identity() const { return identity_; }
+  // Letters of calls. Received: the oldest of its kind and sender, and of a call up to `last`, within `timeout_ms`.
+  Mailbox::Sent send(int peer, const Mail& mail);
+  bool receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail);
+  const Process& process(int peer) const { return peers_[peer].handle.process; }
+  // Where stop() enqueues what it tells the peers.
+  cudaStream_t stream() const { return stream_; }
+
   // How this rank reaches a peer, for people: "itself", "pointer", "ipc", "vmm".
   std::string reach(int peer) const;
 
@@ -127,7 +136,7 @@ class Group {
   static std::shared_ptr<Own> find_here(const Identity& identity);
   struct Arena {
     std::shared_ptr<DeviceMemory> memory;
-    std::map<std::size_t, std::size_t> free, used;  // offset -> bytes
+    Pieces pieces;
   };
   struct Peer {
     GroupHandle handle;
@@ -143,7 +152,6 @@ class Group {
   char* scratch() const;  // a line of this device's memory
   void add_arena(const Mapped& memories);
   void set_region(int peer, int region, char* base);
-  void* take(Arena& arena, std::size_t nbytes);
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;
   void let_go() noexcept;
@@ -179,6 +187,7 @@ class Group {
   std::atomic<char*> segments_[kMaxRanks] = {};
   std::atomic<bool> stopped_{false}, started_{false};
   char* tables_ = nullptr;                 // device memory: the table of regions, then scratch lines
+  std::vector<std::atomic<char*>> bases_;  // the same table
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
   std::vector<int> team_;
   std::int8_t ring_order_[kMaxRanks] = {};

@@ -16,7 +16,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr const char* kVersion = "ringcomm-cuda-4";
+constexpr const char* kVersion = "ringcomm-cuda-5";
 
 std::string or_dash(const std::string& text) { return text.empty() ? "-" : text; }
 std::string dash_to_empty(const std::string& text) { return text == "-" ? "" : text; }

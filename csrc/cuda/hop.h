@@ -10,8 +10,10 @@ namespace ringcomm::cuda {
 
 enum class Ends { kPlain, kScaled, kDivided };
 
-// `to`, and `and_to` if it is not null, <- partial (+) own, `count` elements; for enter, `to` <- own.
+// By the first `threads` threads of a block: `to`, and `and_to` if it is not null, <- partial (+) own, `count`
+// elements; for enter, `to` <- own.
 struct HopRun {
+  u32 threads;
   const char* partial;
   const char* own;
   char* to;
@@ -67,13 +69,13 @@ inline constexpr int kHopDepth = kEnds == Ends::kDivided || sizeof(T) == 1 ? 1
 template <typename Unit, typename T, typename Combine, Ends kEnds>
 RINGCOMM_DEVICE void enter_units(const Hop<T, Combine, kEnds>& hop, const HopRun& run, u32 first, u32 count) {
   in_flight<kHopDepth<T, kEnds>>(
-      threadIdx.x, blockDim.x, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
+      threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
       [&](u32 i, const Unit& value) { put(run.to, first + i, hop.enter(value)); });
 }
 template <typename Unit, typename T, typename Combine, Ends kEnds>
 RINGCOMM_DEVICE void combine_units(const Hop<T, Combine, kEnds>& hop, const HopRun& run, u32 first, u32 count) {
   in_flight<kHopDepth<T, kEnds>>(
-      threadIdx.x, blockDim.x, count,
+      threadIdx.x, run.threads, count,
       [&](u32 i) { return Pair<Unit>{get<Unit>(run.partial, first + i), get<Unit>(run.own, first + i)}; },
       [&](u32 i, const Pair<Unit>& v) {
         const Unit result = hop.combine(v.partial, v.own);
@@ -85,8 +87,8 @@ RINGCOMM_DEVICE void combine_units(const Hop<T, Combine, kEnds>& hop, const HopR
 // Vectors where all ends lie on 16 bytes; else, and what is left, element by element. Calls with plain parameters,
 // which stay in registers: each is compiled once, and the loops of the ring around them once for all pairs.
 template <typename T, typename Combine>
-RINGCOMM_DEVICE_CALL void enter_run(const char* own, char* to, u32 count, double factor) {
-  const HopRun run{nullptr, own, to, nullptr, count, 1, factor};
+RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
+  const HopRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
   const Hop<T, Combine, Ends::kScaled> hop{factor, 1};
   const u64 bits = reinterpret_cast<u64>(own) | reinterpret_cast<u64>(to);
   const u32 vectors = bits % 16 == 0 ? count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
@@ -108,9 +110,9 @@ inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floa
 
 // Any step of a type: the loops of the ring around it are compiled once for all of them.
 template <typename T>
-RINGCOMM_DEVICE void combine_any(const char* partial, const char* own, char* to, char* and_to, u32 count, ReduceOp step,
-                                 Ends ends, int divisor, double factor) {
-  const HopRun run{partial, own, to, and_to, count, divisor, factor};
+RINGCOMM_DEVICE void combine_any(u32 threads, const char* partial, const char* own, char* to, char* and_to, u32 count,
+                                 ReduceOp step, Ends ends, int divisor, double factor) {
+  const HopRun run{threads, partial, own, to, and_to, count, divisor, factor};
   if constexpr (kIsCompiled<T, ReduceOp::kSum>)
     if (ends == Ends::kDivided) return combine_run<T, Sum, Ends::kDivided>(run);
   if constexpr (kCanScale<T>)
@@ -134,12 +136,13 @@ class HopArithmetic {
 
   RINGCOMM_DEVICE void enter(const HopRun& run) const {
     if constexpr (kCanScale<T>)
-      if (scales()) return enter_run<T, Sum>(run.own, run.to, run.count, run.factor);
-    copy_to_both(run.own, run.count * sizeof(T), run.to, nullptr);
+      if (scales()) return enter_run<T, Sum>(run.threads, run.own, run.to, run.count, run.factor);
+    copy_to_both(run.threads, run.own, run.count * sizeof(T), run.to, nullptr);
   }
   RINGCOMM_DEVICE void combine(const HopRun& run, bool final) const {
     const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
-    combine_any<T>(run.partial, run.own, run.to, run.and_to, run.count, arithmetic_for(args_.dtype, args_.reduce_op).op,
+    combine_any<T>(run.threads, run.partial, run.own, run.to, run.and_to, run.count,
+                   arithmetic_for(args_.dtype, args_.reduce_op).op,
                    divides    ? Ends::kDivided
                    : scales() ? Ends::kScaled
                               : Ends::kPlain,
@@ -157,7 +160,9 @@ class JustBytes {
   RINGCOMM_DEVICE explicit JustBytes(const CallArgs&) {}
   RINGCOMM_DEVICE u32 element() const { return 1; }
   RINGCOMM_DEVICE bool scales() const { return false; }
-  RINGCOMM_DEVICE void enter(const HopRun& run) const { copy_to_both(run.own, run.count, run.to, nullptr); }
+  RINGCOMM_DEVICE void enter(const HopRun& run) const {
+    copy_to_both(run.threads, run.own, run.count, run.to, nullptr);
+  }
   RINGCOMM_DEVICE void combine(const HopRun&, bool) const {}
 };
 

@@ -1,8 +1,23 @@
 // The two ends of a link between blocks of two ranks (core/link.h). The board lies with the reader, `consumed` with the
 // writer: everybody stores to the peer and looks at his own memory.
 //
-// Both ends of a hop are waited for by two threads of different warps at once; what they found is known to the block
-// after ready(). So do two threads post, each paying for one fence.
+// A flag is stored behind a fence, which waits until everything that the block has written is with the peers. The block
+// does not wait for the fence. Its last warp posts the flags and does nothing else; the others, its workers, move the
+// data:
+//
+//   workers                                  the posting warp
+//   two threads wait for slice t, credit
+//   barrier of the workers
+//   move the data of slice t                 fence, flags of slice t - 1
+//   barrier of the block                     barrier of the block
+//   two threads wait for slice t + 1 ...     fence, flags of slice t
+//
+// What the workers read and wrote is ordered before the barrier of the block, and that before the flag, for a release
+// covers what its thread has seen of others. Workers wait at the barrier of the block rather than only arrive there:
+// one that was a slice ahead could arrive twice where the barrier expects it once. So the flags of one slice are under
+// way while the next is moved, not those of two.
+//
+// A block of one warp has no warp to spare: its last thread posts.
 #pragma once
 
 #include "cuda/move.h"
@@ -14,14 +29,19 @@ class LinkEnds {
   RINGCOMM_DEVICE explicit LinkEnds(const Block& block)
       : block_(block),
         waits_for_slice_(block.thread() == 0),
-        waits_for_credit_(block.thread() == (block.threads() > kWarp ? kWarp : 0)) {}
+        waits_for_credit_(block.thread() == (workers() > kWarp ? kWarp : 0)) {}
 
+  // The threads that move data: the first ones of the block.
+  RINGCOMM_DEVICE int workers() const { return block_.threads() > kWarp ? block_.threads() - kWarp : block_.threads(); }
+  RINGCOMM_DEVICE bool works() const { return block_.thread() < workers(); }
+  // Whether everything that was waited for has come. After publish and release all threads know the same.
   RINGCOMM_DEVICE bool going() const { return going_; }
 
   RINGCOMM_DEVICE void await_credit(const Flag* consumed, u64 ticket, u64 depth, int peer) {
     if (!waits_for_credit_ || !ok_) return;
-    ok_ = RINGCOMM_FAULT == 5 ||
-          block_.wait(consumed, credit_needed(ticket, depth + (RINGCOMM_FAULT == 8)), peer, WaitKind::kCredit);
+    ok_ = RINGCOMM_FAULT == Fault::kNoWaitForCredit ||
+          block_.wait(consumed, credit_needed(ticket, depth + (RINGCOMM_FAULT == Fault::kCreditOfOneMore)), peer,
+                      WaitKind::kCredit);
   }
   // `first` ticket of a call: its header must carry this signature.
   RINGCOMM_DEVICE void await_slice(const Board& board, u64 ticket, int peer, WaitKind kind, const Signature& signature,
@@ -30,36 +50,52 @@ class LinkEnds {
     ok_ = block_.wait(&board.header(ticket)->flag, ticket + 1, peer, kind) &&
           (!first || block_.same(signature, load_one(&board.header(ticket)->signature), peer));
   }
-  // The block comes together: whether everything awaited is there. After a no nothing moves any more.
+  // The workers come together. True: everything awaited is there, and this thread is one of those that now move data.
+  // After a no nothing moves any more.
   RINGCOMM_DEVICE bool ready() {
-    if (RINGCOMM_FAULT != 3) going_ = going_ && block_.agree(ok_);
     settled_ = false;
+    if (!works()) return false;
+    if (!going_ || RINGCOMM_FAULT == Fault::kNoBarrierAfterWait) return going_;
+    going_ = RINGCOMM_FAULT == Fault::kWrongBarrier ? agree_at<0>(workers(), ok_)
+                                                    : agree_at<kWorkersBarrier>(workers(), ok_);
+    return going_;
+  }
+  // The same for the whole block, the posting warp too: it learns what has come, and helps to move it.
+  RINGCOMM_DEVICE bool all_ready() {
+    settled_ = false;
+    going_ = going_ && block_.agree(ok_);
     return going_;
   }
 
+  // Says that ticket's slot is filled; its header belongs to thread 0 until then.
   RINGCOMM_DEVICE void publish(const Board& board, u64 ticket, const Signature& signature, bool first) {
+    if (first && going_ && block_.thread() == 0) store_one(&board.header(ticket)->signature, signature);
     settle();
-    if (!going_ || block_.thread() != block_.threads() - 1) return;
-    if (first) store_one(&board.header(ticket)->signature, signature);
-    post(&board.header(ticket)->flag, ticket + 1);
+    if (going_ && posts()) post(&board.header(ticket)->flag, ticket + 1);
   }
   RINGCOMM_DEVICE void release(Flag* consumed, u64 ticket) {
-    if (RINGCOMM_FAULT != 12) settle();
-    if (going_ && block_.thread() == 0) post(consumed, ticket + 1);
+    if (RINGCOMM_FAULT != Fault::kCreditBeforeRead) settle();
+    if (going_ && posts()) post(consumed, ticket + 1);
   }
 
  private:
-  // All threads have read and written what they had to, before somebody says so.
+  RINGCOMM_DEVICE bool posts() const { return block_.thread() == block_.threads() - 1; }
+  // All threads have read and written what they had to, before somebody says so; and all hear whether a wait gave up.
   RINGCOMM_DEVICE void settle() {
-    if (settled_ || !going_) return;
-    if (RINGCOMM_FAULT != 2) block_.sync();
+    if (settled_) return;
     settled_ = true;
+    if (RINGCOMM_FAULT == Fault::kNoBarrierBeforePost) return;
+    if (RINGCOMM_FAULT == Fault::kPostBeforeAllHaveWorked) {
+      if (block_.thread() < kWarp || !works()) agree_at<2>(block_.threads() - workers() + kWarp, true);
+      return;
+    }
+    going_ = block_.agree(going_);
   }
 
   const Block& block_;
   const bool waits_for_slice_, waits_for_credit_;
   bool ok_ = true;     // what this thread waited for is there
-  bool going_ = true;  // what anybody waited for was there; the same in all threads
+  bool going_ = true;  // what anybody waited for was there, as far as this thread knows
   bool settled_ = true;
 };
 

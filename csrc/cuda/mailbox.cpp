@@ -168,14 +168,25 @@ bool Mailbox::receive(int timeout_ms) {
   return true;
 }
 
-bool Mailbox::take(Mail::Kind kind, int from, const Identity* subject, Mail& mail) {
-  const auto found = std::find_if(unread_.begin(), unread_.end(), [&](const Mail& m) {
-    return m.kind == kind && (from < 0 || m.from == from) && (!subject || m.subject == *subject);
-  });
+template <typename Wanted>
+bool Mailbox::take_if(const Wanted& wanted, Mail& mail) {
+  const auto found = std::find_if(unread_.begin(), unread_.end(), wanted);
   if (found == unread_.end()) return false;
   mail = std::move(*found);
   unread_.erase(found);
   return true;
+}
+
+bool Mailbox::take(Mail::Kind kind, int from, const Identity* subject, Mail& mail) {
+  return take_if(
+      [&](const Mail& m) {
+        return m.kind == kind && (from < 0 || m.from == from) && (!subject || m.subject == *subject);
+      },
+      mail);
+}
+
+bool Mailbox::take(Mail::Kind kind, int from, std::uint64_t last, Mail& mail) {
+  return take_if([&](const Mail& m) { return m.kind == kind && (from < 0 || m.from == from) && m.call <= last; }, mail);
 }
 
 }  // namespace ringcomm::cuda

@@ -35,6 +35,7 @@ struct Mail {
     kTaken,      // has opened it, before `call`; or cannot, if `code` is not 0
     kWithdrawn,  // does not use it any more from `call` on
     kDropped,    // has closed it
+    kCopies,     // see CopyCall: has come to `call`, which copies without a kernel
   };
   Kind kind = kClosed;
   std::int32_t from = -1;  // rank
@@ -64,8 +65,13 @@ class Mailbox {
   bool receive(int timeout_ms);
   // The oldest message of that kind and sender (any, if negative) that has come in. The file descriptor goes with it.
   bool take(Mail::Kind kind, int from, const Identity* subject, Mail& mail);
+  // The same, of those whose call is not after `last`.
+  bool take(Mail::Kind kind, int from, std::uint64_t last, Mail& mail);
 
  private:
+  template <typename Wanted>
+  bool take_if(const Wanted& wanted, Mail& mail);
+
   int socket_ = -1;
   Address address_;
   std::list<Mail> unread_;

@@ -63,7 +63,7 @@ void DeviceMemory::allocate_vmm(const char* what, int rank) {
     range_ = vmm_create(device_, nbytes_, rank);
     data_ = range_.data;
     nbytes_ = range_.nbytes;
-    fd_ = vmm_export(range_, rank);
+    fd_ = vmm_export(range_.allocation, rank);
   } catch (const Error& error) {
     throw Error(error.code(), concat(error.what(), ", for ", what));
   }
@@ -170,10 +170,16 @@ struct Grave {
   std::unique_ptr<Mailbox> mailbox;
   std::vector<std::shared_ptr<DeviceMemory>> memories;
   std::vector<Cemetery::Mourner> mourners;
+  Cemetery::Letters letters;
   int pid;
 
-  // Whether nobody has the memory open any more.
+  // Whether nobody has the memory open any more, and everybody has been told.
   bool forgotten() {
+    letters.erase(std::remove_if(letters.begin(), letters.end(),
+                                 [&](const auto& letter) {
+                                   return mailbox->send(letter.first, letter.second) != Mailbox::Sent::kFull;
+                                 }),
+                  letters.end());
     while (mailbox->receive(0)) continue;
     Mail mail;
     while (mailbox->take(Mail::kClosed, -1, nullptr, mail))
@@ -181,7 +187,7 @@ struct Grave {
                      mourners.end());
     mourners.erase(std::remove_if(mourners.begin(), mourners.end(), [](auto& m) { return m.process.has_exited(); }),
                    mourners.end());
-    return mourners.empty();
+    return mourners.empty() && letters.empty();
   }
 };
 
@@ -197,10 +203,10 @@ struct Ground {
 }  // namespace
 
 void Cemetery::bury(std::unique_ptr<Mailbox> mailbox, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                    std::vector<Mourner> mourners) {
+                    std::vector<Mourner> mourners, Letters letters) {
   Ground& ground = Ground::get();
   const std::lock_guard<std::mutex> lock(ground.mutex);
-  ground.graves.push_back({std::move(mailbox), std::move(memories), std::move(mourners), getpid()});
+  ground.graves.push_back({std::move(mailbox), std::move(memories), std::move(mourners), std::move(letters), getpid()});
 }
 
 void Cemetery::sweep() {

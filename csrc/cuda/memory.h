@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/mailbox.h"
@@ -67,16 +68,18 @@ class DeviceMemory {
   std::string why_private_;
 };
 
-// Memory whose rank is gone, until the peers that opened it have let go. It is looked through whenever a rank comes or
-// goes in this process; the end of the process frees the rest.
+// Memory whose rank is gone, until the peers that opened it have let go; and what such a rank has yet to tell peers
+// whose mailboxes were full. It is looked through whenever a rank comes or goes in this process; the end of the process
+// frees the rest, and tells the peers too.
 class Cemetery {
  public:
   struct Mourner {
     int rank;
     Process process;
   };
+  using Letters = std::vector<std::pair<Mailbox::Address, Mail>>;
   static void bury(std::unique_ptr<Mailbox> mailbox, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                   std::vector<Mourner> mourners);
+                   std::vector<Mourner> mourners, Letters letters);
   static void sweep();
   static std::size_t graves();  // for tests
 };

@@ -1,6 +1,6 @@
-// How a block moves a run of bytes: thread t takes the 16-byte vectors t, t + threads, ..., a batch of them at a time,
-// and issues all loads of a batch before its first store. A run whose ends are not all on 16 bytes goes in smaller
-// pieces.
+// How the first `threads` threads of a block move a run of bytes: thread t takes the 16-byte vectors t, t + threads,
+// ..., a batch of them at a time, and issues all loads of a batch before its first store. A run whose ends are not all
+// on 16 bytes goes in smaller pieces.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,7 @@ namespace ringcomm::cuda {
 
 inline constexpr int kInFlight = 4;  // loads of each source that a thread has under way
 
-// store(i, load(i)) for all i < count, by all threads of the block.
+// store(i, load(i)) for all i < count.
 template <int kDeep, typename Load, typename Store>
 RINGCOMM_DEVICE void in_flight(u32 thread, u32 threads, u32 count, const Load& load, const Store& store) {
   decltype(load(thread)) value[kDeep];
@@ -69,36 +69,37 @@ RINGCOMM_DEVICE Targets<Each> targets(const Each& each, u64 offset = 0) {
 }
 
 template <typename Unit, int kDeep, typename Each>
-RINGCOMM_DEVICE void copy_units(const char* from, u32 first, u32 count, const Targets<Each>& to) {
+RINGCOMM_DEVICE void copy_units(u32 threads, const char* from, u32 first, u32 count, const Targets<Each>& to) {
   in_flight<kDeep>(
-      threadIdx.x, blockDim.x, count, [&](u32 i) { return get<Unit>(from, first + i); },
+      threadIdx.x, threads, count, [&](u32 i) { return get<Unit>(from, first + i); },
       [&](u32 i, const Unit& value) { to.put_all(first + i, value); });
 }
 
 // Every target <- from.
 template <typename Each>
-RINGCOMM_DEVICE void copy_to_all(const char* from, u32 nbytes, const Targets<Each>& to) {
+RINGCOMM_DEVICE void copy_to_all(u32 threads, const char* from, u32 nbytes, const Targets<Each>& to) {
   const u64 bits = reinterpret_cast<u64>(from) | to.address_bits();
   if (bits % 16 == 0) {
-    copy_units<Vec, kInFlight>(from, 0, nbytes / 16 + (RINGCOMM_FAULT == 9 && nbytes % 16 != 0), to);
+    copy_units<Vec, kInFlight>(threads, from, 0,
+                               nbytes / 16 + (RINGCOMM_FAULT == Fault::kTailRoundedUp && nbytes % 16 != 0), to);
   } else if (bits % 4 == 0) {
-    copy_units<u32, kInFlight>(from, 0, nbytes / 4, to);
+    copy_units<u32, kInFlight>(threads, from, 0, nbytes / 4, to);
   } else {
-    return copy_units<std::uint8_t, kInFlight>(from, 0, nbytes, to);
+    return copy_units<std::uint8_t, kInFlight>(threads, from, 0, nbytes, to);
   }
   const u32 done = nbytes / (bits % 16 == 0 ? 16 : 4) * (bits % 16 == 0 ? 16 : 4);
-  copy_units<std::uint8_t, 1>(from, done, nbytes - done, to);
+  copy_units<std::uint8_t, 1>(threads, from, done, nbytes - done, to);
 }
 // To `to`, and to `and_to` if it is not null.
-RINGCOMM_DEVICE_CALL void copy_to_both(const char* from, u32 nbytes, char* to, char* and_to) {
-  copy_to_all(from, nbytes, targets([&](const auto& f) {
+RINGCOMM_DEVICE_CALL void copy_to_both(u32 threads, const char* from, u32 nbytes, char* to, char* and_to) {
+  copy_to_all(threads, from, nbytes, targets([&](const auto& f) {
                 f(to);
                 if (and_to) f(and_to);
               }));
 }
 
-RINGCOMM_DEVICE void copy_run(const Block&, const char* from, u64 nbytes, char* to) {
-  copy_to_both(from, static_cast<u32>(nbytes), to, nullptr);
+RINGCOMM_DEVICE void copy_run(const Block& block, const char* from, u64 nbytes, char* to) {
+  copy_to_both(block.threads(), from, static_cast<u32>(nbytes), to, nullptr);
 }
 
 // A run that all channels share, in tiles that they take in turn; `turn` is the channel that takes the first.
@@ -109,7 +110,7 @@ RINGCOMM_DEVICE void copy_tiles(const Block& block, int turn, const char* from, 
   const u64 tile = larger(vectors, smaller(kInFlight * vectors, share));
   const u64 mine = (block.channel() + channels - static_cast<u64>(turn) % channels) % channels;
   for (u64 at = mine * tile; at < nbytes; at += channels * tile)
-    copy_to_all(from + at, static_cast<u32>(smaller(tile, nbytes - at)), targets(each, at));
+    copy_to_all(block.threads(), from + at, static_cast<u32>(smaller(tile, nbytes - at)), targets(each, at));
 }
 
 // ---- windows ----------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class LL128 {
     words[3] = static_cast<u32>(look.last >> 32);
   }
   RINGCOMM_DEVICE bool there(const Look& look) const {
-    return !any_in_warp(!has(1) && look.last != flag_ && RINGCOMM_FAULT != 13);
+    return !any_in_warp(!has(1) && look.last != flag_ && RINGCOMM_FAULT != Fault::kFlagOfWideLineIgnored);
   }
   RINGCOMM_DEVICE static bool speaks() { return lane_id() == 0; }
   RINGCOMM_DEVICE static bool any(bool value) { return any_in_warp(value); }
@@ -250,7 +250,9 @@ class OneShot {
   RINGCOMM_DEVICE char* box(int rank, int source) const {
     const Layout& layout = args_.layout;
     return args_.ranks[blockIdx.y].segments[rank] + layout.channel_at(static_cast<int>(blockIdx.x)) +
-           layout.boxes_at() + ((RINGCOMM_FAULT == 20 ? 0 : packets_ & 1) * world_size_ + source) * layout.box_bytes() +
+           layout.boxes_at() +
+           ((RINGCOMM_FAULT == Fault::kBoxesDoNotTakeTurns ? 0 : packets_ & 1) * world_size_ + source) *
+               layout.box_bytes() +
            Lines::lines_at(layout);
   }
   template <typename Lines>

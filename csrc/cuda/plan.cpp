@@ -68,13 +68,14 @@ std::uint64_t message_bytes(const Call& call, int world_size) {
 
 Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, bool copies_apart,
                const Setting& setting, const Tuning& tuning) {
-  const Tuning::Entry* const entry =
+  const Tuning::Entry* entry =
       requested == Algorithm::kAuto ? tuning.find(op, setting.layout.world_size, nbytes) : nullptr;
+  if (entry && entry->algorithm == Algorithm::kOneshot && !packets) entry = nullptr;  // it says nothing of direct
   Plan plan;
   plan.algorithm = requested != Algorithm::kAuto ? requested : entry ? entry->algorithm : choose(op, nbytes, setting);
   if (op == Op::kBarrier || (plan.algorithm == Algorithm::kOneshot && !packets)) plan.algorithm = Algorithm::kDirect;
   plan.known = setting.known && !copies_apart;
-  plan.waits = !(plan.known && plan.algorithm == Algorithm::kDirect);
+  plan.waits = !(plan.known && (plan.algorithm == Algorithm::kDirect || plan.algorithm == Algorithm::kCopyEngine));
   plan.wide_packets = plan.algorithm == Algorithm::kOneshot && setting.whole_lines && nbytes > kWideBytes;
   if (entry && entry->threads) plan.threads = entry->threads;
   if (setting.threads) plan.threads = setting.threads;

@@ -6,6 +6,7 @@
 //   reduce_scatter, reduce           direct; ring on request
 //   all_gather, broadcast            copies; ring on request
 //   gather, scatter, all_to_all      copies
+//   all_gather, all_to_all           without a kernel on request (copy_engine.h)
 //
 // A launch that holds every rank of the communicator knows all pointers and begins when every input is ready: direct
 // and copies are then plain kernels that wait for nobody, and may fill the GPU.

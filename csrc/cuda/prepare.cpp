@@ -15,14 +15,6 @@ bool overlap(const Part& a, const Part& b, std::size_t element) {
   const auto *x = static_cast<const char*>(a.data), *y = static_cast<const char*>(b.data);
   return a.count && b.count && x < y + b.count * element && y < x + a.count * element;
 }
-bool in_place(const Call& call, int world_size) {
-  const Parts input = input_parts(call), output = output_parts(call);
-  for (int p = 0; p < world_size; ++p)
-    for (int q = 0; q < world_size; ++q)
-      if (overlap({input.data(p), input.count(p)}, {output.data(q), output.count(q)}, element_bytes(call.dtype)))
-        return true;
-  return false;
-}
 
 // The copies of a launch that knows all pointers.
 class CopyList {
@@ -127,6 +119,15 @@ Exchange exchange_of(const Call& call, int rank, int world_size) {
 
 }  // namespace
 
+bool in_place(const Call& call, int world_size) {
+  const Parts input = input_parts(call), output = output_parts(call);
+  for (int p = 0; p < world_size; ++p)
+    for (int q = 0; q < world_size; ++q)
+      if (overlap({input.data(p), input.count(p)}, {output.data(q), output.count(q)}, element_bytes(call.dtype)))
+        return true;
+  return false;
+}
+
 bool has_packets(const Call& call) {
   if (call.op != Op::kAllReduce || call.reduce_op == ReduceOp::kPremulSum) return false;
   const Arithmetic arithmetic = arithmetic_of(call.dtype, call.reduce_op);
@@ -140,14 +141,31 @@ bool in_one_piece(const Parts& parts, int world_size, std::size_t element) {
   return true;
 }
 
-Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead)
-    : rows_(rows), lead_(lead), setting_(rows[lead].context->setting()) {
+Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number)
+    : rows_(rows), lead_(lead), number_(number), setting_(rows[lead].context->setting()) {
   if (call().op == Op::kAllToAll && setting_.known) check_all_to_all();
   const Algorithm requested = world_size() == 1 || (num_calls() > 1 && call().algorithm == Algorithm::kAuto)
                                   ? Algorithm::kDirect
                                   : call().algorithm;
-  plan_ =
-      make_plan(call().op, requested, nbytes(), has_packets(call()), in_place_anywhere(), setting_, context().tuning());
+  plan_ = plan_for(requested);
+}
+
+Plan Preparation::plan_for(Algorithm requested) const {
+  return make_plan(call().op, requested, nbytes(), has_packets(call()), in_place_anywhere(), setting_,
+                   context().tuning());
+}
+
+void Preparation::agree() {
+  if (plan_.algorithm != Algorithm::kCopyEngine) return CopyCall::check_no_letter(rows_, number_);
+  copies_.emplace(rows_, lead_, number_);
+  const bool copies = copies_->agree();
+  for (const Row& row : rows_) {
+    ++row.context->copy_calls;
+    if (!copies) ++row.context->refused_copy_calls;
+  }
+  if (copies) return;
+  copies_.reset();
+  plan_ = plan_for(Algorithm::kDirect);
 }
 
 // Who sends whom how much is in no signature.
@@ -177,7 +195,9 @@ bool Preparation::in_place_anywhere() const {
 
 bool Preparation::enqueue() const {
   if (plan_.known && !plan_.waits && (nbytes() == 0 || call().op == Op::kBarrier)) return false;
-  if (reduces(call().op) && !plan_.waits)
+  if (copies_)
+    copies_->enqueue();
+  else if (reduces(call().op) && !plan_.waits)
     reduce_known();
   else if (reduces(call().op))
     reduce();

@@ -1,18 +1,23 @@
 // From the calls of the ranks in one launch to what the kernels are told: plans, arguments, launches.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "core/parts.h"
 #include "cuda/context.h"
+#include "cuda/copy_engine.h"
 #include "cuda/team.h"
 
 namespace ringcomm::cuda {
 
 class Preparation {
  public:
-  // `rows[lead]` launches, on its stream. Checks what can be checked before anything is enqueued.
-  Preparation(const std::vector<Row>& rows, std::size_t lead);
+  // `rows[lead]` launches, on its stream. Checks what can be checked before anything is enqueued. `number`: of the
+  // call.
+  Preparation(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number);
+  // Whatever the ranks must agree on, on the host, before anything is enqueued; see CopyCall.
+  void agree();
   // Enqueues the calls. Whether their kernels wait for other ranks.
   bool enqueue() const;
 
@@ -25,6 +30,7 @@ class Preparation {
 
   void check_all_to_all() const;
   std::uint64_t nbytes() const;
+  Plan plan_for(Algorithm requested) const;
   bool in_place_anywhere() const;
   template <typename Args>
   int channels(Kernel<Args> kernel) const;
@@ -45,9 +51,14 @@ class Preparation {
 
   const std::vector<Row>& rows_;
   const std::size_t lead_;
+  const std::uint64_t number_;
   const Setting setting_;
   Plan plan_;
+  std::optional<CopyCall> copies_;  // this is how the call is served
 };
+
+// Whether an all_to_all writes where it reads.
+bool in_place(const Call& call, int world_size);
 
 // Whether oneshot serves the call: not every pair has a kernel, and its packets carry no factors.
 bool has_packets(const Call& call);

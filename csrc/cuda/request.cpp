@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "core/parts.h"
+
 namespace ringcomm::cuda {
 
 namespace {

@@ -75,20 +75,20 @@ class RingBlock {
   }
   RINGCOMM_DEVICE void keep(int chunk, std::size_t window) {
     char* const to = output(chunk, window);
-    if (elements_.scales() || input(chunk, window) != to) enter(chunk, window, to);
+    if (ends_.works() && (elements_.scales() || input(chunk, window) != to)) enter(chunk, window, to);
   }
   RINGCOMM_DEVICE void copy_in(u64 t, int chunk, std::size_t window, const Outgoing& out) {
     if (!ends_.ready()) return;
     const u32 nbytes = count(chunk, window) * elements_.element();
-    copy_to_both(inbox().slot(plan_.received + t), nbytes, output(chunk, window), slot_of(out));
+    copy_to_both(ends_.workers(), inbox().slot(plan_.received + t), nbytes, output(chunk, window), slot_of(out));
   }
   // There is a result, or something to pass on, or both.
   RINGCOMM_DEVICE void combine(u64 t, int chunk, std::size_t window, bool final, const Outgoing& out) {
     if (!ends_.ready()) return;
     char* const slot = slot_of(out);
     char* const to = final ? output(chunk, window) : slot;
-    elements_.combine({inbox().slot(plan_.received + t), input(chunk, window), to, final ? slot : nullptr,
-                       count(chunk, window), world_size(), block_.args().factor},
+    elements_.combine({u32(ends_.workers()), inbox().slot(plan_.received + t), input(chunk, window), to,
+                       final ? slot : nullptr, count(chunk, window), world_size(), block_.args().factor},
                       final);
   }
 
@@ -107,7 +107,7 @@ class RingBlock {
   }
   // A link that the call did not use has moved on too: both its ends count the same tickets.
   RINGCOMM_DEVICE void close() const {
-    if (block_.thread() == 0 && RINGCOMM_FAULT != 7) {
+    if (block_.thread() == 0 && RINGCOMM_FAULT != Fault::kTicketsForgotten) {
       store_one(&block_.state().received, plan_.received);
       store_one(&block_.state().sent, plan_.sent);
     }
@@ -194,12 +194,13 @@ class RingBlock {
     const int m = message_of(block_.rank());  // of parts, only the own one comes out
     const u64 before = args_.op == Op::kAllGather ? users_chunk(chunk) * count_of(m) : 0;
     return static_cast<char*>(args_.messages[m].output[block_.rank()]) +
-           (before + slice(RINGCOMM_FAULT == 4 ? position_of(block_.rank()) : chunk, window).offset) *
+           (before + slice(RINGCOMM_FAULT == Fault::kWrongChunk ? position_of(block_.rank()) : chunk, window).offset) *
                elements_.element();
   }
   // This rank's own values, on their way into the ring.
   RINGCOMM_DEVICE void enter(int chunk, u64 window, char* to) const {
-    elements_.enter({nullptr, input(chunk, window), to, nullptr, count(chunk, window), 1, block_.args().factor});
+    elements_.enter({u32(ends_.workers()), nullptr, input(chunk, window), to, nullptr, count(chunk, window), 1,
+                     block_.args().factor});
   }
 
   const Block& block_;

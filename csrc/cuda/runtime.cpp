@@ -156,9 +156,7 @@ bool tolerate(cudaError_t status, const char* what) noexcept {
 
 bool process_is_ending() { return ending.load(std::memory_order_relaxed); }
 
-#if defined(RINGCOMM_EMULATE)
-#define RINGCOMM_DRIVER(function) &function
-#else
+#if !defined(RINGCOMM_EMULATE)
 void* driver_function(const char* symbol) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -170,7 +168,6 @@ void* driver_function(const char* symbol) {
   if (status != cudaSuccess) cudaGetLastError();
   return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
 }
-#define RINGCOMM_DRIVER(function) reinterpret_cast<decltype(&function)>(driver_function(#function))
 #endif
 
 namespace {

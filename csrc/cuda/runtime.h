@@ -20,9 +20,12 @@ bool tolerate(cudaError_t status, const char* what) noexcept;
 // Whether static objects are being destroyed already: CUDA must not be called any more.
 bool process_is_ending();
 
-#if !defined(RINGCOMM_EMULATE)
 // A function of the driver, by the version that it had in CUDA 12.0; null: the driver does not have it.
+#if defined(RINGCOMM_EMULATE)
+#define RINGCOMM_DRIVER(function) &function
+#else
 void* driver_function(const char* symbol);
+#define RINGCOMM_DRIVER(function) reinterpret_cast<decltype(&function)>(driver_function(#function))
 #endif
 
 // The calling thread works within a scope in the primary context of `device`, which the runtime works in, and torch.

@@ -151,7 +151,9 @@ void Team::enqueue(Round& round, std::size_t lead) {
            " expected the ranks of this device in one and the same graph capture, got rank ", seats_[i].rank,
            " outside of it; capture the calls of all of them from one thread, on streams forked from one");
   }
-  const Preparation preparation(rows, lead);
+  Preparation preparation(rows, lead, round.number);
+  for (const Row& row : rows) row.context->group().attend(name(mine.first().op));
+  preparation.agree();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Batch& batch = round.batches[i];
     if (batch.stream == mine.stream) continue;
@@ -159,7 +161,6 @@ void Team::enqueue(Round& round, std::size_t lead) {
     Marks::follow(mine.stream, mine.capture, ready, context.rank());
   }
   newest_.follow(mine.stream, mine.capture, context.rank());
-  for (const Row& row : rows) row.context->group().attend(name(mine.first().op));
   const bool waits = preparation.enqueue();
   for (const Row& row : rows) row.context->group().called();
   const MarkPtr end = context.marks().record(mine.stream, mine.capture, context.rank());

@@ -89,11 +89,11 @@ class TransferBlock {
   RINGCOMM_DEVICE void step(char* data, u32 nbytes, const Signature& signature, bool first) {
     if (sends_) {
       ends_.await_credit(&credit_->consumed, ticket_, board_.depth, peer_);
-      if (ends_.ready()) copy_run(block_, data, nbytes, board_.slot(ticket_));
+      if (ends_.ready()) copy_to_both(ends_.workers(), data, nbytes, board_.slot(ticket_), nullptr);
       ends_.publish(board_, ticket_, signature, first);
     } else {
       ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, first);
-      if (ends_.ready()) copy_run(block_, board_.slot(ticket_), nbytes, data);
+      if (ends_.ready()) copy_to_both(ends_.workers(), board_.slot(ticket_), nbytes, data, nullptr);
       ends_.release(&credit_->consumed, ticket_);
     }
     ++ticket_;
@@ -108,7 +108,7 @@ class TransferBlock {
     ends_.publish(board_, ticket_, signature, true);
     ends_.await_credit(&credit_->consumed, ticket_, 0, peer_);
     ++ticket_;
-    if (!ends_.ready()) return false;
+    if (!ends_.all_ready()) return false;
     const Location target = load_one(&credit_->target);
     if (load_one(&credit_->pulled)) return true;
     if (!target.visible) return false;
@@ -120,19 +120,19 @@ class TransferBlock {
   }
   RINGCOMM_DEVICE bool answer(const Transfer& transfer, const WindowCut& cut, const Signature& signature) {
     ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, true);
-    if (!ends_.ready()) return false;
+    if (!ends_.all_ready()) return false;
     const char* const from = find(load_one(&board_.header(ticket_)->input));
-    if (from && RINGCOMM_FAULT != kFaultAnswer) copy_windows(transfer, cut, from, transfer.data);
+    if (from && RINGCOMM_FAULT != Fault::kSourceReleasedUnread) copy_windows(transfer, cut, from, transfer.data);
     if (block_.thread() == 0) {
       store_one(&credit_->pulled, std::int32_t{from != nullptr});
       store_one(&credit_->target, transfer.at);
     }
     ends_.release(&credit_->consumed, ticket_++);
-    if (from && RINGCOMM_FAULT == kFaultAnswer) copy_windows(transfer, cut, from, transfer.data);
+    if (from && RINGCOMM_FAULT == Fault::kSourceReleasedUnread) copy_windows(transfer, cut, from, transfer.data);
     if (from) return true;
     if (!transfer.at.visible) return false;
     ends_.await_slice(board_, ticket_, peer_, WaitKind::kMessage, signature, false);
-    if (!ends_.ready()) return false;
+    if (!ends_.all_ready()) return false;
     const bool pushed = load_one(&board_.header(ticket_)->offset) != 0;
     ends_.release(&credit_->consumed, ticket_++);
     return pushed;

@@ -47,16 +47,18 @@ class Line {
     refuse("expected an op such as all_reduce, got " + quoted(text));
   }
   Algorithm algorithm_of(const std::string& text, Op op) const {
-    for (int i = 1; i <= static_cast<int>(Algorithm::kOneshot); ++i) {
+    for (int i = 1; i <= static_cast<int>(Algorithm::kCopyEngine); ++i) {
       const auto algorithm = static_cast<Algorithm>(i);
       if (text != name(algorithm)) continue;
       const bool ring = algorithm == Algorithm::kRing;
       if (ring && reduces(op)) refuse("expected an algorithm that keeps the bits of a reduction, got ring");
       if (ring && op != Op::kAllGather && op != Op::kBroadcast) refuse(std::string(name(op)) + " has no ring");
       if (algorithm == Algorithm::kOneshot && op != Op::kAllReduce) refuse("only all_reduce has oneshot");
+      if (algorithm == Algorithm::kCopyEngine && op != Op::kAllGather && op != Op::kAllToAll)
+        refuse("only all_gather and all_to_all have copy_engine");
       return algorithm;
     }
-    refuse("expected direct, oneshot or ring, got " + quoted(text));
+    refuse("expected direct, oneshot, ring or copy_engine, got " + quoted(text));
   }
   std::uint64_t number(const std::string& text, const char* what, std::uint64_t least, std::uint64_t most) const {
     std::size_t used = 0;

@@ -1,15 +1,10 @@
 #include "cuda/vmm.h"
 
-#if defined(RINGCOMM_EMULATE)
-#include <sys/mman.h>
-#else
+#if !defined(RINGCOMM_EMULATE)
 #include <cuda.h>
 #endif
 #include <fcntl.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
 
 #include "core/error.h"
 #include "core/types.h"
@@ -17,90 +12,45 @@
 
 namespace ringcomm::cuda {
 
-#if defined(RINGCOMM_EMULATE)
-
 namespace {
 
-char* map(int fd, std::size_t nbytes, int rank) {
-  void* const data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED)
-    fail(ErrorCode::kSystem, "communicator: rank ", rank, " expected ", nbytes, " bytes of emulated memory, got \"",
-         std::strerror(errno), "\"; free memory");
-  return static_cast<char*>(data);
-}
-
-}  // namespace
-
-std::string why_no_vmm(int) { return ""; }
-
-VmmRange vmm_create(int, std::size_t nbytes, int rank) {
-  const int fd = memfd_create("ringcomm-vmm", MFD_CLOEXEC);
-  if (fd < 0 || ftruncate(fd, static_cast<off_t>(nbytes)) != 0)
-    fail(ErrorCode::kSystem, "communicator: rank ", rank, " expected a memory file of ", nbytes, " bytes, got \"",
-         std::strerror(errno), "\"; free memory");
-  return {map(fd, nbytes, rank), nbytes, static_cast<std::uint64_t>(fd)};
-}
-
-int vmm_export(const VmmRange& range, int) { return fcntl(static_cast<int>(range.allocation), F_DUPFD_CLOEXEC, 0); }
-
-VmmRange vmm_open(int fd, std::size_t nbytes, int, int rank) {
-  return {map(fd, nbytes, rank), nbytes, static_cast<std::uint64_t>(fcntl(fd, F_DUPFD_CLOEXEC, 0))};
-}
-
-void vmm_grant(const VmmRange&, int, int) {}
-
-void vmm_release(VmmRange& range) noexcept {
-  if (!range.data) return;
-  munmap(range.data, range.nbytes);
-  ::close(static_cast<int>(range.allocation));
-  range = {};
-}
-
-#else
-
-namespace {
+#define RINGCOMM_DRIVER_FUNCTIONS(X)               \
+  X(get_error_string, cuGetErrorString)            \
+  X(device_get_attribute, cuDeviceGetAttribute)    \
+  X(granularity, cuMemGetAllocationGranularity)    \
+  X(create, cuMemCreate)                           \
+  X(release, cuMemRelease)                         \
+  X(reserve, cuMemAddressReserve)                  \
+  X(free_address, cuMemAddressFree)                \
+  X(map, cuMemMap)                                 \
+  X(unmap, cuMemUnmap)                             \
+  X(set_access, cuMemSetAccess)                    \
+  X(get_access, cuMemGetAccess)                    \
+  X(export_handle, cuMemExportToShareableHandle)   \
+  X(import_handle, cuMemImportFromShareableHandle) \
+  X(retain, cuMemRetainAllocationHandle)           \
+  X(properties, cuMemGetAllocationPropertiesFromHandle)
 
 // The driver's functions, by the versions that they had in CUDA 12.0.
 struct Driver {
-  decltype(&cuGetErrorString) get_error_string = nullptr;
-  decltype(&cuDeviceGetAttribute) device_get_attribute = nullptr;
-  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
-  decltype(&cuMemCreate) create = nullptr;
-  decltype(&cuMemRelease) release = nullptr;
-  decltype(&cuMemAddressReserve) reserve = nullptr;
-  decltype(&cuMemAddressFree) free_address = nullptr;
-  decltype(&cuMemMap) map = nullptr;
-  decltype(&cuMemUnmap) unmap = nullptr;
-  decltype(&cuMemSetAccess) set_access = nullptr;
-  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
-  decltype(&cuMemImportFromShareableHandle) import_handle = nullptr;
+#define RINGCOMM_LOOK_UP(name, function) decltype(&function) name = RINGCOMM_DRIVER(function);
+  RINGCOMM_DRIVER_FUNCTIONS(RINGCOMM_LOOK_UP)
+#undef RINGCOMM_LOOK_UP
   bool complete = true;
-
-  template <typename F>
-  void look_up(F& function, const char* symbol) {
-    void* const found = driver_function(symbol);
-    if (!found) complete = false;
-    function = reinterpret_cast<F>(found);
-  }
+  const int pid = getpid();
 
   Driver() {
-    look_up(get_error_string, "cuGetErrorString");
-    look_up(device_get_attribute, "cuDeviceGetAttribute");
-    look_up(granularity, "cuMemGetAllocationGranularity");
-    look_up(create, "cuMemCreate");
-    look_up(release, "cuMemRelease");
-    look_up(reserve, "cuMemAddressReserve");
-    look_up(free_address, "cuMemAddressFree");
-    look_up(map, "cuMemMap");
-    look_up(unmap, "cuMemUnmap");
-    look_up(set_access, "cuMemSetAccess");
-    look_up(export_handle, "cuMemExportToShareableHandle");
-    look_up(import_handle, "cuMemImportFromShareableHandle");
+#define RINGCOMM_IS_THERE(name, function) complete = complete && name;
+    RINGCOMM_DRIVER_FUNCTIONS(RINGCOMM_IS_THERE)
+#undef RINGCOMM_IS_THERE
   }
   static const Driver& get() {
     static const Driver driver;
     return driver;
   }
+
+  // For destructors: the driver does not survive a fork, nor the end of the process.
+  bool may_release() const { return pid == getpid() && !process_is_ending(); }
 
   void check(CUresult status, const char* what, int rank) const {
     if (status == CUDA_SUCCESS) return;
@@ -169,10 +119,10 @@ VmmRange vmm_create(int device, std::size_t nbytes, int rank) {
   return map(allocation, rounded, device, rank);
 }
 
-int vmm_export(const VmmRange& range, int rank) {
+int vmm_export(std::uint64_t allocation, int rank) {
   const Driver& driver = Driver::get();
   int fd = -1;
-  driver.check(driver.export_handle(&fd, range.allocation, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+  driver.check(driver.export_handle(&fd, allocation, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                "cuMemExportToShareableHandle", rank);
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   return fd;
@@ -208,6 +158,68 @@ void vmm_release(VmmRange& range) noexcept {
   range = {};
 }
 
-#endif
+// ---- memory that others have mapped
+// ----------------------------------------------------------------------------------
+
+std::shared_ptr<const VmmReference> VmmReference::find(std::uint64_t address) {
+  const Driver& driver = Driver::get();
+  CUmemGenericAllocationHandle allocation = 0;
+  if (!driver.complete || driver.retain(&allocation, reinterpret_cast<void*>(address)) != CUDA_SUCCESS) return nullptr;
+  return std::make_shared<const VmmReference>(allocation);
+}
+
+VmmReference::~VmmReference() {
+  if (Driver::get().may_release()) Driver::get().release(number_);
+}
+
+bool VmmReference::is_exportable(int device) const {
+  CUmemAllocationProp properties{};
+  return Driver::get().properties(&properties, number_) == CUDA_SUCCESS &&
+         properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE && properties.location.id == device &&
+         (properties.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0;
+}
+
+bool vmm_is_granted(std::uint64_t address, int device) {
+  const Driver& driver = Driver::get();
+  unsigned long long flags = 0;
+  CUmemLocation location{};
+  location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  location.id = device;
+  return driver.complete && driver.get_access(&flags, &location, address) == CUDA_SUCCESS &&
+         flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+}
+
+VmmWindow::VmmWindow(std::size_t nbytes, int rank) : nbytes_(nbytes) {
+  const Driver& driver = Driver::get();
+  if (!driver.complete)
+    fail(ErrorCode::kUnsupported, "communicator: rank ", rank,
+         " expected a driver with virtual memory functions, since ",
+         "a peer's memory needs them, got none; update the driver");
+  CUdeviceptr address = 0;
+  driver.check(driver.reserve(&address, nbytes, 0, 0, 0), "cuMemAddressReserve", rank);
+  data_ = reinterpret_cast<char*>(address);
+}
+
+VmmWindow::~VmmWindow() {
+  if (Driver::get().may_release()) Driver::get().free_address(reinterpret_cast<CUdeviceptr>(data_), nbytes_);
+}
+
+std::shared_ptr<void> VmmWindow::map(const std::shared_ptr<VmmWindow>& window, std::size_t offset, std::size_t nbytes,
+                                     int fd, int device, int rank) {
+  const Driver& driver = Driver::get();
+  CUmemGenericAllocationHandle allocation = 0;
+  driver.check(driver.import_handle(&allocation, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)),
+                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+               "cuMemImportFromShareableHandle", rank);
+  const VmmRange range{window->data_ + offset, nbytes, allocation};
+  const CUresult status = driver.map(address_of(range), nbytes, 0, allocation, 0);
+  driver.release(allocation);  // the mapping keeps it
+  driver.check(status, "cuMemMap", rank);
+  const std::shared_ptr<void> mapped(range.data, [window, nbytes](void* data) {
+    if (Driver::get().may_release()) Driver::get().unmap(reinterpret_cast<CUdeviceptr>(data), nbytes);
+  });
+  vmm_grant(range, device, rank);
+  return mapped;
+}
 
 }  // namespace ringcomm::cuda

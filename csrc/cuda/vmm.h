@@ -1,10 +1,10 @@
 // Device memory by the driver's virtual memory functions: passed to other processes as a file descriptor, mapped where
 // there is room, granted to single devices. The entry points are looked up at run time, nothing links to the driver.
-// In the emulator it is a memory file.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace ringcomm::cuda {
@@ -19,9 +19,49 @@ struct VmmRange {
 std::string why_no_vmm(int device);
 
 VmmRange vmm_create(int device, std::size_t nbytes, int rank);
-int vmm_export(const VmmRange& range, int rank);
+int vmm_export(std::uint64_t allocation, int rank);
 VmmRange vmm_open(int fd, std::size_t nbytes, int device, int rank);
 void vmm_grant(const VmmRange& range, int device, int rank);
 void vmm_release(VmmRange& range) noexcept;
+
+// ---- memory that others have mapped, such as torch's expandable segments ----
+
+// The physical memory that somebody has mapped at an address. While this is held, no other has its number.
+class VmmReference {
+ public:
+  // Null: nothing is mapped there by these functions.
+  static std::shared_ptr<const VmmReference> find(std::uint64_t address);
+  explicit VmmReference(std::uint64_t number) : number_(number) {}
+  ~VmmReference();
+  VmmReference(const VmmReference&) = delete;
+  VmmReference& operator=(const VmmReference&) = delete;
+
+  std::uint64_t number() const { return number_; }  // its handle
+  // Whether it lies on `device`, and can be passed as a file descriptor.
+  bool is_exportable(int device) const;
+
+ private:
+  const std::uint64_t number_;
+};
+// Whether `device` may use what is mapped at an address of this process.
+bool vmm_is_granted(std::uint64_t address, int device);
+
+// An address range, for physical memory of a peer to be mapped into at the places that it has there.
+class VmmWindow {
+ public:
+  VmmWindow(std::size_t nbytes, int rank);
+  ~VmmWindow();
+  VmmWindow(const VmmWindow&) = delete;
+  VmmWindow& operator=(const VmmWindow&) = delete;
+
+  char* data() const { return data_; }
+  // Maps what `fd` stands for, for use on `device`. It is unmapped, and then the window let go, when the result goes.
+  static std::shared_ptr<void> map(const std::shared_ptr<VmmWindow>& window, std::size_t offset, std::size_t nbytes,
+                                   int fd, int device, int rank);
+
+ private:
+  char* data_ = nullptr;
+  const std::size_t nbytes_;
+};
 
 }  // namespace ringcomm::cuda

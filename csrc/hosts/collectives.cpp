@@ -13,12 +13,12 @@ namespace ringcomm::hosts {
 
 namespace {
 
-constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch at once
+constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch memory at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
-// What two ranks must have in common in a call, and what goes between them.
+// The properties of a call that two ranks must agree on, and the bytes that go between them.
 struct Contract {
   Signature signature;
   std::uint64_t upward, downward;  // bytes from the lower rank to the higher, and back (uneven all_to_all)
@@ -26,7 +26,7 @@ struct Contract {
   std::uint8_t compressed, wire, unused[6];
 };
 
-// As people read it.
+// Returns the terms as text for an error message.
 std::string describe(const std::string& terms) {
   Contract contract;
   if (terms.size() < sizeof contract) return "something else";
@@ -88,13 +88,13 @@ void Collectives::run(const Call& call, WireClock::time_point limit) {
   }
 }
 
-// ---- what all of them need
+// ---- shared by all collectives
 
 char* Collectives::scratch(std::size_t nbytes) {
   if (nbytes > scratch_bytes_) {
     if (scratch_) wire_->release(std::exchange(scratch_, nullptr));
     scratch_bytes_ = 0;
-    nbytes += nbytes / 2;  // messages that grow a little each time do not ask for memory each time
+    nbytes += nbytes / 2;  // so that messages that grow a little each time do not allocate each time
     scratch_ = static_cast<char*>(wire_->allocate(nbytes));
     scratch_bytes_ = nbytes;
   }
@@ -116,13 +116,13 @@ Call Collectives::local_call(const Scope& scope, Op op) const {
   call.reduce_op = scope.call.reduce_op == ReduceOp::kAvg ? ReduceOp::kSum : scope.call.reduce_op;
   call.factor = scope.call.factor;
   call.stream = scope.call.stream;
-  // A neighbour may wait for another host until the limit: it is the one to say so.
+  // A local rank may wait for another host until the limit, and should be the one to report it: so others wait longer.
   const auto left = duration_cast<milliseconds>(scope.limit - WireClock::now()) + kInsideLonger;
   call.timeout_ms = std::max<std::int64_t>(1, left.count());
   return call;
 }
 
-// The engine of the host counts its ranks from 0, and says so in what goes wrong.
+// Runs calls on the host's engine. Its errors count the host's ranks from 0, so the message names the global ranks.
 void Collectives::run_inside(const std::vector<Call>& calls) {
   try {
     if (calls.size() == 1)
@@ -150,7 +150,7 @@ std::vector<int> Collectives::partners(Between schedule, const std::vector<std::
   return {peers.begin(), peers.end()};
 }
 
-// Before any message of a call: both ends mean the same one.
+// Before any message of a call: checks that both ends make the same call.
 std::vector<std::string> Collectives::agree(const Scope& scope, const std::vector<int>& peers,
                                             const std::string& payload) {
   const Call& call = scope.call;
@@ -210,13 +210,13 @@ void Collectives::run_lanes(const Scope& scope, const std::vector<Lane>& lanes, 
   run_walks(*local_, *wire_, lists, scratch, scope.limit, scope.call.stream);
 }
 
-// One round of messages and nothing else.
+// Runs a single round of messages.
 void Collectives::run_round(const Scope& scope, WalkRound round) {
   const WalkList once{0, 1, 1, 0, [&](std::size_t, char*) { return Walk{round}; }};
   run_walks(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
 }
 
-// On this host: what each rank drives, to all of them.
+// On this host: gathers the elements that each rank drives on all of its ranks.
 void Collectives::gather_inside(const Scope& scope, const Cut& cut, char* data) {
   if (topology_.local_world_size() == 1) return;
   Call call = local_call(scope, Op::kAllGather);
@@ -235,7 +235,7 @@ void Collectives::copy(const Scope& scope, const void* source, void* target, std
   local_->pack(packing);
 }
 
-// A message of a part for each rank: the drivers of a lane by host, and of all lanes that this rank drives.
+// For messages with a part for each rank: the driver of a lane on every host; and of all lanes that this rank drives.
 std::vector<int> Collectives::part_drivers(int lane) const {
   std::vector<int> ranks;
   for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.part_driver(h, lane));
@@ -248,7 +248,7 @@ std::vector<std::vector<int>> Collectives::part_drivers() const {
   return all;
 }
 
-// Chunks of which the schedule leaves every host with its own part.
+// Returns chunks such that the schedule leaves every host with its own part.
 Chunks Collectives::by_chunk(Between schedule, const std::vector<Part>& of_host, std::size_t slice,
                              std::size_t element) const {
   std::vector<Part> parts;
@@ -262,7 +262,7 @@ Chunks Collectives::part_chunks(Between schedule, const std::vector<Part>& of_ho
   return by_chunk(schedule, of_host, slice_elements(longest, 1, element), element);
 }
 
-// Elements of each of `parts` parts that are summed up in scratch at once.
+// Returns how many elements of each of `parts` parts are summed in scratch memory at once.
 std::size_t Collectives::wave_elements(const Scope& scope, std::size_t count, int parts) const {
   const std::size_t room = kWaveBytes / (scope.sum_element * static_cast<std::size_t>(parts));
   return larger(align_of(scope.element), smaller(room / 64 * 64, count));

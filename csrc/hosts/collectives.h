@@ -14,9 +14,9 @@ class Collectives {
   const Topology& topology() const { return topology_; }
   const HostsOptions& options() const { return options_; }
   std::uint64_t calls() const { return calls_; }
-  // One at a time, in the order of the calls. Throws Error and WireFailure.
+  // Runs one call at a time, in the order of the calls. Throws Error and WireFailure.
   void run(const Call& call, WireClock::time_point limit);
-  // What this rank and a peer disagree about, in one sentence.
+  // Returns one sentence about the terms in which this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
@@ -29,7 +29,8 @@ class Collectives {
   void exchange(const Scope& scope);  // gather, scatter and all_to_all
   void barrier(const Scope& scope);
 
-  // Swaps terms with the peers, and what goes with them: `payload` to each, theirs in return where the wire does that.
+  // Exchanges terms with the peers, and sends `payload` to each; returns the peers' payloads where the wire supports
+  // that.
   std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
   std::vector<int> partners(Between schedule, const std::vector<std::vector<int>>& drivers) const;
   void run_inside(const std::vector<Call>& calls);
@@ -48,7 +49,7 @@ class Collectives {
   WalkList walks_of(const Scope& scope, const Lane& lane) const;
   void run_lanes(const Scope& scope, const std::vector<Lane>& lanes, char* scratch);
   void run_round(const Scope& scope, WalkRound round);
-  // Of a message of `count` elements in `chunks` chunks.
+  // For a message of `count` elements in `chunks` chunks.
   std::size_t slice_elements(std::size_t count, int chunks, std::size_t element) const;
   std::size_t wave_elements(const Scope& scope, std::size_t count, int parts) const;
   char* scratch(std::size_t nbytes);

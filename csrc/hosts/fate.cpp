@@ -9,7 +9,7 @@ namespace ringcomm::hosts {
 
 namespace {
 
-// A reason that is another rank's error ends with the advice already.
+// Appends the advice, which a reason that is another rank's error already contains.
 std::string with_advice(const std::string& reason) {
   const char* const advice = "create a new communicator";
   return reason.find(advice) == std::string::npos ? concat(reason, "; ", advice) : reason;
@@ -35,7 +35,7 @@ std::string Fate::why() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!reason_.empty()) return reason_;
   }
-  return local_->why_aborted();  // may wait for it
+  return local_->why_aborted();  // may wait for the reason
 }
 
 ErrorCode Fate::code() const {
@@ -45,7 +45,7 @@ ErrorCode Fate::code() const {
 
 void Fate::check(Op op) const {
   if (!ended()) return;
-  const std::string reason = why();  // first: it waits until somebody has said so
+  const std::string reason = why();  // called first: it waits until the reason is known
   if (code() != ErrorCode::kAborted) fail(code(), with_advice(reason));
   fail(ErrorCode::kAborted, name(op), ": ", who_,
        " expected a working communicator, got one that was aborted: ", with_advice(reason));

@@ -1,4 +1,4 @@
-// How a communicator of several hosts ends, as one rank knows it.
+// The end of a communicator of several hosts, as known on one rank.
 #pragma once
 
 #include <atomic>
@@ -13,23 +13,24 @@ namespace ringcomm::hosts {
 
 class Fate {
  public:
-  // `local`: the engine among the ranks of this host, which may end by itself; `who`: "rank 2 on host node1".
+  // `local`: the engine among the ranks of this host, which may also end by itself; `who`: "rank 2 on host node1".
   Fate(std::shared_ptr<Engine> local, std::string who) : local_(std::move(local)), who_(std::move(who)) {}
 
   const std::string& who() const { return who_; }
-  // The first reason stays.
+  // Keeps the first reason.
   void seal(const std::string& reason, ErrorCode code);
   bool ended() const;
-  // Waits a moment for the rank of this host that gave up.
+  // Waits a moment for the reason of the rank of this host that aborted.
   std::string why() const;
   ErrorCode code() const;
   // Throws the reason if there is one.
   void check(Op op) const;
-  // The communicator is being closed on this rank: what ends by that has no other reason.
+  // This rank closes the communicator; the errors that follow from that have no other reason, so nothing waits for one.
   void close() { closing_.store(true); }
-  // A rank that gives up says why, and then its connections end: its reason may still be on the way.
+  // Waits a moment for a reason: a rank that aborts sends its reason before its connections end, but it may arrive
+  // later.
   void await() const;
-  // Throws the reason in place of an error that may follow from it.
+  // Throws the reason instead of an error that may be its consequence.
   void explain(Op op, const Error& error) const;
 
  private:
@@ -41,7 +42,7 @@ class Fate {
   ErrorCode code_ = ErrorCode::kAborted;
 };
 
-// A message of the user's, whose error says why the communicator has ended.
+// A message of the user; its error gives the reason for which the communicator has ended.
 class Told final : public Request {
  public:
   Told(std::shared_ptr<Request> message, std::shared_ptr<const Fate> fate, Op op)

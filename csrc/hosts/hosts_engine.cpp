@@ -45,7 +45,7 @@ class HostsEngine final : public Engine {
         [this](const WireFailure& failure) { give_up(explain("a call in flight", failure), code_of(failure)); });
   }
   ~HostsEngine() override {
-    if (forked()) {  // the threads are not here, and a lock may have been held when the process was copied
+    if (forked()) {  // the threads exist in the parent only, which may have held a lock when it forked
       queue_.release();
       new std::shared_ptr<Wire>(wire_);
       return;
@@ -60,7 +60,7 @@ class HostsEngine final : public Engine {
   int rank() const override { return topology().rank(); }
   int world_size() const override { return topology().world_size(); }
   std::string handle() const override { return local_->handle(); }
-  // Handles of all ranks; those of this host matter.
+  // Takes the handles of all ranks; uses those of this host.
   void connect(const std::vector<std::string>& handles) override {
     std::vector<std::string> here;
     for (const int r : topology().ranks(topology().host())) here.push_back(handles.at(r));
@@ -93,7 +93,7 @@ class HostsEngine final : public Engine {
     run_now(call);
     const auto verify = [local = local_, op = call.op, who = ": " + fate_->who()] {
       if (!local->aborted()) return;
-      const std::string why = local->why_aborted();  // first: it waits until somebody has said so
+      const std::string why = local->why_aborted();  // called first: it waits until the reason is known
       fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
            why.empty() ? "another of them gave up" : why, "; create a new communicator");
     };
@@ -150,6 +150,7 @@ class HostsEngine final : public Engine {
            " was called in a process forked after the communicator was made; make a communicator in the child, or "
            "start it with spawn");
     check_call(call, rank(), world_size());
+    check_no_copy_engine(call, rank());
     fate_->check(call.op);
   }
 
@@ -162,7 +163,7 @@ class HostsEngine final : public Engine {
   std::string explain(const std::string& what, const WireFailure& failure) const;
   void give_up(const std::string& reason, ErrorCode code) {
     if (aborted())
-      wire_->abort();  // a neighbour's abort ends no wait for another host
+      wire_->abort();  // a local rank's abort does not end waits for another host
     else
       abort(reason, code);
   }
@@ -175,12 +176,12 @@ class HostsEngine final : public Engine {
   trace::Origin origin_;
   std::atomic<bool> closed_{false};
   SignalHandling signals_;
-  std::mutex mutex_;  // devices: one call is enqueued at a time
+  std::mutex mutex_;  // devices: one call at a time is enqueued
   const int forks_;
   std::unique_ptr<WorkQueue> queue_;
 };
 
-// A message of the user's: within the host through its engine, to another host over the wire.
+// Starts a message of the user: within the host through its engine, to another host over the wire.
 std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   if (call.root == kAnySource)
     fail(ErrorCode::kUnsupported, "recv: ", fate_->who(),
@@ -189,12 +190,12 @@ std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   Call inside = call;
   if (!far) inside.root = topology().local_of(call.root);
   auto message = far ? wire_->message(call, limit_of(call)) : local_->submit(std::move(inside));
-  if (!on_host_) return message;  // a device's wire tells
+  if (!on_host_) return message;  // a device's wire reports errors itself
   if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
   return std::make_shared<Told>(std::move(message), fate_, call.op);
 }
 
-// A message that did not get through ends the communicator, as it does inside a host.
+// A message that fails ends the communicator, as it does inside a host.
 void HostsEngine::hear_of(const std::exception_ptr& error) {
   if (!error || closed_.load()) return;
   try {
@@ -216,7 +217,7 @@ void HostsEngine::run_now(const Call& call) {
   fate_->check(call.op);
   const std::int64_t limit_ms = limit_of(call);
   try {
-    wire_->enter(call.stream);  // may refuse the stream, before anything has happened
+    wire_->enter(call.stream);  // may reject the stream, before anything has happened
   } catch (const WireFailure& failure) {
     report(call, failure);
   }
@@ -229,13 +230,13 @@ void HostsEngine::run_now(const Call& call) {
     if (error.code() == ErrorCode::kAborted) fate_->check(call.op);
     give_up(error.what(), error.code());
     throw;
-  } catch (const std::exception& error) {  // such as no memory
+  } catch (const std::exception& error) {  // for instance out of memory
     give_up(concat(name(call.op), ": ", fate_->who(), " gave up: ", error.what()), ErrorCode::kAborted);
     throw;
   }
 }
 
-// Ends the communicator for what the wire says, unless that follows from its end.
+// Ends the communicator because of the wire's error, unless the error is a consequence of an earlier end.
 void HostsEngine::report(const Call& call, const WireFailure& failure) {
   if (!failure.late) fate_->await();
   fate_->check(call.op);

@@ -41,7 +41,8 @@ void Collectives::all_gather(const Scope& scope) {
   run_inside(calls);
 }
 
-// On the root's host everybody gets all of it, and sends its lanes on; on the others the lanes are put together.
+// On the root's host every rank gets the complete message and sends its lanes on; on the other hosts the lanes are
+// gathered.
 void Collectives::broadcast(const Scope& scope) {
   const Call& call = scope.call;
   const int here = topology_.local_world_size();
@@ -72,13 +73,13 @@ void Collectives::broadcast(const Scope& scope) {
   if (!with_root) gather_inside(scope, cut, data);
 }
 
-// gather, scatter and all_to_all: every part goes straight to where it belongs.
+// gather, scatter and all_to_all: every part goes directly to its destination.
 void Collectives::exchange(const Scope& scope) {
   const Call& call = scope.call;
   const int me = topology_.rank(), world_size = topology_.world_size(), here = topology_.local_world_size();
   const Parts in = input_parts(call), out = output_parts(call);
   const bool rooted_call = call.op != Op::kAllToAll, is_root = rooted_call && call.root == me;
-  // The part for a rank, and that from it.
+  // The part for a rank, and the part from a rank.
   const auto for_rank = [&](int rank) -> Part {
     if (call.op == Op::kGather) return rank == call.root ? Part{const_cast<void*>(call.input), call.count} : Part{};
     if (call.op == Op::kScatter && !is_root) return {};
@@ -101,7 +102,7 @@ void Collectives::exchange(const Scope& scope) {
     recvs.push_back(from_rank(r));
     nbytes += sends[r].count * scope.element;
   }
-  if (call.op == Op::kAllToAll && call.input && call.input == call.output) {  // in place: what leaves must not be met
+  if (call.op == Op::kAllToAll && call.input && call.input == call.output) {  // in place: output overwrites input
     char* memory = scratch(nbytes);
     for (Part& part : sends) {
       copy(scope, part.data, memory, part.count);
@@ -125,8 +126,8 @@ void Collectives::exchange(const Scope& scope) {
   run_inside({inside});
 }
 
-// Inside, between the hosts' first ranks in log2 rounds, and inside again. Source: Hensgen, Finkel, Manber 1988
-// (dissemination).
+// A barrier inside the host, then between the hosts' first ranks in log2 rounds, then inside again. Source: Hensgen,
+// Finkel, Manber 1988 (dissemination).
 void Collectives::barrier(const Scope& scope) {
   const int hosts = topology_.num_hosts(), me = topology_.host();
   local_->run(local_call(scope, Op::kBarrier));

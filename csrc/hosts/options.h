@@ -1,4 +1,4 @@
-// What the user of an engine over hosts may choose.
+// The options of an engine over hosts.
 #pragma once
 
 #include <string>
@@ -10,9 +10,9 @@ namespace ringcomm::hosts {
 
 struct HostsOptions {
   bool compressed = false;         // send floats between hosts in a smaller type
-  DType wire = DType::kBFloat16;   // this one
-  std::vector<std::string> names;  // of the hosts, in the order of their lowest ranks, for people
-  std::size_t slice_bytes = 0;     // most of one message between hosts; 0: the engine's choice
+  DType wire = DType::kBFloat16;   // the smaller type
+  std::vector<std::string> names;  // of the hosts, in the order of their lowest ranks, for messages
+  std::size_t slice_bytes = 0;     // the largest message between hosts; 0: the engine's choice
 };
 
 }  // namespace ringcomm::hosts

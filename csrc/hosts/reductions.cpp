@@ -5,7 +5,8 @@
 
 namespace ringcomm::hosts {
 
-// The sums of this host's ranks over what this one drives, in `sums` at their places in the message.
+// Sums up, over this host's ranks, the elements that this rank drives; puts the sums into `sums` at their places in the
+// message.
 void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums) {
   Call call = local_call(scope, Op::kReduceScatter);
   call.dtype = scope.types.sum;
@@ -29,7 +30,7 @@ void Collectives::widen(const Scope& scope, const void* source, void* target, st
   if (count) local_->pack(packing);
 }
 
-// The lanes that this rank drives of a message, of which `sums` and `results` have every element.
+// Returns the lanes that this rank drives, of a message whose elements are all in `sums` and `results`.
 std::vector<Lane> Collectives::lanes_of(const Scope& scope, const Cut& cut, char* sums, char* results) const {
   const int hosts = topology_.num_hosts();
   std::vector<Lane> lanes;
@@ -44,7 +45,7 @@ std::vector<Lane> Collectives::lanes_of(const Scope& scope, const Cut& cut, char
   return lanes;
 }
 
-// A short message goes whole behind the terms, from each host's first rank to the others': one round.
+// A short message follows the terms completely, from each host's first rank to those of the others: one round.
 void Collectives::all_reduce_at_once(const Scope& scope) {
   const Call& call = scope.call;
   const int hosts = topology_.num_hosts(), me = topology_.host();
@@ -113,7 +114,8 @@ void Collectives::all_reduce(const Scope& scope) {
   }
 }
 
-// As all_reduce until every chunk is complete on one host; then they go to the root's host, and there to the root.
+// Like all_reduce until every chunk is complete on one host; then the chunks go to the root's host, and there to the
+// root.
 void Collectives::reduce(const Scope& scope) {
   const Call& call = scope.call;
   const int hosts = topology_.num_hosts(), root_host = topology_.host_of(call.root);
@@ -157,7 +159,7 @@ void Collectives::reduce(const Scope& scope) {
   }
 }
 
-// On the root's host: what each rank drives, to the root.
+// On the root's host: sends the elements that each rank drives to the root.
 void Collectives::collect(const Scope& scope, const Cut& cut, char* results, char* output) {
   const bool at_root = scope.call.root == topology_.rank();
   const int root = topology_.local_of(scope.call.root);
@@ -178,7 +180,7 @@ void Collectives::reduce_scatter(const Scope& scope) {
   for (std::size_t begin = 0; begin < longest; begin += wave) scatter_sums(scope, input, begin, wave);
 }
 
-// Elements [begin, begin + wave) of every part.
+// Handles elements [begin, begin + wave) of every part.
 void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size_t begin, std::size_t wave) {
   const int hosts = topology_.num_hosts(), here = topology_.local_world_size();
   const auto piece = [&](int rank) -> Part {
@@ -186,7 +188,7 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
     return {begin < count ? at(input.data(rank), begin, scope.element) : nullptr,
             begin < count ? smaller(wave, count - begin) : 0};
   };
-  // Scratch: this rank's sums, lane by lane; then the input in the wider type.
+  // Scratch memory: this rank's sums, lane by lane; then the input in the wider type.
   std::size_t sum_bytes = 0, wide_bytes = 0;
   for (int r = 0; r < topology_.world_size(); ++r) {
     const std::size_t nbytes = aligned(piece(r).count * scope.sum_element);
@@ -235,12 +237,13 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
       for (int i = 0; i < here && first + i < topology_.num_ranks(h); ++i)
         call.input_parts[i] = pieces[topology_.ranks(h)[first + i]];
       const std::size_t lane = static_cast<std::size_t>(first / here);
-      call.output = lane < sums.size() ? sums[lane][h].data : nullptr;  // the last turn may have none for this rank
+      call.output = lane < sums.size() ? sums[lane][h].data : nullptr;  // null where the last turn has none
       call.count = call.input_parts[topology_.local_rank()].count;
       calls.push_back(std::move(call));
     }
   run_inside(calls);
-  // The first lane has this rank's own part; the others end elsewhere.
+  // The result of the first lane is this rank's own part, in the output; the other lanes' results are other ranks'
+  // parts.
   std::vector<Part> results = sums[0];
   results[topology_.host()].data = at(scope.call.output, begin, scope.element);
   lanes[0].results = by_chunk(scope.schedule, results, lanes[0].sums.slice_elements(), scope.element);

@@ -1,4 +1,4 @@
-// The call that is running, and how a message of it is shared among the ranks of a host.
+// The call that is being executed, and how its message is divided among the ranks of a host.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,11 @@ struct Scope {
   ReduceOp op;  // between hosts
   int divisor;
 
-  // Sums take more room than results: they are added up elsewhere.
+  // Whether sums have a larger type than results, and so need memory of their own.
   bool wider() const { return types.sum != types.result; }
 };
 
-// A message in one piece, cut into lanes.
+// A contiguous message, cut into lanes.
 class Cut {
  public:
   Cut(const Topology& topology, std::size_t count, std::size_t element)
@@ -34,7 +34,7 @@ class Cut {
 
   std::size_t count() const { return count_; }
   Slice lane(int number) const { return shard_of(count_, topology_.lanes(), number, align_); }
-  // What a local rank of this host drives: lanes [first, last) are this rank's.
+  // The elements that a local rank of this host drives; lanes [first, last) are this rank's.
   Slice of_local(int local) const {
     const Slice begin = lane(topology_.first_lane(topology_.host(), local)),
                 end = lane(topology_.last_lane(topology_.host(), local) - 1);
@@ -44,7 +44,7 @@ class Cut {
   int first() const { return topology_.first_lane(topology_.host(), topology_.local_rank()); }
   int last() const { return topology_.last_lane(topology_.host(), topology_.local_rank()); }
 
-  // The lane's driver on every host; of all lanes of this rank.
+  // The lane's driver on every host; and those of all lanes of this rank.
   std::vector<int> drivers(int number) const {
     std::vector<int> ranks;
     for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.driver(h, number));
@@ -55,7 +55,7 @@ class Cut {
     for (int l = first(); l < last(); ++l) all.push_back(drivers(l));
     return all;
   }
-  // What each local rank drives, of a message at `data`.
+  // The elements that each local rank drives, of a message at `data`.
   std::vector<Part> parts(const void* data, std::size_t element) const {
     std::vector<Part> parts;
     for (int i = 0; i < topology_.local_world_size(); ++i) {

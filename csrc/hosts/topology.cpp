@@ -66,14 +66,14 @@ int Topology::driver(int host, int lane) const {
   return hosts_[host][local];
 }
 
-// The balanced tree over ranks [first, last), down to whole hosts; returns the host in whose part the sum ends.
+// Builds the balanced tree over ranks [first, last), down to complete hosts; returns the host whose part gets the sum.
 int Topology::grow_tree(int first, int last) {
   const int host = host_of_[first];
   const auto& ranks = hosts_[host];
   const bool whole =
       static_cast<int>(ranks.size()) == last - first && ranks.front() == first && ranks.back() == last - 1;
   if (whole) return host;
-  if (last - first == 1) {  // a rank whose neighbours in the tree are elsewhere
+  if (last - first == 1) {  // a rank whose neighbours in the tree are on another host
     canonical_ = false;
     return host;
   }

@@ -1,4 +1,4 @@
-// Which ranks are on which host, who speaks for a host, and in which order the hosts' sums are added.
+// The ranks of each host, the drivers of a host's lanes, and the order in which the hosts' sums are added.
 #pragma once
 
 #include <vector>
@@ -7,17 +7,17 @@
 
 namespace ringcomm::hosts {
 
-// One addition of two hosts' parts: that of `from` to that of `into`, which comes first.
+// One addition of two hosts' parts: that of `from` is added to that of `into`, which is the first operand.
 struct Merge {
   int into, from;
   bool operator==(const Merge& other) const { return into == other.into && from == other.from; }
 };
 
-// A message is cut into lanes, as many as the largest host has ranks. On every host each lane has a driver, the local
-// rank that exchanges it with the other hosts' drivers, so that all local ranks share the work.
+// A message is cut into as many lanes as the largest host has ranks. On every host each lane has a driver: the local
+// rank that exchanges it with the drivers on the other hosts. So all local ranks share the work.
 class Topology {
  public:
-  // `hosts`: the ranks of each, every rank of the communicator once. Throws kInvalid.
+  // `hosts`: the ranks of each host; every rank of the communicator occurs once. Throws kInvalid.
   Topology(int rank, std::vector<std::vector<int>> hosts);
 
   int rank() const { return rank_; }
@@ -33,18 +33,18 @@ class Topology {
   int local_rank() const { return local_of_[rank_]; }
   int local_world_size() const { return num_ranks(host()); }
 
-  // A message cut anywhere: a local rank drives neighbouring lanes, [first_lane, last_lane).
+  // For messages that can be cut anywhere: a local rank drives neighbouring lanes, [first_lane, last_lane).
   int first_lane(int host, int local) const { return local * lanes_ / num_ranks(host); }
   int last_lane(int host, int local) const { return first_lane(host, local + 1); }
   int driver(int host, int lane) const;
-  // A message of a part for each rank: lane l is the parts of every host's local rank l.
+  // For messages with a part for each rank: lane l has the parts of the local ranks l of all hosts.
   int part_driver(int host, int lane) const { return hosts_[host][lane % num_ranks(host)]; }
 
-  // Whether adding each host's sum to the others' gives the balanced tree over all ranks: every host is a subtree.
+  // Whether adding the hosts' sums gives the balanced tree over all ranks, that is, whether every host is a subtree.
   bool canonical() const { return canonical_; }
   // The tree over the hosts, as additions in order; the last one goes into host 0's part.
   const std::vector<Merge>& tree() const { return tree_; }
-  // The schedule that adds in that order.
+  // The schedule that adds in the order of the tree.
   Between in_order() const { return butterfly_ ? Between::kButterfly : Between::kDirect; }
 
  private:

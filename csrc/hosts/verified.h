@@ -10,7 +10,8 @@
 
 namespace ringcomm::hosts {
 
-// A device's call is over once its last transfer is; whether the ranks of this host did their part, their engine knows.
+// A device's call is over once its last transfer is; `verify` asks the host's engine whether this host's ranks did
+// their part.
 class Verified final : public Request, public std::enable_shared_from_this<Verified> {
  public:
   Verified(std::shared_ptr<Request> request, std::function<void()> verify)
@@ -40,7 +41,7 @@ class Verified final : public Request, public std::enable_shared_from_this<Verif
  private:
   void conclude() {
     if (!ended_well_.load()) verify_();
-    ended_well_.store(true);  // seen once; what fails later is not this call
+    ended_well_.store(true);  // checked once; later failures are not those of this call
   }
 
   const std::shared_ptr<Request> request_;

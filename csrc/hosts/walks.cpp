@@ -9,8 +9,8 @@ namespace ringcomm::hosts {
 
 namespace {
 
-// `joined`: neighbouring memory goes as one message. Both ends must join the same messages: memory says so alone where
-// it is laid out alike on both.
+// `joined`: merges neighbouring memory into one message. Both ends must merge the same messages, which memory addresses
+// tell only where both have the same memory layout.
 void add(std::vector<Message>& messages, int peer, void* data, std::size_t nbytes, bool joined = false) {
   if (nbytes == 0) return;
   if (joined && !messages.empty()) {
@@ -53,7 +53,7 @@ Part Chunks::at(int chunk, std::size_t window) const {
 
 namespace {
 
-// Builds the walk of one window: every round's messages with what is computed before and after them.
+// Builds the walk of one window: every round's messages and the local steps before and after them.
 class Builder {
  public:
   Builder(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream)
@@ -130,7 +130,7 @@ class Builder {
     }
   }
 
-  // Where a peer's part of a chunk will be when the round's messages are here, in the type that is added up.
+  // Returns where a peer's part of a chunk will be after the round, in the type of the sums.
   char* receive_sum(WalkRound& r, int peer, std::size_t count) {
     char* const arrived = take(count, sum_wire_);
     add(r.messages.recvs, lane_.drivers[peer], arrived, count * element_bytes(sum_wire_), joins_sums());
@@ -142,7 +142,7 @@ class Builder {
 
   WalkRound reducing(int round) {
     WalkRound r;
-    std::vector<char*> parts(hosts_, nullptr);  // direct: every host's part of the chunk that this one owns
+    std::vector<char*> parts(hosts_, nullptr);  // direct: every host's part of the chunk that this host owns
     for (int i = 0; i < num_hops(lane_.schedule, hosts_); ++i) {
       send_sums(r, sent(lane_.schedule, hosts_, me_, round, i));
       const Hop hop = received(lane_.schedule, hosts_, me_, round, i);
@@ -162,7 +162,7 @@ class Builder {
     return r;
   }
 
-  // Adds the parts of the owned chunk in the order of the tree; the last sum is written over this host's part.
+  // Adds the parts of the owned chunk in the order of the tree; the last sum overwrites this host's part.
   void merge(LocalSteps& steps, std::vector<char*>& parts) {
     const Part mine = sum(owned());
     if (mine.count == 0) return;
@@ -176,7 +176,8 @@ class Builder {
     }
   }
 
-  // The owned chunk is complete: it becomes the result; where that is gathered in a smaller type, what this type holds.
+  // The owned chunk is complete: converts it to the result. Where results are gathered in a smaller type, rounds it to
+  // that type.
   void finish(LocalSteps& steps) {
     const Part from = sum(owned()), to = result(owned());
     if (from.count == 0) return;
@@ -215,7 +216,7 @@ class Builder {
   const std::uintptr_t stream_;
   const int hosts_, me_, half_;
   const DType sum_wire_, result_wire_;
-  std::vector<char*> packed_;  // results as they go over the wire, by chunk
+  std::vector<char*> packed_;  // results in their type on the wire, by chunk
 };
 
 }  // namespace
@@ -244,7 +245,7 @@ Walk build_chain(const Topology& topology, const std::vector<int>& drivers, int 
                  std::size_t nbytes) {
   const int hosts = topology.num_hosts(), me = topology.host();
   const int position = chain_position(hosts, me, root_host);
-  Walk walk(2);  // a round to receive in, and one to send in
+  Walk walk(2);  // a round to receive, and a round to send
   if (position > 0) add(walk[0].messages.recvs, drivers[ring_prev(me, hosts)], data, nbytes);
   if (position + 1 < hosts) add(walk[1].messages.sends, drivers[ring_next(me, hosts)], data, nbytes);
   return walk;
@@ -261,7 +262,7 @@ void compute(Engine& local, const LocalSteps& steps) {
   }
 }
 
-// A walk under way, and how far it is.
+// A walk in flight.
 class Underway {
  public:
   Underway(Engine& local, Walk walk, std::unique_ptr<WireWalk> wire, int lane, std::size_t window)

@@ -1,5 +1,5 @@
-// What one rank does between hosts in a call, as lists: what is computed here, what is sent and received, in rounds.
-// Built from the schedules of core/between.h; carried out by run_walks.
+// The work of one rank between hosts in a call, in rounds: local steps, and messages to send and receive. Built from
+// the schedules of core/between.h; executed by run_walks.
 #pragma once
 
 #include <functional>
@@ -14,12 +14,12 @@
 
 namespace ringcomm::hosts {
 
-inline constexpr int kSlots = kSlicing.slots;  // walks of a lane that are under way at once
+inline constexpr int kSlots = kSlicing.slots;  // walks of a lane that are in flight at once
 
-// Room for so many bytes, such that what follows begins on a line of the cache.
+// Rounds a size up, such that what follows begins at a cache line.
 inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
 
-// What this rank computes by itself, in order.
+// The local computations of this rank, in order.
 using LocalSteps = std::vector<std::variant<Packing, Combining>>;
 
 struct WalkRound {
@@ -30,19 +30,19 @@ struct WalkRound {
 
 using Walk = std::vector<WalkRound>;
 
-// A lane of a message: where its chunks lie, one chunk for each host.
+// A lane of a message: the locations of its chunks, one chunk for each host.
 class Chunks {
  public:
   Chunks() = default;
-  // A message in one piece, cut into windows of `hosts` slices.
+  // A contiguous message, cut into windows of `hosts` slices.
   static Chunks whole(void* data, std::size_t count, int hosts, std::size_t slice_elements, std::size_t element);
-  // A piece for each host.
+  // A separate part for each host.
   static Chunks pieces(std::vector<Part> parts, std::size_t slice_elements, std::size_t element);
 
   std::size_t windows() const { return cut_.windows(); }
-  // Whether chunks of a window that follow one another do so in memory too.
+  // Whether neighbouring chunks of a window are also neighbours in memory.
   bool in_one_piece() const { return cut_.chunks > 1; }
-  // Most elements of a chunk in a window.
+  // The largest number of elements of a chunk in a window.
   std::size_t slice_elements() const { return cut_.slice_elements; }
   Part at(int chunk, std::size_t window) const;
 
@@ -52,13 +52,13 @@ class Chunks {
   std::size_t element_ = 1;
 };
 
-// Types of what is added up, of what comes out, and of what goes over the wire in place of either where it is smaller.
+// The types of sums, of results, and the smaller type that replaces either on the wire.
 struct WireTypes {
   DType sum, result;
   bool compressed = false;
   DType wire = DType::kBFloat16;
 
-  // float8 stands for float32 alone.
+  // float8 replaces float32 only.
   DType of(DType type) const {
     const bool smaller = compressed && is_float(type) && element_bytes(wire) < element_bytes(type);
     return smaller && (element_bytes(wire) > 1 || type == DType::kFloat32) ? wire : type;
@@ -74,14 +74,14 @@ struct Lane {
   ReduceOp op = ReduceOp::kSum;
   int divisor = 1;
   WireTypes types{};
-  Chunks sums;     // what is added up: of `types.sum`
-  Chunks results;  // what is gathered: of `types.result`; the same memory as `sums` where the types are
+  Chunks sums;     // memory of the sums, of type `types.sum`
+  Chunks results;  // memory of the results, of type `types.result`; the same memory if the types are equal
 };
 
-// Bytes of scratch that a walk of the lane needs; the same for every window.
+// The scratch memory that a walk of the lane needs, in bytes; the same for every window.
 std::size_t scratch_bytes(const Lane& lane);
 Walk build_walk(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream);
-// A slice of a message that travels whole along the hosts, from that of `root` on.
+// One window of an undivided message, which travels along the hosts from `root_host` on.
 Walk build_chain(const Topology& topology, const std::vector<int>& drivers, int root_host, void* data,
                  std::size_t nbytes);
 
@@ -89,11 +89,11 @@ struct WalkList {
   int lane;
   std::size_t windows;
   int rounds;
-  std::size_t scratch_bytes;  // of each walk
+  std::size_t scratch_bytes;  // for each walk
   std::function<Walk(std::size_t window, char* scratch)> build;
 };
 
-// Carries out lists of walks that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
+// Executes lists of walks that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
 // scratch_bytes for each list in turn.
 void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, char* scratch,
                WireClock::time_point limit, std::uintptr_t stream);

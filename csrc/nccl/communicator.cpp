@@ -12,7 +12,7 @@ namespace ringcomm::nccl {
 
 namespace {
 
-// Polls `done` until it holds. False: not by `limit`.
+// Polls `done` until it returns true. Returns false if it does not within `limit`.
 template <typename Done>
 bool poll_until(WireClock::time_point limit, const Done& done) {
   constexpr int kYields = 100;
@@ -100,7 +100,7 @@ void Communicator::begin(const Round& round, cudaStream_t stream) {
   if (!comm_ || fate_.ended()) throw WireFailure{-1, false, "the communicator of NCCL is closed"};
   const auto must = [&](const char* call, int peer, Result result) {
     if (result == kSuccess || result == kInProgress) return;
-    library_.group_end();  // the group is open: what is in it fails as well
+    library_.group_end();  // closes the group, whose calls fail as well
     lose(call, peer, result);
   };
   if (const Result result = library_.group_start()) lose("ncclGroupStart", -1, result);

@@ -1,4 +1,4 @@
-// The CUDA runtime as the wire uses it: events are used again, streams are its own.
+// The parts of the CUDA runtime that the wire uses: events are reused, streams are its own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,8 @@ namespace ringcomm::nccl {
 using cuda::check;
 using cuda::process_is_ending;
 
-// The calling thread works on `device` within a scope, and may allocate and query whatever other threads capture.
+// Within its scope the calling thread uses `device`, and may allocate and query even while other threads capture
+// graphs.
 class OnDevice {
  public:
   OnDevice(int device, int rank) : device_(device, rank), relaxed_(rank) {}
@@ -30,16 +31,16 @@ bool is_capturing(cudaStream_t stream, int rank);
 // A point in a stream.
 using Event = std::shared_ptr<std::remove_pointer_t<cudaEvent_t>>;
 
-// Events of one device, used again and again. Outlives the events that it gave.
+// A pool of events of one device. It outlives the events that it has handed out.
 class Events : public std::enable_shared_from_this<Events> {
  public:
   Events(int device, int rank) : device_(device), rank_(rank) {}
   ~Events();
-  // The point where `stream` is now. The device is the current one.
+  // Records the present point of `stream`. The device must be the current one.
   Event record(cudaStream_t stream);
-  // What is enqueued on `stream` from now on comes after `event`, if there is one.
+  // Makes work enqueued on `stream` from now on wait for `event`, if it is not null.
   void follow(cudaStream_t stream, const Event& event) const;
-  // Whether the stream has come there.
+  // Whether the stream has reached the event.
   bool reached(const Event& event) const;
 
  private:
@@ -48,7 +49,7 @@ class Events : public std::enable_shared_from_this<Events> {
   std::vector<cudaEvent_t> idle_;
 };
 
-// A stream that waits for no other unless it is told to.
+// A stream that does not wait for other streams implicitly.
 class Stream {
  public:
   Stream(int device, int rank);

@@ -1,4 +1,4 @@
-// How a wire ends: by abort, or by the first thing that goes wrong while no call is there to throw it.
+// The end of a wire: an abort, or the first failure that no call was there to throw.
 #pragma once
 
 #include <atomic>
@@ -12,13 +12,13 @@ namespace ringcomm::nccl {
 
 class Fate {
  public:
-  // False: it had ended.
+  // Ends the wire. Returns false if it had ended before.
   bool end() { return !ended_.exchange(true); }
   bool ended() const { return ended_.load(); }
-  // Ended or failed: waiting is of no use.
+  // Whether the wire has ended or failed, so that waiting is useless.
   bool sealed() const { return ended() || failed_.load(); }
 
-  // The first one stays, and is told to the handler.
+  // Keeps the first failure, and passes it to the handler.
   void fail(const WireFailure& failure) {
     std::function<void(const WireFailure&)> handler;
     {

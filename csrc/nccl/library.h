@@ -1,5 +1,5 @@
-// NCCL as the wire needs it: loaded at run time, never linked. The declarations are our own, of the few functions whose
-// binary interface has not changed since 2.18.
+// The functions of NCCL that the wire needs: loaded at run time, never linked. The declarations are our own, for the
+// few functions whose binary interface has not changed since 2.18.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ using Comm = struct ncclComm*;
 struct UniqueId {
   char bytes[128];
 };
-// As 2.18 has it; later versions read as much as `nbytes` says.
+// The configuration of version 2.18; later versions read as many bytes as `nbytes` says.
 struct Config {
   std::size_t nbytes = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -67,8 +67,8 @@ struct Library {
   // "unhandled system error (ncclSystemError): connection refused"
   std::string explain(Result result, Comm comm) const;
 
-  // The library at `path`; without a path the one that the process has loaded already, else what the loader finds.
-  // Stays loaded. Throws kUnsupported: no library, a function that it lacks, too old.
+  // Returns the library at `path`; with an empty path the one that the process has loaded already, else the loader's
+  // choice. It stays loaded. Throws kUnsupported: no library, a missing function, or too old a version.
   static const Library& load(const std::string& path);
 };
 

@@ -7,7 +7,7 @@
 namespace ringcomm::nccl {
 
 namespace {
-constexpr auto kGather = std::chrono::milliseconds(1);  // messages that nobody waits for wait so long for others
+constexpr auto kGather = std::chrono::milliseconds(1);  // time to collect a group while no thread waits
 }
 
 MessageLane::MessageLane(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
@@ -30,7 +30,7 @@ bool MessageLane::idle() const {
 
 bool MessageLane::advance(bool hurry) {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (!lock) return true;  // somebody else is at it
+  if (!lock) return true;  // another thread is advancing it
   if (shared_->fate->sealed()) {
     posted_.clear();
     group_.clear();

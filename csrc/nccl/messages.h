@@ -1,5 +1,5 @@
-// The user's sends and receives, on communicators of their own. What is posted before somebody waits goes as one group,
-// so that a send and a receive of the same two ranks never wait for each other, whichever comes first.
+// The user's sends and receives, on communicators of their own. Messages that are posted before a thread waits form one
+// group, so that a send and a receive between the same two ranks never wait for each other, whichever comes first.
 #pragma once
 
 #include <deque>
@@ -8,7 +8,7 @@
 
 namespace ringcomm::nccl {
 
-// The messages of one communicator: groups, one after the other.
+// The messages of one communicator, in groups that run one after the other.
 class MessageLane {
  public:
   MessageLane(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
@@ -16,8 +16,8 @@ class MessageLane {
 
   void post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
             std::shared_ptr<WireRequest> request);
-  // Takes the next step, if one can be taken: a group that was begun has been enqueued, or the next one begins.
-  // `hurry`: nobody waits for more messages to join it. Returns whether there is something left to do.
+  // Takes the next step if possible: finishes a group that has been enqueued, or begins the next one. `hurry`: does not
+  // wait for more messages to join the group. Returns whether there is more to do.
   bool advance(bool hurry);
   bool idle() const;
   Communicator& communicator() { return communicator_; }
@@ -40,7 +40,7 @@ class MessageLane {
   mutable std::mutex mutex_;
   std::deque<Posted> posted_;
   std::vector<Posted> group_;  // begun, not enqueued yet
-  Round round_;                // the same
+  Round round_;                // of the same group
   Event begun_;
   WireClock::time_point since_;
   std::int64_t limit_ms_ = 0;

@@ -24,7 +24,7 @@ void WireRequest::enqueued(Event event) {
   event_ = std::move(event);
 }
 
-// An abort ends what is on the device, and its events with it: only what was seen before it has ended well.
+// An abort ends the device's work and its events: only a call that was seen to end before has succeeded.
 bool WireRequest::over() const {
   if (ended_well_.load()) return true;
   const Event end = event();

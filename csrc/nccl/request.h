@@ -1,4 +1,4 @@
-// What tells the end of an asynchronous call: an event, once the call has been enqueued.
+// The request of an asynchronous call: it is done once the event recorded after the call is reached.
 #pragma once
 
 #include <condition_variable>
@@ -8,7 +8,7 @@
 
 namespace ringcomm::nccl {
 
-// What the requests of a wire share with it, and may outlive it.
+// The state that the requests of a wire share with it, and which may outlive it.
 struct Shared {
   Place place;
   std::shared_ptr<Events> events;
@@ -18,7 +18,7 @@ struct Shared {
 
 class WireRequest final : public Request, public std::enable_shared_from_this<WireRequest> {
  public:
-  // `hurry` is called by who waits for a call that has not been enqueued yet.
+  // `hurry` is called while a thread waits for a call that has not been enqueued yet.
   WireRequest(std::shared_ptr<const Shared> shared, Op op, int peer, std::function<void()> hurry = {})
       : shared_(std::move(shared)), op_(op), peer_(peer), hurry_(std::move(hurry)) {}
 
@@ -28,12 +28,12 @@ class WireRequest final : public Request, public std::enable_shared_from_this<Wi
   int source() const override { return op_ == Op::kRecv ? peer_ : -1; }
   void join(std::uintptr_t stream) override;
 
-  // The call has been enqueued; this is its end.
+  // The call has been enqueued, and `event` marks its end.
   void enqueued(Event event);
 
  private:
   Event event() const;
-  // Whether it is over, well or not.
+  // Whether the call is over, successfully or not.
   bool over() const;
   bool await(WireClock::time_point limit) const;
   [[noreturn]] void raise() const;
@@ -45,7 +45,7 @@ class WireRequest final : public Request, public std::enable_shared_from_this<Wi
   const std::function<void()> hurry_;
   mutable std::mutex mutex_;
   Event event_;
-  mutable std::atomic<bool> ended_well_{false};  // seen once; what fails later is not this call
+  mutable std::atomic<bool> ended_well_{false};  // set once; later failures are not those of this call
 };
 
 }  // namespace ringcomm::nccl

@@ -30,7 +30,7 @@ Stagings::Stagings(int device, int rank) : device_(device), rank_(rank) {
 
 Stagings::~Stagings() {
   if (process_is_ending()) {
-    new std::list<Staging>(std::move(all_));  // CUDA cannot be called any more
+    new std::list<Staging>(std::move(all_));  // CUDA can no longer be called
     return;
   }
   try {

@@ -1,4 +1,4 @@
-// Memory for terms on their way: what this rank says lies beside room for what the others say, on the host and on the
+// Memory for the exchange of terms: this rank's terms, followed by room for those of the peers, on the host and on the
 // device.
 #pragma once
 
@@ -15,7 +15,7 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  std::size_t nbytes() const { return nbytes_; }  // of each
+  std::size_t nbytes() const { return nbytes_; }  // of each of the two
   char* host() const { return host_; }
   char* device() const { return device_; }
 
@@ -24,12 +24,12 @@ class Staging {
   char *host_ = nullptr, *device_ = nullptr;
 };
 
-// Used again and again: to allocate in the middle of a call may wait for what is on the device.
+// A pool, since an allocation during a call may wait for the device's work.
 class Stagings {
  public:
   Stagings(int device, int rank);
   ~Stagings();
-  // Of at least `nbytes`; the device is the current one.
+  // Returns one of at least `nbytes`; the device must be the current one.
   Staging* take(std::size_t nbytes);
   void put_back(Staging* staging);
 

@@ -52,7 +52,7 @@ void Watcher::stop() {
   changed_.notify_all();
   if (!thread_.joinable()) return;
   if (runs_this_thread())
-    thread_.detach();  // it ends once this has returned, and owns the watcher
+    thread_.detach();  // it ends once this call has returned, and holds a reference to the watcher
   else
     thread_.join();
 }
@@ -68,7 +68,7 @@ void Watcher::run() {
     awake_ = false;
     lock.unlock();
     bool more = false;
-    sweep();  // first: other terms, which have arrived, say more than what NCCL makes of the messages behind them
+    sweep();  // first: differing terms explain more than NCCL's error for the messages after them
     try {
       more = tick_();
     } catch (const WireFailure& failure) {
@@ -98,7 +98,7 @@ void Watcher::look_back() {
   looks_.splice(looks_.begin(), mine);
 }
 
-// Without the lock while it looks: an end may be told to somebody who calls back.
+// Does not hold the lock while it checks: the handler of an end may call back.
 void Watcher::sweep() {
   std::list<Watched> mine;
   {
@@ -129,7 +129,7 @@ bool Watcher::is_over(Watched& watched) {
   }
 }
 
-// A call that is late is late because of its oldest transfer that has not ended.
+// A late call is blamed on its oldest transfer that has not ended.
 void Watcher::report_late(const std::list<Watched>& all) {
   const auto now = WireClock::now();
   const Watched *late = nullptr, *transfer = nullptr;

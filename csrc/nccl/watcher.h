@@ -1,4 +1,4 @@
-// The thread that looks after what a wire has enqueued: sees it end, or not in time.
+// The thread that watches the work that a wire has enqueued: it notices the end, and a time limit that has passed.
 #pragma once
 
 #include <condition_variable>
@@ -9,32 +9,32 @@
 
 namespace ringcomm::nccl {
 
-// Something enqueued between two points of a stream.
+// Work enqueued between two points of a stream.
 struct Watched {
   Event begun, ended;
-  std::int64_t limit_ms = 0;  // from `begun` on, when the stream comes there
+  std::int64_t limit_ms = 0;  // from the time at which the stream reaches `begun`
   bool is_transfer = false;
   int peer = -1;
   std::string what;                   // "1 message to rank 2, 1 from rank 3"
-  std::function<void()> on_end = {};  // in the watcher's thread; not where the wire has ended before
+  std::function<void()> on_end = {};  // called in the watcher's thread, unless the wire has ended before
   WireClock::time_point late = WireClock::time_point::max();
 };
 
 class Watcher : public std::enable_shared_from_this<Watcher> {
  public:
-  // `tick` runs in the thread every now and then while there is something to watch or it says so itself.
+  // `tick` runs in the thread regularly while there is work to watch or `tick` returns true.
   Watcher(std::shared_ptr<Events> events, std::shared_ptr<Fate> fate, std::function<bool()> tick);
   ~Watcher() { stop(); }
 
   void watch(Watched watched);
-  // Calls `look` in the thread now and then until it returns true.
+  // Calls `look` in the thread regularly until it returns true.
   void call_back(std::function<bool()> look);
-  // There is something for `tick` to do.
+  // Makes the thread call `tick`.
   void wake();
-  // Whether everything that is watched has ended.
+  // Whether all watched work has ended.
   bool idle() const;
-  // Ends the thread, after a last look back; what is watched then is forgotten. `tick` does not run any more, unless
-  // this is called by it.
+  // Ends the thread, after a last call of the callbacks; work that is still watched is forgotten. Afterwards `tick`
+  // does not run any more, unless it is what calls this.
   void stop();
   bool runs_this_thread() const { return id_.load() == std::this_thread::get_id(); }
 

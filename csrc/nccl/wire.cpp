@@ -145,7 +145,7 @@ std::unique_ptr<WireWalk> NcclWire::open(int, std::vector<Round> rounds, WireClo
 
 // ---- terms
 
-// They go at once, ahead of the messages, whatever is on the caller's stream.
+// Terms are sent at once, before the messages, and do not wait for the work on the caller's stream.
 std::vector<std::string> NcclWire::swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) {
   check_open();
   const OnDevice on = on_device();
@@ -219,7 +219,7 @@ std::shared_ptr<Request> NcclWire::message(const Call& call, std::int64_t limit_
     }
   };
   auto request = std::make_shared<WireRequest>(shared_, call.op, call.root, hurry);
-  const bool up = sends == (call.root > rank());  // from a lower rank to a higher one
+  const bool up = sends == (call.root > rank());  // from a lower to a higher rank
   lanes_->all[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
   if (sends) sent_bytes_ += nbytes;
   shared_->watcher->wake();
@@ -288,7 +288,7 @@ void NcclWire::release(void* data) {
 
 // ---- the end
 
-// In the watcher's thread.
+// Runs in the watcher's thread.
 bool NcclWire::tick() {
   const bool more = lanes_->advance(false);
   if (shared_->fate->sealed()) return false;
@@ -306,7 +306,7 @@ void NcclWire::abort() {
   shared_->watcher->wake();
 }
 
-// Whether all that was started has ended.
+// Waits until all work that was started has ended; returns false if it does not.
 bool NcclWire::await_idle() {
   const auto limit = WireClock::now() + std::chrono::milliseconds(2 * longest_ms_.load()) + kGrace;
   const auto idle = [&] {

@@ -1,6 +1,6 @@
-// The wire between GPUs: rounds of ncclSend and ncclRecv on a stream of its own, which follows the caller's stream
-// where a round begins and is followed by it where the round ends. So the transfer of one walk runs beside the
-// arithmetic of another.
+// The wire between GPUs: rounds of ncclSend and ncclRecv on a stream of its own. That stream waits for the caller's
+// stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of one walk
+// overlap with the arithmetic of another.
 #pragma once
 
 #include "nccl/messages.h"
@@ -34,13 +34,13 @@ class NcclWire final : public Wire {
   std::uint64_t sent_bytes() const override { return sent_bytes_.load(); }
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
-  // Enqueues a round behind what is on `stream`; its end.
+  // Enqueues a round after the present work of `stream`; returns the event of its end.
   Event start(const Round& round, WireClock::time_point limit, cudaStream_t stream);
   void finish(const Event& end, cudaStream_t stream);
 
  private:
-  // Memory from allocate. To give it back to CUDA waits for all that is on the device, and so perhaps for a peer that
-  // waits for this rank: it stays here, and may be used again behind the call in which it was released.
+  // Memory from allocate. Returning it to CUDA would wait for all work on the device, and so perhaps for a peer that
+  // waits for this rank. So it stays here, and may be reused after the call in which it was released.
   struct Block {
     void* data;
     std::size_t nbytes;
@@ -67,9 +67,9 @@ class NcclWire final : public Wire {
   Stream transfers_;
   std::shared_ptr<Lanes> lanes_;
   Stagings stagings_;
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // for the members below
   std::unique_ptr<Stream> async_;
-  Event entered_, last_;  // of the newest call
+  Event entered_, last_;  // of the most recent call
   std::vector<Block> blocks_;
   std::atomic<std::uint64_t> sent_bytes_{0};
   std::atomic<std::int64_t> longest_ms_;

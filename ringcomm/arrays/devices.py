@@ -1,4 +1,4 @@
-"""Which device a communicator serves: how it is named, which engine serves it, and how many there are."""
+"""Names devices, chooses the engine and device that serve a communicator, and counts devices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ringcomm import _C
 from ringcomm.errors import DeviceError, InvalidArgumentError, shown
 
 EMULATED = _C.build_info()["cuda"] == "emulated"
-"""A build for tests, whose cuda devices are threads of this process: their memory is the host's, so arrays on the cpu
-count as arrays on any of them, and a call without a stream is waited for."""
+"""True in a test build whose cuda devices are threads of this process. Their memory is host memory, so arrays on the
+cpu are accepted on any of them, and the host waits for calls without a stream."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A place of memory, named as torch names it."""
+    """A memory location, named as torch names devices."""
 
     kind: str
     index: int = 0
@@ -25,7 +25,7 @@ class Device:
         return self.kind if self.kind in ("cpu", "meta") else f"{self.kind}:{self.index}"
 
     def serves(self, other: Device) -> bool:
-        """Whether an engine on this device can use memory of the other."""
+        """Whether an engine on this device can use memory of the other device."""
         return self == other or (EMULATED and self.kind == "cuda" and other.kind == "cpu")
 
 
@@ -34,11 +34,12 @@ CPU = Device("cpu")
 
 def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[str, Device]:
     """
-    Which engine on which device ``engine=`` and ``device=`` ask for. Neither: the cpu; never one for the other.
+    Returns the engine and device for ``engine=`` and ``device=``. If neither is given it is the cpu; the function never
+    falls back from one to the other.
 
     Args:
         device: None, "cpu", "cuda", "cuda:1", 1, a torch.device, or a CuPy device.
-        place: the rank on this machine; takes the devices in turns where no index is given.
+        place: the rank on this machine; if no index is given, it selects the device, round robin.
     Returns: (engine, device).
     Raises:  InvalidArgumentError: the two contradict each other. DeviceError: no such device.
     """
@@ -52,7 +53,7 @@ def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[
             f"{call}: got engine={shown(engine)} with device={shown(device)}, expected both to name the same; leave "
             "one out"
         )
-    if kind != "cuda" or _C.why_no_cuda():  # the engine says why
+    if kind != "cuda" or _C.why_no_cuda():  # the engine reports the reason
         return engine, Device(kind, index or 0)
     present = count()
     if index is None:
@@ -65,10 +66,11 @@ def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[
 
 
 def parse(device: Any, call: str) -> tuple[str | None, int | None]:
-    """(kind, index) of a device as torch, CuPy or people write it; None for what is not said."""
+    """Returns (kind, index) of a device given in torch's or CuPy's form, as a string or as a number; None for a
+    missing part."""
     if device is None:
         return None, None
-    if isinstance(device, int) or hasattr(device, "id"):  # an ordinal, and CuPy's device
+    if isinstance(device, int) or hasattr(device, "id"):  # an ordinal, or CuPy's device
         device = f"cuda:{int(getattr(device, 'id', device))}"
     if hasattr(device, "type") and hasattr(device, "index"):  # torch's
         device = device.type if device.index is None else f"{device.type}:{device.index}"
@@ -81,7 +83,7 @@ def parse(device: Any, call: str) -> tuple[str | None, int | None]:
 
 
 def count() -> int:
-    """Devices that CUDA shows this process; 0 without a driver."""
+    """Returns the number of devices that CUDA shows this process; 0 without a driver."""
     if EMULATED:
         return int(os.environ.get("RINGCOMM_EMULATED_DEVICES", "1"))
     from ringcomm.arrays.driver import Driver
@@ -91,6 +93,6 @@ def count() -> int:
 
 
 def local_rank(rank: int) -> int:
-    """This rank's number on its machine: torchrun's, else the rank."""
+    """Returns this rank's index on its machine: torchrun's LOCAL_RANK, else the rank."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else rank

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says about itself and its devices: the few functions of libcuda that need no context."""
+"""Queries the NVIDIA driver and its devices through the few functions of libcuda that need no context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _P2P_RANK, _P2P_ACCESS, _P2P_ATOMICS = 1, 2, 3  # CUdevice_P2PAttribute
 
 @dataclass(frozen=True)
 class DriverDevice:
-    """One device."""
+    """Properties of one device."""
 
     index: int
     name: str
@@ -33,7 +33,7 @@ class Driver:
     @staticmethod
     @cache
     def load() -> Driver | str:
-        """The driver, or one sentence that says why there is none."""
+        """Loads the driver; returns one sentence with the reason if there is none."""
         try:
             library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -45,7 +45,7 @@ class Driver:
         return driver
 
     def explain(self, status: int) -> str:
-        """Name and description of an error."""
+        """Returns the name and description of an error."""
         texts = []
         for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
             text = ctypes.c_char_p()
@@ -54,16 +54,16 @@ class Driver:
         return f"{texts[0]} ({status}), {texts[1]}"
 
     def version(self) -> tuple[int, int]:
-        """Newest CUDA version that the driver runs."""
+        """Returns the newest CUDA version that the driver supports."""
         number = self._number(self._library.cuDriverGetVersion)
         return number // 1000, number % 1000 // 10
 
     def device_count(self) -> int:
-        """Devices that this process may see (CUDA_VISIBLE_DEVICES)."""
+        """Returns the number of devices that this process may use (CUDA_VISIBLE_DEVICES)."""
         return self._number(self._library.cuDeviceGetCount)
 
     def device(self, index: int) -> DriverDevice:
-        """What one device is."""
+        """Returns the properties of one device."""
         handle = ctypes.c_int()
         self._library.cuDeviceGet(ctypes.byref(handle), index)
         name = ctypes.create_string_buffer(256)
@@ -87,7 +87,7 @@ class Driver:
         )
 
     def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
-        """(access, native atomics, rank) of the path from one device to another; rank 0 is the fastest."""
+        """Returns (access, native atomics, rank) of the path from one device to another; rank 0 is the fastest path."""
         access, atomics, rank = (
             self._number(self._library.cuDeviceGetP2PAttribute, which, device, peer)
             for which in (_P2P_ACCESS, _P2P_ATOMICS, _P2P_RANK)

@@ -1,5 +1,5 @@
-"""Arrays of other libraries as plain numbers: address, count, element type, device. Whatever torch, NumPy, CuPy,
-DLPack, `__cuda_array_interface__` or the buffer protocol describes is recognised here."""
+"""Reads arrays of other libraries as address, count, element type and device. It accepts arrays of torch, NumPy,
+CuPy and DLPack, `__cuda_array_interface__` and the buffer protocol."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ __all__ = ["Array", "Dtype", "as_array", "dtype_in", "library_of", "wire_type"]
 
 _DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-_LINEAR = ("sum", "avg", "premul_sum")  # what may be done to the two halves of a complex number apart
+# Operations that may be applied to the two halves of a complex number separately.
+_LINEAR = ("sum", "avg", "premul_sum")
 _NAMES = {code: name for name, code in _C.DTYPES.items()}
 
 
 def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tuple[int, int]:
-    """(number of the type that travels, how many of it make one element).
+    """Returns (number of the type that is sent, number of such elements per element).
 
-    Without a reduction everything can travel, as bytes if need be; sums of complex numbers are sums of their halves.
+    Without a reduction any type can be sent, as bytes if necessary; a sum of complex numbers is the sum of their
+    halves.
     """
     if reduce_op is None:
         return (_C.DTYPES["uint8"], dtype.nbytes) if dtype.code is None else (dtype.code, 1)
@@ -52,16 +54,16 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
 
 def as_array(x: Any, call: str, rank: int, served: Device | None = CPU) -> Array:
     """
-    ``x`` as an Array that shares its memory; raises before anything is sent when that cannot be.
+    Returns ``x`` as an Array that shares its memory; raises before anything is sent if that is impossible.
 
     Args:
-        served: where it must lie; None: anywhere.
+        served: the device on which it must lie; None: any.
     """
     try:
         return _as_array(x, call, rank, served)
     except (RingcommError, MemoryError):
         raise
-    except Exception as error:  # of the object's own code, or of a library that looked at it
+    except Exception as error:  # raised by the object's own code, or by a library that reads it
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(x).__name__}, which cannot be read as an array "
             f"({type(error).__name__}: {one_line(error)}); pass a plain tensor or array"
@@ -135,7 +137,7 @@ def _from_dlpack(x: Any, call: str, rank: int, served: Device | None) -> Array:
         try:
             return _from_numpy(x, np.from_dlpack(x), call, rank, served)
         except (TypeError, BufferError, RuntimeError, ValueError):
-            pass  # types that NumPy has not, such as bfloat16
+            pass  # types that NumPy does not have, such as bfloat16
     elif torch_with_cuda() is None:
         return _from_cupy(x, _cupy_for(x, call, rank).from_dlpack(x), call, rank, served)
     import torch
@@ -144,7 +146,7 @@ def _from_dlpack(x: Any, call: str, rank: int, served: Device | None) -> Array:
 
 
 def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) -> Array:
-    """Memory on a device of which only the address is known, so that it is taken to lie where it must."""
+    """Wraps device memory of which only the address is known, assuming that it lies on the device that is served."""
     if served is not None and served.kind != "cuda":
         _check_device(Device("cuda"), served, call, rank)
     described = x.__cuda_array_interface__
@@ -156,7 +158,7 @@ def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) ->
         array = _from_numpy(x, np.asarray(_HostMemory(x)), call, rank, served)
     elif torch is not None:
         data = torch.as_tensor(x, device="cuda" if served is None else str(served))
-        if data.numel() and data.data_ptr() != address:  # torch made a copy, from another device
+        if data.numel() and data.data_ptr() != address:  # torch made a copy, because the memory is on another device
             raise DeviceError(
                 f"{call}: rank {rank} got {type(x).__name__} on another device, this communicator serves {served}; "
                 "copy it there first"
@@ -171,7 +173,8 @@ def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) ->
 
 
 class _HostMemory:
-    """What an emulated device describes, as NumPy asks for it: the two interfaces have the same entries."""
+    """Presents an emulated device's memory through NumPy's array interface, whose entries equal those of CUDA's
+    interface."""
 
     def __init__(self, x: Any) -> None:
         self.source = x

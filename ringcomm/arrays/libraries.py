@@ -1,20 +1,22 @@
-"""torch, NumPy and CuPy: how an array of each is read, made and written, and on which stream. Each is imported when its
-first array arrives. An array of any other library becomes one of these."""
+"""Adapters for torch, NumPy and CuPy: how each library's arrays are read, created and written, and on which stream.
+A library is imported when its first array arrives. Arrays of any other library are converted to one of these."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, Device
-from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, shown
+from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError, shown
 
 
 class Dtype(NamedTuple):
-    """An element type: its name, its number in the core (None: it has no arithmetic here), its bytes."""
+    """An element type: its name, its number in the core (None: the core has no arithmetic for it), its size in
+    bytes."""
 
     name: str
     code: int | None
@@ -22,7 +24,7 @@ class Dtype(NamedTuple):
 
 
 def named_dtype(name: str, nbytes: int) -> Dtype:
-    """The element type of a name as torch and ml_dtypes spell it."""
+    """Returns the element type of a name, as torch and ml_dtypes spell it."""
     return Dtype(name, _C.DTYPES.get(name), nbytes)
 
 
@@ -31,7 +33,7 @@ _numpy_dtypes: dict[Any, Dtype] = {}
 
 
 def torch_dtype(dtype: Any) -> Dtype:
-    """The element type of a torch dtype."""
+    """Returns the element type of a torch dtype."""
     found = _torch_dtypes.get(dtype)
     if found is None:
         found = _torch_dtypes[dtype] = named_dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
@@ -39,7 +41,7 @@ def torch_dtype(dtype: Any) -> Dtype:
 
 
 def numpy_dtype(dtype: Any) -> Dtype:
-    """The element type of a NumPy dtype; one of foreign byte order has no arithmetic."""
+    """Returns the element type of a NumPy dtype; a dtype of foreign byte order has no arithmetic."""
     found = _numpy_dtypes.get(dtype)
     if found is None:
         found = named_dtype(dtype.name, dtype.itemsize)
@@ -48,8 +50,9 @@ def numpy_dtype(dtype: Any) -> Dtype:
 
 
 class Array:
-    """One array of the caller, seen as memory. ``source`` is what the caller passed, ``data`` the array of torch, NumPy
-    or CuPy that shares its memory, ``made_on`` the stream that the caller's library last used it on, if it says so."""
+    """One array of the caller, seen as memory. ``source`` is the object that the caller passed, ``data`` the torch,
+    NumPy or CuPy array that shares its memory, ``made_on`` the stream on which the caller's library last used it, if
+    known."""
 
     __slots__ = (
         *("address", "contiguous", "count", "data", "device", "dtype", "library", "made_on", "shape", "source"),
@@ -73,17 +76,17 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return self.count * self.dtype.nbytes
 
     def copy(self) -> Array:
-        """The same values in new contiguous memory."""
+        """Returns the same values in new contiguous memory."""
         fresh = self.empty(self.shape)
         fresh.library.assign(fresh.data, self.data)
         return fresh
 
     def empty(self, shape: Sequence[int]) -> Array:
-        """New contiguous memory of this element type, library and device."""
+        """Returns new contiguous memory of this element type, library and device."""
         data = self.library.empty(tuple(shape), self.data)
         return Array(data, data, self.library)
 
@@ -105,7 +108,7 @@ class Array:
 
 
 class Numpy:
-    """How a NumPy array is read."""
+    """Reads NumPy arrays."""
 
     @staticmethod
     def fill(array: Array) -> None:
@@ -131,25 +134,26 @@ class Numpy:
 
     @staticmethod
     def stream(data: Any) -> int:
-        """The stream on which the library works on ``data`` now, as an address; 0: the default one, or none."""
+        """Returns the address of the stream on which the library currently works on ``data``; 0: the default stream,
+        or none."""
         return 0
 
     @staticmethod
     def on(stream: int, data: Any) -> AbstractContextManager[Any]:
-        """Inside, the library works on ``data`` on ``stream``."""
+        """Inside the block, the library works on ``data`` on ``stream``."""
         return nullcontext()
 
     @staticmethod
     def follow(stream: int, data: Any) -> None:
-        """What the library does with ``data`` from now on runs after what is on ``stream`` now."""
+        """Makes the library's later work on ``data`` wait for the work that is now on ``stream``."""
 
     @staticmethod
     def keep(data: Any, stream: int) -> None:
-        """The memory of ``data`` is not used again before what is on ``stream`` now has run."""
+        """Prevents reuse of the memory of ``data`` until the work that is now on ``stream`` has run."""
 
 
 class Torch(Numpy):
-    """How a torch tensor is read."""
+    """Reads torch tensors."""
 
     @staticmethod
     def fill(array: Array) -> None:
@@ -193,7 +197,7 @@ class Torch(Numpy):
 
 
 class Cupy(Numpy):
-    """How a CuPy array is read."""
+    """Reads CuPy arrays."""
 
     @staticmethod
     def fill(array: Array) -> None:
@@ -239,7 +243,7 @@ class Cupy(Numpy):
 
 
 Library = type[Numpy]
-_LEGACY, _PER_THREAD = 1, 2  # the two default streams as CUDA's handles; 0 is the first of them for all programs here
+_LEGACY, _PER_THREAD = 1, 2  # CUDA's handles of the two default streams; in all programs here 0 means the first
 
 
 def _torch_stream(stream: int, data: Any) -> Any:
@@ -247,12 +251,12 @@ def _torch_stream(stream: int, data: Any) -> Any:
 
 
 def torch_device(data: Any) -> Device:
-    """Where a torch tensor lies."""
+    """Returns the device of a torch tensor."""
     return CPU if data.is_cpu else Device(data.device.type, data.device.index or 0)
 
 
 def torch_with_cuda() -> Any:
-    """torch, where it is installed and sees a device; else None."""
+    """Returns torch if it is installed and sees a device; else None."""
     try:
         import torch
     except ImportError:
@@ -264,7 +268,7 @@ def torch_with_cuda() -> Any:
 
 
 def stream_number(stream: Any, call: str, rank: int) -> int:
-    """The address of a stream: a number, or a stream of torch, CuPy, or anything with ``__cuda_stream__``."""
+    """Returns the address of a stream: a number, a stream of torch or CuPy, or an object with ``__cuda_stream__``."""
     described = getattr(stream, "__cuda_stream__", None)
     if described is not None:
         return int((described() if callable(described) else described)[1])
@@ -279,7 +283,7 @@ def stream_number(stream: Any, call: str, rank: int) -> int:
 
 
 def usual_stream(device: Device) -> int:
-    """The stream of a call that has no array: torch's current one on the device, else CuPy's."""
+    """Returns the stream for a call without an array: torch's current stream on the device, else CuPy's."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return int(torch.cuda.current_stream(device.index).cuda_stream)
@@ -294,13 +298,13 @@ def usual_stream(device: Device) -> int:
 
 
 def library_of(dtype: Any) -> str:
-    """The library whose dtype this is; torch for names and None."""
+    """Returns the library to which a dtype belongs; torch for names and None."""
     kind = dtype if isinstance(dtype, type) else type(dtype)
     return "numpy" if kind.__module__.partition(".")[0] == "numpy" else "torch"
 
 
 def dtype_in(library: str, dtype: Any, rank: int = 0) -> Any:
-    """``dtype`` (a torch or NumPy dtype, a name, or None for float32) as a dtype of ``library``."""
+    """Converts ``dtype`` (a torch or NumPy dtype, a name, or None for float32) to a dtype of ``library``."""
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.") if _is_torch(dtype) else dtype
     found: Any = None
     if library != "torch":
@@ -326,7 +330,7 @@ def _is_torch(dtype: Any) -> bool:
 
 
 def _numpy_dtype(dtype: Any) -> Any:
-    """The dtype of NumPy that a name, a type or a dtype means; None for anything else."""
+    """Returns the NumPy dtype for a name, a type or a dtype; None for anything else."""
     import numpy as np
 
     if not isinstance(dtype, (str, type, np.dtype)):
@@ -338,7 +342,7 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 
 def wrap_memory(memory: Any, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """An array of ``library`` over a ctypes buffer, which it keeps alive."""
+    """Returns an array of ``library`` over a ctypes buffer, which it keeps alive."""
     if library == "numpy":
         import numpy as np
 
@@ -349,7 +353,7 @@ def wrap_memory(memory: Any, library: str, dtype: Any, shape: tuple[int, ...]) -
 
 
 def wrap_nothing(library: str, dtype: Any, shape: tuple[int, ...], device: Device) -> Any:
-    """An array of no elements."""
+    """Returns an array without elements."""
     if library == "numpy":
         import numpy as np
 
@@ -365,7 +369,7 @@ def wrap_nothing(library: str, dtype: Any, shape: tuple[int, ...], device: Devic
 
 
 class DeviceMemory:
-    """Bytes on a device, as other libraries ask for them."""
+    """Memory on a device, with the interface that other libraries read."""
 
     def __init__(self, address: int, nbytes: int, device: Device) -> None:
         self.device = device
@@ -382,7 +386,7 @@ class DeviceMemory:
 
 
 def device_library() -> str:
-    """The library for new arrays on a device: torch where it has CUDA, else CuPy."""
+    """Returns the library for new arrays on a device: torch if it has CUDA, else CuPy."""
     if torch_with_cuda() is not None:
         return "torch"
     try:
@@ -396,7 +400,7 @@ def device_library() -> str:
 
 
 def wrap_device_memory(memory: DeviceMemory, library: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """An array of ``library`` over memory on a device, which it keeps alive."""
+    """Returns an array of ``library`` over device memory, which it keeps alive."""
     if library == "torch":
         import torch
 
@@ -407,8 +411,45 @@ def wrap_device_memory(memory: DeviceMemory, library: str, dtype: Any, shape: tu
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
 
 
+_pool_allocators: dict[int, Any] = {}  # by number; torch keeps the address of one as long as a pool of it has memory
+
+
+def check_mem_pool(rank: int) -> None:
+    """Raises UnsupportedError where torch cannot make memory pools on devices."""
+    try:
+        import torch
+    except ImportError:
+        got = "no torch"
+    else:
+        if torch.version.cuda is not None and hasattr(torch.cuda, "MemPool"):
+            return
+        got = f"torch {torch.__version__}"
+    raise UnsupportedError(
+        f"mem_pool: rank {rank} expected a torch built for CUDA, got {got}; install one, or make arrays with "
+        "comm.empty()"
+    )
+
+
+def mem_pool(number: int) -> Any:
+    """A torch.cuda.MemPool over an open pool of ours; closes it when it goes."""
+    import torch
+
+    try:
+        allocator = _pool_allocators.get(number)
+        if allocator is None:
+            names = (f"ringcomm_pool_{verb}_{number}" for verb in ("allocate", "free"))
+            allocator = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
+            _pool_allocators[number] = allocator
+        pool = torch.cuda.MemPool(allocator.allocator())
+    except BaseException:
+        _C.close_pool(number)
+        raise
+    weakref.finalize(pool, _C.close_pool, number).atexit = False
+    return pool
+
+
 def settle(library: str, device: Device) -> None:
-    """Waits until a device has done all it was told: memory can then be given back."""
+    """Waits until a device has finished all enqueued work, so that memory can be freed."""
     if library == "torch":
         import torch
 

@@ -1,1 +1,1 @@
-"""Communicators: their collectives, and how ranks find each other."""
+"""Communicators, their collectives, and the rendezvous of the ranks."""

@@ -1,6 +1,7 @@
-"""One collective being prepared: its arrays are checked, made contiguous, and written back when it is done.
+"""The arguments of one collective: its arrays are checked and made contiguous before the call, and written back after
+it.
 
-Every check happens here, before anything is sent, so that a refused call leaves the communicator as it was.
+All checks happen here, before anything is sent, so a rejected call leaves the communicator unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Key = TypeVar("_Key", bound=str)
 
 
 class Piece:
-    """A run of elements of a contiguous array: one rank's part of a message."""
+    """A contiguous run of an array's elements: one rank's part of a message."""
 
     __slots__ = ("array", "count", "offset")
 
@@ -33,22 +34,22 @@ class Piece:
 
     @classmethod
     def of(cls, array: Array) -> Piece:
-        """All of an array."""
+        """Returns a piece that covers a whole array."""
         return cls(array, 0, array.count)
 
     @property
     def address(self) -> int:
-        """Where the run begins."""
+        """The address of the first element."""
         return self.array.address + self.offset * self.array.dtype.nbytes
 
 
 Pairs = list[tuple[Piece, Piece]]
-"""(source, target) of every tensor of a bucket, of equal counts."""
+"""(source, target) for every tensor of a bucket, with equal counts."""
 Timeout = float | timedelta | None
 
 
 def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
-    """Consecutive pieces of ``counts`` rows along dimension 0."""
+    """Splits an array into consecutive pieces of ``counts`` rows along dimension 0."""
     row = math.prod(array.shape[1:])
     pieces, offset = [], 0
     for count in counts:
@@ -58,7 +59,7 @@ def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
 
 
 def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int:
-    """A time limit as the engine takes it; 0 for None, which means the communicator's own."""
+    """Converts a time limit to the engine's form; 0 for None, which means the communicator's own limit."""
     if timeout is None:
         return 0
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -71,7 +72,7 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
 
 
 class CollectiveArgs:
-    """What one rank asks of one collective, ready for an engine once every array has been named."""
+    """One rank's arguments of one collective; they are ready for an engine once all arrays are set."""
 
     __slots__ = (
         *("algorithm", "count", "device", "factor", "first", "input", "input_parts", "op", "output", "output_parts"),
@@ -105,7 +106,7 @@ class CollectiveArgs:
     # ---- options -------------------------------------------------------------------------------------------------
 
     def reduces(self, op: str, factor: float | None) -> None:
-        """Sets the reduction."""
+        """Sets the reduction operation."""
         self.reduce_op = self.one_of("op", op, _C.REDUCE_OPS)
         if (factor is not None) != (op == "premul_sum"):
             raise InvalidArgumentError(
@@ -115,7 +116,7 @@ class CollectiveArgs:
         self.factor = 1.0 if factor is None else self.number("factor", factor)
 
     def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
-        """``value``, which must be one of the names in ``known``."""
+        """Returns ``value`` after checking that it is one of the names in ``known``."""
         if not isinstance(value, str) or value not in known:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what} {shown(value)}, expected one of {', '.join(known)}; pass "
@@ -124,7 +125,7 @@ class CollectiveArgs:
         return value
 
     def flag(self, what: str, value: bool) -> bool:
-        """``value``, which must be True or False."""
+        """Returns ``value`` after checking that it is True or False."""
         if value is not True and value is not False:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected True or False; pass one of these"
@@ -132,7 +133,7 @@ class CollectiveArgs:
         return value
 
     def list_of(self, what: str, arrays: Sequence[Any] | None, length: int | None = None) -> list[Any]:
-        """``arrays``, which must be a list or tuple, of ``length`` where it is given."""
+        """Returns ``arrays`` as a list, after checking that it is a list or tuple, and its ``length`` if given."""
         found = list(arrays) if isinstance(arrays, (list, tuple)) else None
         if found is None or length not in (None, len(found)):
             got = type(arrays).__name__ if found is None else f"{len(found)} arrays"
@@ -143,7 +144,7 @@ class CollectiveArgs:
         return found
 
     def integer(self, what: str, value: int, bits: int) -> int:
-        """``value``, which must be a whole number of so many bits with its sign."""
+        """Returns ``value`` after checking that it is an integer that fits in ``bits`` bits, sign included."""
         if isinstance(value, bool) or not isinstance(value, int) or not -1 << bits - 1 <= value < 1 << bits - 1:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a whole number of {bits} bits; "
@@ -152,7 +153,7 @@ class CollectiveArgs:
         return value
 
     def number(self, what: str, value: float) -> float:
-        """``value``, which must be a number."""
+        """Returns ``value`` after checking that it is a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a number; pass one"
@@ -160,7 +161,7 @@ class CollectiveArgs:
         return float(value)
 
     def peer(self, what: str, value: int) -> int:
-        """``value``, which must be a rank of this communicator."""
+        """Returns ``value`` after checking that it is a rank of this communicator."""
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.world_size:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
@@ -172,12 +173,13 @@ class CollectiveArgs:
 
     @property
     def on_device(self) -> bool:
-        """Whether it runs on a stream of a device."""
+        """Whether the call runs on a stream of a device."""
         return self.device is not None and self.device.kind == "cuda"
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for it: nothing else would order what the host does with emulated devices' memory."""
+        """Whether the host waits for the call: host code that uses emulated devices' memory is not ordered by
+        streams."""
         return EMULATED and self.on_device and not (self.stream_given and not self.writebacks)
 
     def _stream(self, stream: Any) -> int:
@@ -189,8 +191,8 @@ class CollectiveArgs:
         return stream_number(stream, self.op, self.rank)
 
     def _enqueue(self, array: Array) -> None:
-        """Orders the call and an array that it uses: it runs on the stream on which the first one's library works,
-        unless it was told another."""
+        """Orders the call after the work on an array that it uses. Unless a stream was given, the call runs on the
+        stream on which the first array's library works."""
         if self.first is None:
             self.first = array
             if not self.stream_given:
@@ -202,11 +204,12 @@ class CollectiveArgs:
                 array.library.follow(array.made_on, array.data)
 
     def on_stream(self, array: Array) -> AbstractContextManager[Any]:
-        """Inside, the array's library works on the call's stream."""
+        """Inside the block, the array's library works on the call's stream."""
         return array.library.on(self.stream, array.data) if self.stream_given else nullcontext()
 
     def waiting_stream(self, stream: Any) -> int:
-        """The stream that waits for the call: ``stream``, or the one that would run the call if it were made now."""
+        """Returns the stream that waits for the call: ``stream``, or the one on which the call would run if it were
+        made now."""
         if stream is not None:
             return self._stream(stream)
         if self.stream_given:
@@ -218,34 +221,34 @@ class CollectiveArgs:
     # ---- arrays --------------------------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Array:
-        """``x`` as it is."""
+        """Returns ``x`` as an Array, without a copy."""
         array = as_array(x, self.op, self.rank, self.device)
         if self.on_device:
             self._enqueue(array)
         return array
 
     def copy(self, array: Array) -> Array:
-        """The same values in new contiguous memory."""
+        """Returns a copy in new contiguous memory."""
         with self.on_stream(array):
             return array.copy()
 
     def fresh(self, like: Array, shape: Sequence[int]) -> Array:
-        """New contiguous memory."""
+        """Returns new contiguous memory."""
         with self.on_stream(like):
             return like.empty(shape)
 
     def read(self, x: Any) -> Array:
-        """``x`` as contiguous memory to read."""
+        """Returns ``x`` as contiguous memory to read."""
         array = self.array(x)
         return array if array.contiguous else self.copy(array)
 
     def write(self, x: Any) -> Array:
-        """``x`` as contiguous memory to write all of."""
+        """Returns ``x`` as contiguous memory of which every element is written."""
         array = self._writable(x)
         return array if array.contiguous else self._write_back(array, self.fresh(array, array.shape))
 
     def update(self, x: Any) -> Array:
-        """``x`` as contiguous memory to read and write."""
+        """Returns ``x`` as contiguous memory to read and write."""
         array = self._writable(x)
         return array if array.contiguous else self._write_back(array, self.copy(array))
 
@@ -267,7 +270,8 @@ class CollectiveArgs:
         return temporary
 
     def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
-        """``out``, which must have one of ``shapes`` and the type of ``x``; new memory of the first if it is None."""
+        """Returns ``out`` after checking that it has one of ``shapes`` and the type of ``x``; if it is None, new
+        memory of the first shape."""
         if out is None:
             fresh = self.fresh(x, shapes[0])
             self.result = fresh.data
@@ -284,7 +288,7 @@ class CollectiveArgs:
         return array
 
     def same_dtype(self, dtype: Dtype, *arrays: Array) -> None:
-        """All arrays of one call have one element type."""
+        """Raises unless all arrays of the call have the same element type."""
         for array in arrays:
             if array.dtype != dtype:
                 raise DtypeError(
@@ -293,14 +297,14 @@ class CollectiveArgs:
                 )
 
     def same_count(self, what: str, expected: int, got: int) -> None:
-        """Refuses ``what`` when its number of elements is not the expected one."""
+        """Raises if the number of elements of ``what`` is not the expected one."""
         if expected != got:
             raise ShapeError(
                 f"{self.op}: rank {self.rank} got {got} elements as {what}, expected {expected}; pass arrays that match"
             )
 
     def divisible(self, x: Array) -> tuple[int, ...]:
-        """The shape of one rank's part of ``x``, cut along dimension 0."""
+        """Returns the shape of one rank's part of ``x``, split along dimension 0."""
         if not x.shape or x.shape[0] % self.world_size:
             raise ShapeError(
                 f"{self.op}: rank {self.rank} got shape {x.shape}, expected a first dimension divisible by the world "
@@ -309,13 +313,13 @@ class CollectiveArgs:
         return (x.shape[0] // self.world_size, *x.shape[1:])
 
     def gathered(self, x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes that hold ``x`` of every rank: concatenated along dimension 0, and stacked."""
+        """Returns the two shapes that can hold every rank's ``x``: concatenated along dimension 0, and stacked."""
         first = x.shape[0] if x.shape else 1
         return (self.world_size * first, *x.shape[1:]), (self.world_size, *x.shape)
 
     def separate(self, source: Array, target: Array, in_place_at: int | None = 0) -> Array:
-        """``source``, or a copy of it where it shares memory with ``target`` in another way than a call in place does:
-        the shorter of the two begins ``in_place_at`` elements into the longer. None: no such call in place."""
+        """Returns ``source``, or a copy if it overlaps ``target``. An in-place call needs no copy: there the shorter
+        array begins ``in_place_at`` elements into the longer one. None: the call has no in-place form."""
         if not source.overlaps(target):
             return source
         outer, inner = (target, source) if source.count < target.count else (source, target)
@@ -323,7 +327,7 @@ class CollectiveArgs:
         return source if in_place else self.copy(source)
 
     def separate_pieces(self, source: Array, pieces: Sequence[Piece]) -> Array:
-        """``source``, or a copy of it where it shares memory with a piece other than this rank's own."""
+        """Returns ``source``, or a copy if it overlaps a piece other than this rank's own."""
         clash = any(
             source.overlaps(piece.array) and (r != self.rank or source.address != piece.address)
             for r, piece in enumerate(pieces)
@@ -333,19 +337,20 @@ class CollectiveArgs:
     # ---- ready ---------------------------------------------------------------------------------------------------
 
     def validate(self, count: int, dtype: Dtype) -> CollectiveArgs:
-        """Last check: whether the element type can do this. ``count`` is in the caller's elements."""
+        """Makes the last check: whether the operation supports the element type. ``count`` is in the caller's
+        elements."""
         self.wire = wire_type(dtype, self.reduce_op, self.op, self.rank)
         self.count = count
         return self
 
     @property
     def engine_op(self) -> str:
-        """The op that runs this call. Uneven parts from or to one rank are an all_to_all in which the others have
-        nothing: only there do ranks tell each other their counts."""
+        """The op that runs this call. Uneven parts from or to one rank run as an all_to_all in which the other parts
+        are empty, because only all_to_all exchanges counts between the ranks."""
         return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
 
     def to_native(self) -> tuple[Any, ...]:
-        """The call as the native engine takes it."""
+        """Returns the call in the form that the native engine takes."""
         code, each = self.wire
         return (
             _C.OPS[self.engine_op],
@@ -365,14 +370,14 @@ class CollectiveArgs:
         )
 
     def finish(self, source: int) -> Any:
-        """Writes temporaries back; returns what the caller gets: from a recv its source."""
+        """Writes temporaries back; returns the call's result, for a recv its source."""
         for array, temporary in self.writebacks:
             with self.on_stream(array):
                 array.library.assign(array.data, temporary.data)
         return source if self.op == "recv" else self.result
 
     def finish_on(self, stream: int, source: int) -> Any:
-        """``finish`` on ``stream``, which has joined the call."""
+        """Runs ``finish`` on ``stream``, which already waits for the call."""
         for array, temporary in self.writebacks:
             array.library.keep(temporary.data, stream)
             with array.library.on(stream, array.data):

@@ -1,14 +1,14 @@
-"""A communicator: the collectives on arrays, and the life of a group of ranks.
+"""A communicator: collectives on arrays, and the lifetime of a group of ranks.
 
-All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with
-``__dlpack__`` or ``__cuda_array_interface__``, on the communicator's device; what is not contiguous goes through a
-contiguous copy and is written back. Every rank makes the same calls in the same order with the same counts and element
-types. ``timeout`` is in seconds (or a timedelta), None means the communicator's. With ``async_op=True`` a method
-returns a Work at once, whose ``wait()`` gives the result.
+All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``
+or ``__cuda_array_interface__``, on the communicator's device. An array that is not contiguous goes through a contiguous
+copy and is written back. Every rank makes the same calls in the same order with the same counts and element types.
+``timeout`` is in seconds (or a timedelta); None means the communicator's. With ``async_op=True`` a method returns a
+Work at once, whose ``wait()`` returns the result.
 
 On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
-address), else the one on which the library of the first array works now. ``barrier`` and ``synchronize`` wait, and
-raise what went wrong in the calls before; so does any call after them.
+address), else the stream on which the library of the first array currently works. ``barrier`` and ``synchronize`` wait,
+and raise the errors of earlier calls; so does any later call.
 
 Every method raises, before anything is sent: ShapeError, DtypeError, DeviceError, InvalidArgumentError, ClosedError;
 and from the call itself: CollectiveTimeoutError, AbortedError, MismatchError.
@@ -31,7 +31,7 @@ from ringcomm import _C
 from ringcomm.arrays.interop import Array, dtype_in
 from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
-from ringcomm.comm.engine import Engine
+from ringcomm.comm.engine import MOST_BYTES, Engine
 from ringcomm.comm.work import DeviceWork, Group, Request, Work
 from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
 
@@ -39,10 +39,10 @@ _CASTABLE = ("float32", "float64", "float16", "bfloat16")
 
 
 class Communicator:
-    """One rank of a group of ranks, and the collectives among them.
+    """One rank in a group of ranks, with the collectives among them.
 
-    Made by `ringcomm.init`, `ringcomm.run_ranks`, `from_process_group`, or from another one by `split`, `subgroup` and
-    `dup`. Use it as a context manager, or call `close`.
+    It is created by `ringcomm.init`, `ringcomm.run_ranks` or `from_process_group`, or from another communicator by
+    `split`, `subgroup` and `dup`. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -62,8 +62,8 @@ class Communicator:
 
     @staticmethod
     def from_process_group(pg: Any = None) -> Communicator:
-        """The same methods over any process group of torch.distributed, such as one of NCCL or Gloo. The order of
-        summation, the types and the devices are those of the group's own backend.
+        """Returns a communicator over any process group of torch.distributed, such as NCCL or Gloo, with the same
+        methods. The order of summation, the types and the devices are those of the group's own backend.
 
         Args:
             pg: the group; None: the default one.
@@ -75,31 +75,32 @@ class Communicator:
 
     @property
     def engine(self) -> str:
-        """What moves the bytes: "cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
+        """The engine that moves the bytes: "cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
         return self._engine_name
 
     @property
     def device(self) -> str:
-        """Where arrays must lie, as torch names it: "cpu", or such as "cuda:0"; of a process group all types of device
-        that it serves, such as "cpu,cuda"."""
+        """The device on which arrays must lie, as torch names it: "cpu", or for example "cuda:0"; for a process
+        group all kinds of device that it serves, such as "cpu,cuda"."""
         return self._device_names
 
     @property
     def lends_memory(self) -> bool:
-        """Whether `empty` gives memory that the peers read and write in place."""
+        """Whether `empty` returns memory that the peers read and write in place."""
         return self._lends_memory
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The ranks of each host: those of one share memory."""
+        """The ranks of each host; ranks on one host share memory."""
         return [list(ranks) for ranks in self._open.hosts.ranks]
 
     @property
     def order(self) -> str:
-        """In which order reductions add the ranks' values, unless ``algorithm="ring"`` asks for the ring's.
+        """The order in which reductions add the ranks' values, unless ``algorithm="ring"`` selects the ring's order.
 
         "canonical": the balanced tree over all ranks. "canonical over hosts": the balanced tree over the ranks of each
-        host, and that over the hosts: where the ranks of a host are no subtree of the first.
+        host, and then over the hosts. It is used if the ranks of a host do not form a subtree of the tree over all
+        ranks.
         """
         return self._open.hosts.order()
 
@@ -125,8 +126,9 @@ class Communicator:
         if not call.flag("async_op", async_op) and group is None:
             return call.finish(self._open.run(call))
         request = self._open.submit(call)
-        with self._in_flight_lock:  # keeps the arrays alive though nobody may keep the Work
-            for _ in range(min(2, len(self._in_flight))):  # asks two for each that comes, since asking all costs
+        with self._in_flight_lock:  # keeps the arrays alive even if the caller drops the Work
+            # Checks two calls for each new one, because checking all is expensive.
+            for _ in range(min(2, len(self._in_flight))):
                 each = self._in_flight.popleft()
                 if not each[0].done:
                     self._in_flight.append(each)
@@ -138,11 +140,11 @@ class Communicator:
 
     @contextmanager
     def coalesce(self) -> Iterator[Group]:
-        """Calls made inside are started one behind the other and waited for together at the end.
+        """Starts the calls made inside one after another, and waits for them together at the end.
 
-        Inside, every method returns a Work. The communicator must not be used by another thread meanwhile.
+        Inside, every method returns a Work. No other thread may use the communicator during the block.
 
-        Returns: the Group of calls; its ``wait()`` gives the results, also after the block.
+        Returns: the Group of calls; its ``wait()`` returns the results, even after the block.
         """
         if self._group is not None:
             raise InvalidArgumentError(
@@ -169,14 +171,14 @@ class Communicator:
         root: int | None = 0,
         tag: int = 0,
     ) -> int | None:
-        """The short way: runs a call that needs no preparation; None if nothing was done."""
-        run = self._run_plain_native  # None once it is closed
+        """Fast path: runs a call that needs no preparation; returns None if nothing was done."""
+        run = self._run_plain_native  # None once the communicator is closed
         usual = timeout is None and async_op is False and factor is None and self._group is None
         usual = usual and type(algorithm) is str and algorithm == "auto"
         if not usual or run is None or stream is not None:
             return None
         if profiling.profiler._is_profiler_enabled:
-            return None  # the long way names its calls
+            return None  # the slow path records the names of calls
         return run(op, reduce_op, root, tag, x, out)
 
     # ---- reductions ----------------------------------------------------------------------------------------------
@@ -193,16 +195,16 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Combines ``x`` of all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
+        """Reduces ``x`` over all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
 
         Args:
             op: sum, avg, prod, min, max, premul_sum, band, bor, bxor.
-            factor: with premul_sum: this rank's values are multiplied by it first.
+            factor: with premul_sum: this rank's values are multiplied by it before the sum.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.
         Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool; complex: sum, avg.
-        Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats add in float32 and round once.
-        Cost:    2 (W-1)/W of the bytes each way; short messages one round.
+        Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats are added in float32 and rounded once.
+        Cost:    2 (W-1)/W of the bytes each way; one round for short messages.
         Returns: ``x``, or ``out``.
         """
         target = x if out is None else out
@@ -237,11 +239,11 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Combines ``x`` of all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
+        """Reduces ``x`` over all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
 
         Shapes:  any; the same number of elements on every rank.
         Order:   canonical, as in all_reduce.
-        Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays as it is.
+        Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays unchanged.
         """
         call = self._begin("reduce", timeout, stream)
         call.root = call.peer("root", root)
@@ -269,7 +271,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Combines ``x`` of all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
+        """Reduces ``x`` over all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
 
         Shapes:  x (W*n, ...), out (n, ...). ``out`` may be this rank's part of ``x``.
         Order:   canonical, as in all_reduce.
@@ -300,8 +302,10 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Every rank gets ``x`` of all ranks, in rank order along dimension 0.
+        """Gathers ``x`` of all ranks on every rank, in rank order along dimension 0.
 
+        Args:
+            algorithm: auto, ring, direct; on GPUs of one host also copy_engine.
         Shapes:  x (n, ...), out (W*n, ...) or (W, n, ...). ``x`` may be this rank's part of ``out``.
         Dtypes:  all.
         Cost:    (W-1)/W of the bytes each way.
@@ -326,7 +330,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Every rank gets the root's ``x``, in place.
+        """Copies the root's ``x`` to every rank, in place.
 
         Shapes:  any; the same number of elements on every rank.
         Dtypes:  all.
@@ -355,7 +359,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """The root gets ``x`` of all ranks, in rank order along dimension 0.
+        """Gathers ``x`` of all ranks at the root, in rank order along dimension 0.
 
         Shapes:  x (n, ...), out at the root (W*n, ...) or (W, n, ...).
         Dtypes:  all.
@@ -379,14 +383,14 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Rank r gets the r-th part of the root's ``x`` along dimension 0.
+        """Splits the root's ``x`` along dimension 0; rank r gets the r-th part.
 
         Args:
-            x: at the root; None elsewhere.
-            out: where the part goes; needed on every rank but the root.
+            x: the array at the root; None elsewhere.
+            out: where the part is written; required on every rank except the root.
         Shapes:  x (W*n, ...), out (n, ...).
         Dtypes:  all.
-        Returns: ``out``; at the root without one, a new array.
+        Returns: ``out``; at the root without ``out``, a new array.
         """
         call = self._begin("scatter", timeout, stream)
         call.root = call.peer("root", root)
@@ -412,25 +416,28 @@ class Communicator:
         out: Any = None,
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
+        algorithm: str = "auto",
         timeout: Timeout = None,
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Rank r gets part r of every rank's ``x``, in rank order along dimension 0.
+        """Sends part r of every rank's ``x`` to rank r, which gets the parts in rank order along dimension 0.
 
         Args:
-            send_counts: rows of ``x`` for each rank, where they are not all the same.
-            recv_counts: rows from each rank. Without it the ranks tell each other first; either all ranks pass it or
-                none does.
+            send_counts: rows of ``x`` for each rank, if they are not all equal.
+            recv_counts: rows from each rank. If it is None, the ranks exchange their counts first; either all ranks
+                pass it or none does.
+            algorithm: auto, direct; on GPUs of one host also copy_engine.
         Shapes:  x (W*n, ...), out the same; with counts x (sum(send_counts), ...), out (sum(recv_counts), ...).
         Dtypes:  all.
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
         even = send_counts is None and recv_counts is None
-        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op) is not None:
+        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) is not None:
             return out
         call = self._begin("all_to_all", timeout, stream)
+        call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         if even:
             part = math.prod(call.divisible(source))
@@ -473,7 +480,7 @@ class Communicator:
             )
 
     def _swap_counts(self, counts: list[int], timeout_ms: int) -> list[int]:
-        if self._device is not None and self._device.kind != "cpu":  # the numbers lie on the host
+        if self._device is not None and self._device.kind != "cpu":  # the counts are in host memory
             row = struct.Struct(f"<{self.world_size}q")
             return [row.unpack(each)[self.rank] for each in self._open.exchange(row.pack(*counts))]
         import numpy as np
@@ -487,9 +494,9 @@ class Communicator:
     # ---- point to point ------------------------------------------------------------------------------------------
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Any:
-        """Sends ``x`` to rank ``dst``. A receive takes the oldest message of its source that has its tag.
+        """Sends ``x`` to rank ``dst``. A receive takes the oldest message from its source with a matching tag.
 
-        Shapes:  any; the receiver passes as many elements.
+        Shapes:  any; the receiver must pass the same number of elements.
         Dtypes:  all.
         """
         if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is not None:
@@ -497,13 +504,13 @@ class Communicator:
         return self._launch_send(x, dst, tag, timeout, stream, async_op=False)
 
     def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Work:
-        """``send`` that returns a Work at once; ``x`` must not change before it is done."""
+        """Like ``send``, but returns a Work at once; ``x`` must not change before the Work is done."""
         return self._launch_send(x, dst, tag, timeout, stream, async_op=True)
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> int:
-        """Receives into ``x`` from rank ``src``, or from whoever sends first if it is None.
+        """Receives into ``x`` from rank ``src``; if it is None, from the first rank that sends.
 
-        Returns: the rank that sent.
+        Returns: the sender's rank.
         """
         source = self._run_plain("recv", None, x, timeout, stream, root=src, tag=tag)
         return self._launch_recv(x, src, tag, timeout, stream, async_op=False) if source is None else source
@@ -511,7 +518,7 @@ class Communicator:
     def irecv(
         self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None
     ) -> Work:
-        """``recv`` that returns a Work at once; its ``wait()`` gives the rank that sent."""
+        """Like ``recv``, but returns a Work at once; its ``wait()`` returns the sender's rank."""
         return self._launch_recv(x, src, tag, timeout, stream, async_op=True)
 
     def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
@@ -540,9 +547,9 @@ class Communicator:
         return value
 
     def barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False) -> Any:
-        """Returns when every rank has come here, and on a device when what was called before has run.
+        """Returns when every rank has called it, and on a device when all earlier calls have run.
 
-        Raises: what went wrong in the calls before, on a device.
+        Raises:  on a device, the errors of earlier calls.
         """
         if self._run_plain("barrier", None, None, timeout, stream, async_op) is not None:
             return None
@@ -568,9 +575,9 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """``all_reduce`` of every array of ``xs``, in place; all are checked before the first is sent.
+        """Runs ``all_reduce`` on every array of ``xs``, in place; all arrays are checked before the first is sent.
 
-        Arrays of one type that follow one another are served together: on a device by one launch for many of them.
+        Consecutive arrays of one type are processed together: on a device one launch serves many of them.
 
         Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
         """
@@ -592,7 +599,7 @@ class Communicator:
     def all_gather_list(
         self, outputs: Sequence[Any], x: Any, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False
     ) -> Any:
-        """``outputs[r]`` gets ``x`` of rank r.
+        """Copies ``x`` of rank r to ``outputs[r]`` on every rank.
 
         Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r; every rank passes the same sizes.
         Returns: ``list(outputs)``.
@@ -616,7 +623,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """``out`` of rank r gets the combination of ``inputs[r]`` of all ranks.
+        """Reduces ``inputs[r]`` of all ranks into ``out`` of rank r.
 
         Shapes:  ``inputs[r]`` has as many elements as ``out`` of rank r; every rank passes the same sizes.
         Order:   canonical, as in all_reduce.
@@ -639,7 +646,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """``outputs[p]`` gets ``inputs[rank]`` of rank p.
+        """Copies ``inputs[rank]`` of rank p to ``outputs[p]``.
 
         Shapes:  ``inputs[p]`` has as many elements as ``outputs[rank]`` of rank p.
         Returns: ``list(outputs)``.
@@ -664,7 +671,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """At the root ``outputs[r]`` gets ``x`` of rank r; elsewhere ``outputs`` is None.
+        """Copies ``x`` of rank r to ``outputs[r]`` at the root; elsewhere ``outputs`` is None.
 
         Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r.
         Returns: ``list(outputs)`` at the root, None elsewhere.
@@ -691,7 +698,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """``out`` of rank r gets ``inputs[r]`` of the root; elsewhere ``inputs`` is None.
+        """Copies ``inputs[r]`` of the root to ``out`` of rank r; elsewhere ``inputs`` is None.
 
         Shapes:  ``inputs[r]`` has as many elements as ``out`` of rank r.
         Returns: ``out``.
@@ -726,7 +733,8 @@ class Communicator:
         return [Piece.of(array) for array in arrays]
 
     def _read(self, call: CollectiveArgs, inputs: Sequence[Any] | None, target: Array) -> list[Piece]:
-        """Inputs beside one output; one that shares memory with it, and is not this rank's own, is copied."""
+        """Reads the inputs of a call with one output. An input that overlaps the output, and is not this rank's own,
+        is copied."""
         pieces = []
         for r, x in enumerate(call.list_of("inputs", inputs, self.world_size)):
             array = call.read(x)
@@ -741,11 +749,11 @@ class Communicator:
     # ---- several tensors in one bucket: local, no rank waits for another ------------------------------------------
 
     def pack(self, tensors: Sequence[Any], bucket: Any, scale: float = 1.0, *, stream: Any = None) -> Any:
-        """The elements of all ``tensors``, in order and one behind the other, into ``bucket``, times ``scale``.
+        """Copies the elements of all ``tensors``, one after another, into ``bucket``, times ``scale``.
 
-        Shapes:  any; ``bucket`` has at least as many elements, and keeps those behind the last tensor.
-        Dtypes:  one for all tensors, one for the bucket; where they differ or there is a scale: float32, float64,
-                 float16, bfloat16. Values are multiplied in float32 (float64 if either is) and rounded once.
+        Shapes:  any; ``bucket`` has at least as many elements, and elements after the last tensor stay unchanged.
+        Dtypes:  one for all tensors, one for the bucket. If they differ or there is a scale: float32, float64, float16,
+                 bfloat16. Values are multiplied in float32 (float64 if either is float64) and rounded once.
         Cost:    one pass over the bytes: one kernel on a device.
         Returns: ``bucket``.
         """
@@ -757,7 +765,8 @@ class Communicator:
         return bucket
 
     def unpack(self, bucket: Any, tensors: Sequence[Any], scale: float = 1.0, *, stream: Any = None) -> list[Any]:
-        """The elements of ``bucket`` back into ``tensors``, as `pack` laid them, times ``scale``.
+        """Copies the elements of ``bucket`` back into ``tensors``, in the order in which `pack` stored them, times
+        ``scale``.
 
         Shapes, dtypes, cost: as in `pack`.
         Returns: ``list(tensors)``.
@@ -788,18 +797,18 @@ class Communicator:
     # ---- waiting, and small messages ------------------------------------------------------------------------------
 
     def synchronize(self, stream: Any = None) -> None:
-        """Blocks the host until every call so far on ``stream`` has run; on the cpu every call already has.
+        """Blocks the host until every call so far on ``stream`` has run; on the cpu calls have already run.
 
         Args:
-            stream: as in the calls; None: the one on which torch, else CuPy, works now.
-        Raises:  CollectiveTimeoutError, AbortedError, MismatchError: what went wrong in the calls.
+            stream: as in the calls; None: the stream on which torch, else CuPy, currently works.
+        Raises:  CollectiveTimeoutError, AbortedError, MismatchError: the errors of the calls.
         """
         call = self._begin("synchronize", None, stream)
         if call.on_device:
             self._open.synchronize(call.waiting_stream(None))
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, through the host's memory whatever the device; a collective."""
+        """Gathers every rank's bytes, by rank, through host memory on any device; a collective."""
         self._begin("exchange")
         if not isinstance(payload, (bytes, bytearray)):
             raise InvalidArgumentError(
@@ -810,18 +819,18 @@ class Communicator:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
-        """A new array in memory that the peers read and write in place: collectives on it copy less.
+        """Returns a new array in memory that the peers read and write in place: collectives on it copy less.
 
-        Between processes on devices a collective: every rank asks for the same bytes, in the same order. Over a process
-        group, which lends no memory, an ordinary array.
+        Between processes on devices this is a collective: every rank must request the same number of bytes, in the same
+        order. A process group lends no memory; over it, the result is an ordinary array.
 
         Args:
             shape: a number of elements, or a shape.
             dtype: of torch or NumPy, or a name; None: float32.
             like: "torch" or "numpy", on a device "torch" or "cupy"; None: the library of ``dtype``, else torch; on a
-                device the one of the two that is there.
-        Returns: an uninitialised array. The memory lives as long as the array or any view of it, also after `close`.
-        Raises:  EngineError: no memory left.
+                device the library that is installed.
+        Returns: an uninitialised array. The memory lives as long as the array or any view of it, even after `close`.
+        Raises:  EngineError: out of memory.
         """
         if self._closed:
             raise ClosedError(f"empty: rank {self.rank} expected an open communicator, got one that was closed")
@@ -835,6 +844,29 @@ class Communicator:
             )
         return engine.empty(self._extents(shape), dtype_in(like, dtype, self.rank), like)
 
+    def mem_pool(self, nbytes: int) -> Any:
+        """A `torch.cuda.MemPool` in memory that the peers read and write in place.
+
+        What torch allocates inside ``with torch.cuda.use_mem_pool(pool):`` comes from there: tensors and buckets that
+        the peers see from their first use on, also in captured graphs. Between processes a collective, as `empty` is:
+        the memory is set aside now, since torch allocates when it likes and on one rank alone.
+
+        Args:
+            nbytes: how much is set aside, the same on every rank.
+        Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
+                 them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
+        Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
+                 torch for CUDA.
+        """
+        call = self._begin("mem_pool")
+        nbytes = call.integer("nbytes", nbytes, 64)
+        if not 0 < nbytes <= MOST_BYTES:
+            raise InvalidArgumentError(
+                f"mem_pool: rank {self.rank} got nbytes={nbytes}, expected 1 to {MOST_BYTES}; pass the sum of all "
+                "tensors of the pool"
+            )
+        return self._open.mem_pool(nbytes)
+
     def _extents(self, shape: Any) -> tuple[int, ...]:
         extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None
         if extents is None or any(not hasattr(type(extent), "__index__") or extent < 0 for extent in extents):
@@ -847,15 +879,16 @@ class Communicator:
     # ---- more communicators --------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Cuts this communicator into one for each color; a collective, also for ranks that pass None.
+        """Splits this communicator into one for each color; a collective, even for ranks that pass None.
 
         Args:
-            color: ranks of the same color come together; None: this rank is in none.
-            key: order inside the new one; ranks of equal key keep their order.
+            color: ranks with the same color form one communicator; None: this rank is in none.
+            key: determines the order in the new communicator; ranks with equal keys keep their order.
         Returns: the new communicator, or None. Its calls are independent of those of this one, which stays open. An
-                 `abort` of this one aborts it too; an abort of the new one leaves this one alone.
-        Raises:  UnsupportedError: over a process group: keys that reorder the ranks, where this torch cannot; ranks
-                 that have made different numbers of process groups before, which torch would let wait for each other.
+                 `abort` of this communicator also aborts the new one; an abort of the new one does not affect this one.
+        Raises:  UnsupportedError: over a process group: keys that reorder the ranks, if this torch version cannot; or
+                 ranks that have made different numbers of process groups before, because torch would make them wait for
+                 each other.
         """
         call = self._begin("split")
         part = self._open.split(
@@ -864,11 +897,12 @@ class Communicator:
         return None if part is None else Communicator(part)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some ranks, numbered in the order given; a collective of all ranks of this one.
+        """Returns a communicator of some ranks, numbered in the order given; a collective of all ranks of this
+        communicator.
 
         Returns: the new communicator on the ranks named, None elsewhere.
-        Raises:  InvalidArgumentError: a rank that is not here, or is named twice. MismatchError: the ranks name others;
-                 every rank is told, and this communicator stays as it was.
+        Raises:  InvalidArgumentError: a rank that is not in this communicator, or is named twice. MismatchError: the
+                 ranks name different lists; every rank raises, and this communicator stays usable.
         """
         call = self._begin("subgroup")
         if not isinstance(ranks, (list, tuple, range)) or len(ranks) > self.world_size:
@@ -892,25 +926,30 @@ class Communicator:
         return self.split(0 if member else None, list(ranks).index(self.rank) if member else 0)
 
     def dup(self) -> Communicator:
-        """A second communicator of the same ranks, whose calls do not wait for those of this one; a collective."""
+        """Returns a second communicator of the same ranks, whose calls do not wait for those of this one; a
+        collective."""
         same = self.split(0, self.rank)
         assert same is not None  # every rank has the color
         return same
 
     def shrink(self, timeout: Timeout = 10.0) -> Communicator:
-        """A new communicator of the ranks that are left, after one was lost or gave up; a collective of these.
+        """Returns a new communicator of the surviving ranks, after a rank was lost or aborted; a collective of the
+        survivors.
 
-        Ranks whose process has ended, or that closed this communicator, are not waited for; others, such as one that is
-        stopped, for ``timeout``. Whoever comes later is left out. The ranks keep their order and get new numbers. This
-        communicator is aborted, if it was not yet; close it when nothing uses it any more, its memory lives on.
+        Ranks whose process has ended, or that closed this communicator, are not waited for; other ranks, such as a
+        stopped one, are waited for until ``timeout``. Ranks that come later are left out. The ranks keep their order
+        and are renumbered. This communicator is aborted, if it was not yet. Close it when nothing uses it any more; its
+        memory stays valid.
 
         Args:
             timeout: seconds (or a timedelta) to wait for ranks that are alive.
-        Returns: the new communicator, with the limits of this one; no store is needed, unless there are several hosts.
-        Raises:  RankLostError: the others went on without this rank (then however often it asks, it never goes on
-                 alone), or one was lost meanwhile: call it again there. CollectiveTimeoutError: one stalled after it
-                 came; AbortedError: a handler of a signal raised: call it again. EngineError: several hosts, and the
-                 store is gone. UnsupportedError: over a process group.
+        Returns: the new communicator, with the time limits of this one; no store is needed, unless there are
+                 several hosts.
+        Raises:  RankLostError: the other ranks continued without this rank (every further call on this rank raises it
+                 as well, so a rank never continues alone), or a rank was lost during the call: call it again.
+                 CollectiveTimeoutError: a rank stalled after it had joined the call. AbortedError: a signal handler
+                 raised: call it again. EngineError: several hosts, and the store is gone. UnsupportedError: over a
+                 process group.
         """
         self._begin("shrink")
         limit_ms = milliseconds(timeout, "shrink", self.rank)
@@ -920,8 +959,8 @@ class Communicator:
 
     @property
     def timeout(self) -> float:
-        """Time limit, in seconds, of every call that names none; of a process group torch's default one, until it is
-        set here."""
+        """The time limit, in seconds, of every call without its own; for a process group torch's default limit, until
+        it is set here."""
         return self._open.timeout_ms / 1e3
 
     @timeout.setter
@@ -935,23 +974,25 @@ class Communicator:
 
     @property
     def aborted(self) -> bool:
-        """Whether it has ended: a rank gave up, was lost or called something else. Every call then raises the cause."""
-        engine = self._engine  # another thread may close it meanwhile
+        """Whether it has ended: a rank aborted, was lost, or made a different call. Every call then raises the
+        cause."""
+        engine = self._engine  # another thread may close the engine meanwhile
         return engine is not None and engine.aborted
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Ends every wait on every rank: their calls raise AbortedError with ``reason``. From any thread. It reaches
-        the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), and their ranks.
+        """Ends every wait on every rank: their calls raise AbortedError with ``reason``. May be called from any thread.
+        It also aborts the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), on all
+        their ranks.
 
-        Raises: UnsupportedError: over a process group whose backend cannot.
+        Raises:  UnsupportedError: over a process group whose backend cannot abort.
         """
-        engine = self._engine  # another thread may close it meanwhile
+        engine = self._engine  # another thread may close the engine meanwhile
         if engine is not None:
             engine.abort(reason)
 
     def close(self) -> None:
-        """Finishes what is in flight and lets go of the peers, or of the process group, which stays as it is; not a
-        collective. Twice is as good as once."""
+        """Finishes the calls in flight and disconnects from the peers, or from the process group, which stays as it
+        is; not a collective. A second call does nothing."""
         engine, self._engine, self._closed = self._engine, None, True
         self._run_plain_native = None
         if engine is not None:
@@ -959,7 +1000,7 @@ class Communicator:
         self._in_flight.clear()
 
     def describe(self) -> dict[str, str]:
-        """Facts for people: ranks, engine, instruction set, memory, limits."""
+        """Returns a description for people: ranks, engine, instruction set, memory, limits."""
         facts = {
             "rank": str(self.rank),
             "world_size": str(self.world_size),
@@ -999,7 +1040,7 @@ def _cut(call: CollectiveArgs, bucket: Array, tensors: Sequence[Array]) -> list[
 
 
 def _apart(call: CollectiveArgs, source: Piece, target: Piece) -> tuple[Piece, Piece]:
-    """The two, or a copy of the source where they share memory."""
+    """Returns both pieces, with a copy of the source if they overlap."""
     if not source.array.overlaps(target.array):
         return source, target
     return Piece(call.copy(source.array), source.offset, source.count), target

@@ -1,4 +1,4 @@
-"""What moves a communicator's bytes: our own engines, or (process_group.py) a process group of torch.distributed."""
+"""Engines, which move a communicator's bytes: our own, or (process_group.py) a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -34,103 +34,114 @@ from ringcomm.errors import (
     carry_notes,
 )
 
-_LENGTH = struct.Struct("<I")  # goes in front of a device engine's handle; the cpu engine's follows it
+# The length of a device engine's handle, before that handle; the cpu engine's handle follows.
+_LENGTH = struct.Struct("<I")
 
-_ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # of a communicator
-_PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)  # to other communicators of a rank that gives up
+_ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # errors that end a communicator
+# Errors that also end other communicators of the rank.
+_PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)
 _ADVICE = "; the communicator is aborted, create a new one"
-_CAUSE_S = 1.0  # for the rank that found out to say so
-_PLACE = struct.Struct("<?qq")  # has a color, color, key
-_MOST_BYTES = 1 << 62  # of one array: far more than there is, and nothing overflows
+_CAUSE_S = 1.0  # time for the rank that found the cause to publish it
+_PLACE = struct.Struct("<?qq")  # (has a color, color, key)
+MOST_BYTES = 1 << 62  # largest array: far above real sizes, and small enough to prevent overflow
 
 
 class Engine(ABC):
-    """One rank's end of what moves a communicator's bytes. What an engine cannot do raises UnsupportedError."""
+    """One rank's end of a communicator's transport. An operation that an engine does not support raises
+    UnsupportedError."""
 
     name: str
     """"cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
     rank: int
     world_size: int
     device: Device | None = None
-    """Where arrays must lie; None: wherever the process group takes them."""
+    """The device on which arrays must lie; None: any device that the process group accepts."""
     lends_memory = False
-    """Whether `empty` gives memory that the peers read and write in place."""
+    """Whether `empty` returns memory that the peers read and write in place."""
     aborted = False
     libraries: tuple[str, ...] = ("torch", "numpy", "cupy")
-    """Those whose arrays `empty` can make."""
+    """The libraries whose arrays `empty` can create."""
 
     @property
     def device_names(self) -> str:
-        """Where arrays must lie, as torch names it."""
+        """The device on which arrays must lie, as torch names it."""
         return str(self.device)
 
     @property
     def hosts(self) -> Hosts:
-        """Which ranks share a host."""
+        """The ranks of each host."""
         self._refuse()
 
     @abstractmethod
     def run(self, call: CollectiveArgs) -> int:
-        """Runs a call to its end, or enqueues it on its stream; the source of a recv, else -1."""
+        """Runs a call to its end, or enqueues it on its stream; returns the source of a recv, else -1."""
 
     @abstractmethod
     def submit(self, call: CollectiveArgs) -> Request:
         """Starts a call."""
 
     def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
-        """Runs calls that differ in their arrays alone."""
+        """Runs calls that differ only in their arrays."""
         for call in calls:
             self.run(call)
 
     def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
-        """Runs a call on plain arrays with every default; None if it needs preparation, and nothing was done."""
+        """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
+        preparation."""
         return None
 
     @abstractmethod
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        """Moves pairs of pieces that were checked."""
+        """Copies pairs of pieces that were already checked."""
 
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; a collective."""
+        """Returns every rank's bytes, by rank; a collective."""
 
     def synchronize(self, stream: int) -> None:
-        """Waits for what is enqueued on a stream."""
+        """Waits for the work enqueued on a stream."""
         self._refuse()
 
     def usual_library(self, dtype: Any) -> str:
-        """The library of `empty`'s array where none was named."""
+        """Returns the library for `empty`'s array if none was named."""
         return library_of(dtype)
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
-        """A new array of a library, of its dtype."""
+        """Returns a new array of a library, with that library's dtype."""
+
+    def mem_pool(self, nbytes: int) -> Any:
+        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        raise UnsupportedError(
+            f"mem_pool: rank {self.rank} expected a communicator on a GPU, whose memory torch's pools manage, got one "
+            f"on {self.device_names} by {self.name}; make arrays with comm.empty()"
+        )
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> Engine | None:
-        """The engine among the ranks of this color, connected; None without one. A collective."""
+        """Returns a connected engine among the ranks of this color; None if this rank has no color. A collective."""
 
     def shrink(self, limit_ms: int) -> Engine:
-        """The engine among the ranks that are left; see `Communicator.shrink`."""
+        """Returns an engine among the surviving ranks; see `Communicator.shrink`."""
         self._refuse()
 
     timeout_ms: int
-    """Limit of every call that names none."""
+    """The time limit of every call without its own."""
 
     @abstractmethod
     def abort(self, reason: str, cause: BaseException | None = None) -> None:
-        """Ends every wait on every rank. ``cause``: what brought this rank here."""
+        """Ends every wait on every rank. ``cause`` is the exception that made this rank abort."""
 
     @abstractmethod
     def leave(self, reason: str, error: BaseException | None) -> None:
-        """This rank ends with an error; `close` comes next."""
+        """Called when this rank leaves with an error; `close` follows."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes what is in flight and lets go of the peers."""
+        """Finishes the calls in flight and disconnects from the peers."""
 
     def describe(self) -> dict[str, str]:
-        """Facts for people."""
+        """Returns a description for people."""
         return {}
 
     def _refuse(self) -> NoReturn:
@@ -141,7 +152,7 @@ class Engine(ABC):
 
 
 class NativeEngine(Engine):
-    """Our own engine, and beside a device's engine one on the cpu, through which ranks tell each other small things."""
+    """Our own engine. Beside a device engine it has a second engine on the cpu for small messages between ranks."""
 
     lends_memory = True
 
@@ -163,17 +174,17 @@ class NativeEngine(Engine):
         self.network = network
         self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
         self._span_beside = self._main
-        # An abort reaches them too: those that `part` has made, those that these have made, and so on.
+        # An abort also aborts the engines that `part` has made from this one, those made from them, and so on.
         self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
-        self._lineage = [self._descendants]  # the sets that those belong to which this one makes
+        self._lineage = [self._descendants]  # the sets to which engines made from this one are added
         if device.kind != "cpu":
             apart = None if network is None else network.beside()
             self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
-        self._unused: list[int] = []  # memory on the device to give back
+        self._unused: list[int] = []  # device memory to be freed
 
     @property
     def native(self) -> _C.Engine:
-        """The engine of the calls; before `connect` that of this host alone."""
+        """The engine that runs calls; before `connect` the engine of this host alone."""
         return self._main.engine
 
     @property
@@ -182,11 +193,11 @@ class NativeEngine(Engine):
 
     @property
     def hosts(self) -> Hosts:
-        """Which ranks share a host."""
+        """The ranks of each host."""
         return self._hosts
 
     def handle(self) -> bytes:
-        """What every rank needs of this one to connect."""
+        """Returns the bytes that every rank needs to connect to this one."""
         first = self._main.handle()
         if self._span_beside is self._main:
             return first
@@ -210,10 +221,10 @@ class NativeEngine(Engine):
         return end
 
     def split(self, color: int | None, key: int) -> NativeEngine | None:
-        """The engine among the ranks of this color, connected; None without one. A collective."""
+        """Returns a connected engine among the ranks of this color; None if this rank has no color. A collective."""
         places = [_PLACE.unpack(each) for each in self.exchange(_PLACE.pack(color is not None, color or 0, key))]
         members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
-        members.sort(key=lambda r: places[r][2])  # stable: equal keys keep their order
+        members.sort(key=lambda r: places[r][2])  # a stable sort, so equal keys keep their order
         part = self._part(members)
         handles = self.exchange(b"" if part is None else part.handle())
         if part is not None:
@@ -221,24 +232,24 @@ class NativeEngine(Engine):
         return part
 
     def _part(self, members: Sequence[int], shrunk: bool = False) -> NativeEngine | None:
-        """A new engine among some of the ranks, not connected; None where this rank is none of them. Every rank of
-        this one calls it as often, unless ``shrunk``."""
+        """Returns a new engine among some of the ranks, not connected; None if this rank is not one of them. Every
+        rank of this engine must call it equally often, unless ``shrunk``."""
         network = None if self.network is None else self.network.child(members, shrunk)
         if self.rank not in members:
             return None
         hosts = self.hosts.among(members)
         rank, world_size = members.index(self.rank), len(members)
         made = NativeEngine(self.name, rank, world_size, self.timeout_ms, self.device, hosts, network)
-        if not shrunk:  # which is to outlive this one
+        if not shrunk:  # a shrunk engine outlives this one
             made._lineage += self._lineage
             for descendants in self._lineage:
                 descendants.add(made)
         return made
 
     def shrink(self, limit_ms: int) -> NativeEngine:
-        """The engine, connected, among the ranks that are left and call this too; see `Communicator.shrink`."""
+        """Returns a connected engine among the surviving ranks that also call this; see `Communicator.shrink`."""
         if not self.aborted:
-            handled = sys.exc_info()[1]  # such as that of a group that has ended of the same loss
+            handled = sys.exc_info()[1]  # for example the error of a group that ended because of the same loss
             after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
             self.abort(f"rank {self.rank} called shrink(){after}", handled)
         regroup: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.regroup
@@ -247,7 +258,7 @@ class NativeEngine(Engine):
         came = regroup(b"here", [], limit_ms)
         members = [rank for rank, said in enumerate(came) if said]
         part = self._part(members, shrunk=True)
-        assert part is not None  # this rank came
+        assert part is not None  # this rank is among those that came
 
         def swapped(mine: bytes) -> list[bytes]:
             theirs = regroup(mine, members, limit_ms)
@@ -256,13 +267,13 @@ class NativeEngine(Engine):
         usual = part.timeout_ms
         part.timeout_ms = part._main.limit_ms = part._span_beside.limit_ms = limit_ms
         try:
-            # Handles of devices may be long; they go over the new engine on the cpu.
+            # Handles of devices may be long, so they are sent over the new cpu engine.
             part._span_beside.connect(swapped(part._span_beside.handle()))
             if part._main is not part._span_beside:
                 part._main.connect(part.exchange(part._main.handle()))
         except BaseException as error:
             with suppress(Exception):
-                part.close()  # at once: an exception may keep it, and the others would wait for it
+                part.close()  # at once, because the exception may keep it alive while the other ranks wait for it
             if not isinstance(error, (AbortedError, EngineError)):
                 raise
             raise RankLostError(
@@ -275,11 +286,11 @@ class NativeEngine(Engine):
 
     @property
     def run_plain(self) -> Any:
-        """`Engine.run_plain`, without a function around it."""
+        """`Engine.run_plain`, as the native method itself, to save a Python call."""
         return self.native.run_plain
 
     def run(self, call: CollectiveArgs) -> int:
-        """Runs a call, or enqueues it on its stream; the source of a recv, else -1."""
+        """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""
         with profiling.named(call.op):
             try:
                 source = self.native.run(*call.to_native())
@@ -295,13 +306,13 @@ class NativeEngine(Engine):
         return request if self._beside is self.native else DeviceRequest(request, self)
 
     def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
-        """Runs calls that differ in their arrays alone; a device's engine serves many by one launch."""
+        """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
         with profiling.named(calls[0].op):
             self.native.run_list([call.to_native() for call in calls])
             self._wait_for(calls[0])
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        """Moves pairs of pieces that were checked."""
+        """Copies pairs of pieces that were already checked."""
         (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
         pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
         self.native.pack(pieces, before, after, scale, call.stream)
@@ -315,15 +326,15 @@ class NativeEngine(Engine):
             self.synchronize(call.stream)
 
     def synchronize(self, stream: int) -> None:
-        """Waits for what is enqueued on a stream."""
+        """Waits for the work enqueued on a stream."""
         try:
             self.native.synchronize(stream)
         except RingcommError as error:
             raise self.explained(error) from None
 
     def explained(self, error: RingcommError) -> RingcommError:
-        """The error with its cause: between processes a device carries no words, so the engine on the cpu beside it
-        does, from the rank that found out what is wrong to those that only hear of an abort."""
+        """Returns the error with its cause. Between processes a device engine carries no text, so the cpu engine
+        beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
         if self._beside is self.native or not isinstance(error, _ENDINGS):
             return error
         if type(error) is not AbortedError:
@@ -341,28 +352,30 @@ class NativeEngine(Engine):
         return cause
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; a collective."""
+        """Returns every rank's bytes, by rank; a collective."""
         return self._beside.exchange(payload)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def usual_library(self, dtype: Any) -> str:
-        """The library of `empty`'s array where none was named."""
+        """Returns the library for `empty`'s array if none was named."""
         return library_of(dtype) if self._on_host else libraries.device_library()
 
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
-        """A new array of a library, of its dtype, in memory of this engine."""
+        """Returns a new array of a library, with that library's dtype, in memory of this engine."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _MOST_BYTES:
+        if nbytes > MOST_BYTES:
             raise ShapeError(
-                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {_MOST_BYTES}; pass a "
+                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {MOST_BYTES}; pass a "
                 "smaller one"
             )
         if nbytes == 0:
             return libraries.wrap_nothing(library, dtype, shape, CPU if self._on_host else self.device)
         native = self.native
+        if not self._on_host:
+            _C.give_back_pools()
         if self._unused:
-            libraries.settle(library, self.device)  # which may still work on it
+            libraries.settle(library, self.device)  # the device may still use the memory
             while self._unused:
                 native.release(self._unused.pop())
         address = native.allocate(nbytes)
@@ -374,11 +387,18 @@ class NativeEngine(Engine):
         weakref.finalize(there, _retire, native, self._unused, address).atexit = False
         return libraries.wrap_device_memory(there, library, dtype, shape)
 
+    def mem_pool(self, nbytes: int) -> Any:
+        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        if self.device == CPU:
+            return super().mem_pool(nbytes)
+        libraries.check_mem_pool(self.rank)
+        return libraries.mem_pool(_C.open_pool(self.native, nbytes, self.device.index))
+
     # ---- life ----------------------------------------------------------------------------------------------------
 
     @property
     def timeout_ms(self) -> int:
-        """Limit of every call that names none."""
+        """The time limit of every call without its own."""
         return self.native.timeout_ms
 
     @timeout_ms.setter
@@ -387,40 +407,42 @@ class NativeEngine(Engine):
 
     @property
     def aborted(self) -> bool:  # type: ignore[override]
-        """Whether it has ended: every call raises the cause."""
+        """Whether the engine has ended: every call raises the cause."""
         return self.native.aborted
 
     def abort(self, reason: str, cause: BaseException | None = None) -> None:
-        """Ends every wait on every rank, here and in the engines that this rank has made from this one. ``cause``: what
-        brought this rank here; that another communicator has ended of it ends this one in the same way."""
+        """Ends every wait on every rank, here and in the engines that this rank has made from this one. ``cause`` is
+        the exception that made this rank abort; if it is the end of another communicator, this one ends with the
+        same kind of error."""
         kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
         for each in (self, *self._descendants):
-            each._beside.abort(reason, kind)  # first: who finds the device's engine aborted finds the reason here
+            # First, so that a rank that finds the device engine aborted finds the reason here.
+            each._beside.abort(reason, kind)
             each.native.abort(reason, kind)
 
     def leave(self, reason: str, error: BaseException | None) -> None:
-        """This rank ends with an error: the others hear of it."""
+        """Aborts, because this rank leaves with an error, so that the other ranks are told."""
         self.abort(reason, error)
 
     def describe(self) -> dict[str, str]:
-        """Facts for people: instruction set, memory, limits."""
+        """Returns a description for people: instruction set, memory, limits."""
         return self.native.describe()
 
     def close(self) -> None:
-        """Finishes what is in flight and lets go of the peers."""
+        """Finishes the calls in flight and disconnects from the peers."""
         self._main.close()
         self._span_beside.close()
 
     def close_descendants(self) -> None:
-        """Closes those that were made from this one: the rank makes no more calls, and others that wait for it hear of
-        it at once."""
+        """Closes the engines made from this one. The rank makes no more calls, so ranks that wait for it in those
+        engines are told at once."""
         for each in self._descendants:
             each.close()
 
 
 def _retire(native: _C.Engine, unused: list[int], address: int) -> None:
-    """Notes memory on a device that nobody names any more. Not the place to wait for the device: this runs wherever the
-    last reference goes, also while a graph is captured. ``native`` is alive until now."""
+    """Records unreferenced device memory. It must not wait for the device, because it runs where the last reference
+    is dropped, possibly during a graph capture. ``native`` is kept alive until now."""
     unused.append(address)
 
 
@@ -440,7 +462,7 @@ class DeviceRequest:
 
     @property
     def source(self) -> int:
-        """Source rank of a finished recv."""
+        """Source rank of a completed recv."""
         return int(self._request.source)
 
     def wait(self, timeout_ms: int = 0) -> None:
@@ -451,7 +473,7 @@ class DeviceRequest:
             raise self._engine.explained(error) from None
 
     def join(self, stream: int) -> None:
-        """Lets a stream wait for the call."""
+        """Makes a stream wait for the call."""
         try:
             self._request.join(stream)
         except RingcommError as error:

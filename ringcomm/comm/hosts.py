@@ -1,4 +1,4 @@
-"""Several hosts: which ranks share memory, what carries bytes between the others, and how an abort gets around."""
+"""Several hosts: which ranks share memory, how bytes move between hosts, and how an abort reaches all hosts."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ from ringcomm.errors import (
 )
 
 VARIABLE = "RINGCOMM_HOST"
-"""In the environment: the name of this rank's host, in place of what the machine says. Ranks of one share memory."""
+"""Environment variable with the name of this rank's host, in place of the detected identity. Ranks with the same
+name share memory."""
 
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _FIRST_TAG = 1 << 20
 _USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _ABORTED = "aborted"
-_warned = False  # that processes take turns on a device
-_LAST_LOOK_S = 5.0  # at most: a store may be gone without a word
-_MEET_EVERY_S = 0.01  # looks for the ranks that are left
-_LOOK_EVERY_S = 0.25  # for an abort of another host; longer where there are many ranks, which all ask one store
+_warned = False  # whether the warning about processes that take turns on a device was given
+_LAST_LOOK_S = 5.0  # at most: the store may be gone without notice
+_MEET_EVERY_S = 0.01  # interval of checks for the surviving ranks
+# Interval of checks for an abort on another host; longer with many ranks, because all ask one store.
+_LOOK_EVERY_S = 0.25
 
 
 def identity() -> str:
-    """What the ranks that can share memory with this one have in common, and they alone, after a name for people.
+    """Returns a string that is equal exactly for ranks that can share memory; it begins with a name for people.
 
-    The running kernel, the mount of shared memory and the process numbers: containers of one machine are hosts of their
-    own unless they share all three. Names alone would not do: containers and cloned machines share them.
+    It consists of the running kernel, the mount of shared memory and the process namespace: containers on one machine
+    are separate hosts unless they share all three. Host names alone are not sufficient, because containers and cloned
+    machines can have equal names.
     """
     given = os.environ.get(VARIABLE)
     if given:
@@ -62,9 +65,9 @@ def identity() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks are on which host.
+    """The ranks of each host.
 
-    Hosts are in the order of their lowest ranks, ranks of a host ascending.
+    Hosts are ordered by their lowest ranks; the ranks of a host are ascending.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -72,7 +75,7 @@ class Hosts:
 
     @staticmethod
     def of(identities: Sequence[str]) -> Hosts:
-        """From what each rank says of its host, by rank; see `identity`."""
+        """Groups ranks by the identities that they report, by rank; see `identity`."""
         places: dict[str, list[int]] = {}
         for rank, each in enumerate(identities):
             places.setdefault(each, []).append(rank)
@@ -82,7 +85,7 @@ class Hosts:
 
     @staticmethod
     def pretended(ranks_of_host: Sequence[int], world_size: int, call: str) -> Hosts:
-        """Consecutive ranks on hosts that are none: for tests and teaching."""
+        """Assigns consecutive ranks to pretended hosts, for tests and teaching."""
         counts = list(ranks_of_host) if isinstance(ranks_of_host, Sequence) else [ranks_of_host]
         if any(not isinstance(count, int) or count < 1 for count in counts) or sum(counts) != world_size:
             raise InvalidArgumentError(
@@ -93,40 +96,40 @@ class Hosts:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one host."""
         return len(self.ranks) > 1
 
     @property
     def world_size(self) -> int:
-        """Ranks on all of them."""
+        """The number of ranks on all hosts."""
         return sum(len(ranks) for ranks in self.ranks)
 
     def host_of(self, rank: int) -> int:
-        """Number of a rank's host."""
+        """Returns the index of a rank's host."""
         return next(h for h, ranks in enumerate(self.ranks) if rank in ranks)
 
     def name_of(self, rank: int) -> str:
-        """Name of a rank's host."""
+        """Returns the name of a rank's host."""
         return self.names[self.host_of(rank)]
 
     def among(self, members: Sequence[int]) -> Hosts:
-        """The same for a group of ranks, numbered in the order given."""
+        """Returns the hosts of a group of ranks, which are renumbered in the order given."""
         return Hosts.of([f"{self.name_of(rank)}\n{self.host_of(rank)}" for rank in members])
 
     def order(self) -> str:
-        """In which order a reduction adds the ranks' values: "canonical", or "canonical over hosts"."""
+        """The order in which a reduction adds the ranks' values: "canonical", or "canonical over hosts"."""
         return str(_C.order_over(self.ranks)[0]) if self.several else "canonical"
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the ranks of a communicator need to reach each other between hosts.
+    """The settings with which the ranks of a communicator reach each other between hosts.
 
     Attributes:
-        store: of torch.distributed, reached by all ranks.
-        prefix: of this communicator's keys.
+        store: a torch.distributed store that all ranks reach.
+        prefix: prefix of this communicator's keys in the store.
         kind: "gloo", "nccl", or a process group of torch.distributed over the same ranks.
-        wire_dtype: what floats of reductions are sent as; None: as they are.
+        wire_dtype: type in which floats of reductions are sent; None: their own type.
     """
 
     store: Any
@@ -134,12 +137,12 @@ class Network:
     kind: Any = None
     wire_dtype: str | None = None
     children: list[int] = field(default_factory=lambda: [0])
-    rounds: list[int] = field(default_factory=lambda: [0])  # of `regroup`
-    left_out: list[str] = field(default_factory=list)  # what this rank was told when the others went on without it
+    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `regroup`
+    left_out: list[str] = field(default_factory=list)  # the reason, after other ranks continued without this one
 
     def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
-        """For a communicator of some ranks; every rank of this one calls it as often, whether it is a member or not.
-        Not so those that are left: with ``shrunk`` it is named by the round in which they met."""
+        """Returns the settings of a communicator of some ranks. Every rank must call it equally often, whether it is
+        a member or not. With ``shrunk`` only survivors call it, and the round in which they met replaces the count."""
         self.children[0] += not shrunk
         number = f"shrunk{self.rounds[0]}" if shrunk else self.children[0]
         kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
@@ -147,20 +150,22 @@ class Network:
         return replace(self, prefix=name, kind=kind, children=[0], rounds=[0], left_out=[])
 
     def beside(self) -> Network:
-        """For the engine on the cpu beside a device's."""
+        """Returns the settings of the cpu engine beside a device engine."""
         return replace(
             self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
         )
 
     def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
-        """What `_C.Engine.regroup` is on one host, through the store: whoever has seen all come, or the limit pass, is
-        the first to say who goes on. Ranks that are dead are waited for like those that are late."""
+        """Returns a function that does through the store what `_C.Engine.regroup` does on one host: the first rank
+        that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited for
+        like late ones."""
         call = f"shrink: rank {rank} of {world_size}"
 
         def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
-            if self.left_out:  # it must not go on alone
+            if self.left_out:  # it must not continue alone
                 raise RankLostError(self.left_out[0])
-            # Odd: who is there; even: what they bring. So an attempt that failed halfway is over for all.
+            # Odd rounds collect who is there, even rounds their payloads. An attempt that failed half-way thus ends for
+            # all ranks.
             self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
             prefix, later = (f"{self.prefix}/regroup/{self.rounds[0] + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
@@ -172,7 +177,7 @@ class Network:
                     came = [each for each in awaited if self.store.check([keys[each]])]
                     missing = sorted(set(awaited) - set(came))
                     if members and any(self.store.check([f"{later}/{each}"]) for each in missing):
-                        break  # it has begun another attempt
+                        break  # a rank has begun another attempt
                     time.sleep(_MEET_EVERY_S)
                 if not members:
                     mine = ",".join(map(str, came))
@@ -200,7 +205,7 @@ class Network:
         return meet
 
     def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
-        """This rank's end of the wire, for `_C.hosts_engine`; a collective."""
+        """Returns this rank's inter-host transport, for `_C.hosts_engine`; a collective."""
         kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
         if not isinstance(kind, str):
             return _over_group(kind, rank, world_size, device)
@@ -216,21 +221,21 @@ class Network:
         )
 
     def prefixed(self) -> Any:
-        """The store, under this communicator's keys."""
+        """Returns the store, restricted to this communicator's keys."""
         from torch.distributed import PrefixStore
 
         return PrefixStore(self.prefix, self.store)
 
     def wire_dtype_number(self) -> int:
-        """`wire_dtype` as the engine takes it; -1 for none."""
+        """Returns `wire_dtype` in the engine's form; -1 for none."""
         name = check_network(None, self.wire_dtype, "init")
         return -1 if name is None else _C.DTYPES[name]
 
 
 def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
-    """The name of ``wire_dtype``, which may be one of torch's.
+    """Returns the name of ``wire_dtype``, which may be a torch dtype.
 
-    Refuses what names no network or no type, also where there is one host and neither is used.
+    Raises for an unknown network or type, even if there is one host and neither is used.
     """
     if kind not in (None, "gloo", "nccl") if isinstance(kind, str | None) else not hasattr(kind, "allreduce"):
         raise InvalidArgumentError(
@@ -247,21 +252,21 @@ def check_network(kind: Any, wire_dtype: Any, call: str) -> str | None:
 
 
 def memory_store() -> Any:
-    """A store of torch.distributed for the threads of this process."""
+    """Returns a torch.distributed store for the threads of this process."""
     from torch.distributed import HashStore
 
     return HashStore()
 
 
 def server_store() -> Any:
-    """A store that this process keeps for others on this machine; its ``port`` is where."""
+    """Returns a store that this process serves for other processes on this machine, at its ``port``."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def client_store(port: int) -> Any:
-    """The store of another process of this machine."""
+    """Returns a client of another process's store on this machine."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -306,13 +311,13 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
             "serves the cpu alone; leave network out"
         )
     extension = _extension()
-    uses = _USES.setdefault(group, count())  # the ranks of a group make their wires over it in one order
-    first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # beside what its owner sends over it
+    uses = _USES.setdefault(group, count())  # all ranks of a group make their transports over it in the same order
+    first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # outside the tags that the group's owner uses
     return extension.wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
 class Span:
-    """One engine of one rank, which spans the ranks of this host, or several hosts."""
+    """One engine of one rank, over the ranks of this host or of several hosts."""
 
     def __init__(
         self,
@@ -325,7 +330,8 @@ class Span:
         network: Network | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self.limit_ms = rank, world_size, device, limit_ms
-        if device.kind == "cuda":  # read when this process's first context is made; 8 would let streams share queues
+        # Read when this process's first context is made; with the default of 8, streams share queues.
+        if device.kind == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._hosts = hosts if hosts is not None and hosts.several else None
         self._network = network
@@ -335,11 +341,11 @@ class Span:
         self._watch: Watch | None = None
 
     def handle(self) -> bytes:
-        """What the ranks of the same host need of this one to connect."""
+        """Returns the bytes that ranks on the same host need to connect to this one."""
         return bytes(self._inside.handle())
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Connects to every rank; a collective. From here on `engine` is that of all ranks."""
+        """Connects to every rank; a collective. From then on `engine` spans all ranks."""
         if self._hosts is None:
             self._inside.connect(handles)
             self._warn_of_time_slices()
@@ -355,7 +361,7 @@ class Span:
         self._watch = Watch(self, self._network.prefixed(), hosts)
 
     def _warn_of_time_slices(self) -> None:
-        """Tells once in a process that a device shared without MPS runs one process at a time."""
+        """Warns once per process that processes sharing a device without MPS run one at a time."""
         global _warned
         if self._inside.kind != "cuda" or _warned:
             return
@@ -371,27 +377,27 @@ class Span:
             )
 
     def close(self) -> None:
-        """Finishes what is in flight and lets go of the peers."""
+        """Finishes the calls in flight and disconnects from the peers."""
         self.engine.close()
         if self._watch is not None:
             self._watch.stop()
 
 
 class Watch:
-    """Carries an abort from host to host, through the store: inside a host shared memory does."""
+    """Carries an abort from host to host, through the store; inside a host shared memory carries it."""
 
     def __init__(self, span: Span, store: Any, hosts: Hosts) -> None:
-        with suppress(Exception):  # a client of its own: one that waits holds up whoever shares it
+        with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
             store = store.clone()
         self._end = threading.Event()
         every = max(_LOOK_EVERY_S, hosts.world_size / 2000)
-        arguments = (weakref.ref(span), store, self._end, every)  # who looks must not keep it alive
+        arguments = (weakref.ref(span), store, self._end, every)  # weak, so that the thread does not keep it alive
         self._thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that is inside native code as Python ends would bring the process down
+        atexit.register(self.stop)  # a thread inside native code while Python exits would crash the process
 
     def stop(self) -> None:
-        """Ends, after a last look at whether the others must hear of an abort."""
+        """Stops the thread, after a last check whether an abort must be published."""
         atexit.unregister(self.stop)
         self._end.set()
         if self._thread is not threading.current_thread():
@@ -408,7 +414,7 @@ def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: fl
         if span.engine.aborted:
             reason = span.engine.why_aborted or "another rank of this host gave up"
             kind = span.engine.aborted_as
-            span.engine.abort(reason, kind)  # shared memory ends no wait for another host
+            span.engine.abort(reason, kind)  # an abort in shared memory does not end waits for other hosts
             with suppress(RuntimeError):
                 if reached:
                     store.compare_set(_ABORTED, "", f"{kind}\n{reason}")
@@ -420,6 +426,6 @@ def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: fl
                     span.engine.abort(reason, kind)
                     return
             except RuntimeError:
-                reached = False  # gone with its owner; this host's ranks must hear of each other all the same
+                reached = False  # the store ended with its owner; ranks on this host must still abort each other
         last = last or span.engine.closed
         del span

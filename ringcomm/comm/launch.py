@@ -1,4 +1,4 @@
-"""Ranks on this machine without a launcher: threads of this process, or processes of their own."""
+"""Runs ranks on this machine without a launcher: as threads of this process, or as processes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _UNGUARDED = (
     "script again, or pass ranks='threads'; if it is, look at the rank's output"
 )
 Place = tuple[str, Device]
-"""What a rank's bytes are moved by, and where."""
-_MOST_RANKS = 1 << 16  # of one machine
-_NEWS_S = 0.5  # for the ranks to see by themselves that one has died: they know the call and the place
-_GRACE_S = 2.0  # for the other ranks to end by themselves once one has failed
+"""Each rank's engine kind and device."""
+_MOST_RANKS = 1 << 16  # on one machine
+_NEWS_S = 0.5  # time for ranks to detect a death themselves; their errors name the call and place
+_GRACE_S = 2.0  # time for the other ranks to end by themselves after one has failed
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be run, and where."""
+    """The function to run, and the engines and devices to run it on."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class _Job:
     wire_dtype: str | None
 
     def engine(self, rank: int, store: Any) -> NativeEngine:
-        """A rank's engine, not connected; ``store`` where there are hosts."""
+        """Returns a rank's engine, not connected; ``store`` is used if there are several hosts."""
         kind, device = self.places[rank]
         network = None if self.hosts is None else Network(store, "run_ranks", None, self.wire_dtype)
         return NativeEngine(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
@@ -67,19 +67,19 @@ def run_ranks(
     """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
 
     Args:
-        fn: with processes it must be importable from its module, and its arguments and results picklable.
-        ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (spawned afresh).
-        timeout: seconds (or a timedelta): limit of every call of the communicator.
-        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
-        device: "cpu", "cuda" (rank r on device r, round and round where there are fewer) or "cuda:0" (all ranks on that
-            one); None: the cpu.
-        hosts: such as [2, 2]: takes the first two ranks and the next two for hosts of their own, which reach each other
-            over the loopback interface; for tests, and to see what several hosts do. None: one host.
+        fn: with processes it must be importable from its module, and its arguments and results must be picklable.
+        ranks: "threads" (one process; for tests, notebooks, teaching) or "processes" (newly spawned).
+        timeout: seconds (or a timedelta): the limit of every call of the communicator.
+        engine: the engine that moves the bytes: "cpu" or "cuda"; None: the engine for the device.
+        device: "cpu", "cuda" (rank r on device r, round robin if there are fewer devices) or "cuda:0" (all ranks on
+            that device); None: the cpu.
+        hosts: for example [2, 2]: treats the first two ranks and the next two as separate hosts, which reach each other
+            over the loopback interface; for tests, and to study several hosts. None: one host.
         wire_dtype: as in `init`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
              RankFailedError: a process died without an exception, or a rank called sys.exit. RankLostError: a rank
-             waits for one that has returned.
+                 waits for a rank that has already returned.
     """
     if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
         raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
@@ -101,17 +101,17 @@ def run_ranks(
 
 
 class _Outcome:
-    """What the ranks left: results, and exceptions in the order they came."""
+    """The outcome of the ranks: results, and exceptions in order of arrival."""
 
     def __init__(self, world_size: int) -> None:
         self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[int, BaseException]] = []
 
     def raise_first(self) -> None:
-        """Raises the first exception that is not another rank's doing."""
+        """Raises the first exception that was not caused by another rank."""
         own = [error for _, error in self.failures if not isinstance(error, AbortedError)]
         first = own or [error for _, error in self.failures]
-        if first and isinstance(first[0], SystemExit):  # would end the caller's program, with status 0 in silence
+        if first and isinstance(first[0], SystemExit):  # would end the caller's program silently, with status 0
             rank = next(rank for rank, error in self.failures if error is first[0])
             code = shown(first[0].code)
             raise RankFailedError(
@@ -122,8 +122,8 @@ class _Outcome:
 
 
 def _choose_kernels() -> None:
-    """Calls an elementary function of torch. MKL chooses kernels in the first such call of a process; where several
-    threads make it at once, some compute with other kernels than later ones, and with other bits."""
+    """Calls an elementary function of torch. MKL chooses its kernels in the first such call of a process; if several
+    threads make that call at once, some compute with other kernels, and with other bits, than later ones."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.ones(4).exp()
@@ -146,10 +146,11 @@ def _run_threads(job: _Job) -> list[Any]:
             comms.append(comm)
             outcome.results[rank] = job.fn(comm, *job.args)
             comm.close()
-            engine.close_descendants()  # others that still need this rank, in whatever communicator, hear of it at once
+            # So that ranks that still wait for this one, in any communicator, are told at once.
+            engine.close_descendants()
         except BaseException as error:
             outcome.failures.append((rank, error))
-            for each in engines:  # others may wait in communicators that this rank has no part in
+            for each in engines:  # other ranks may wait in communicators that this rank is not in
                 each.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
@@ -158,11 +159,11 @@ def _run_threads(job: _Job) -> list[Any]:
     try:
         for thread in threads:
             thread.join()
-    except BaseException as error:  # an interrupt of the caller
+    except BaseException as error:  # the caller was interrupted
         for engine in engines:
             engine.abort(f"run_ranks was left by {type(error).__name__}")
         deadline = time.monotonic() + _GRACE_S
-        for thread in threads:  # one that is inside native code as Python ends would bring the process down
+        for thread in threads:  # a thread inside native code while Python exits would crash the process
             thread.join(max(0.0, deadline - time.monotonic()))
         raise
     for comm in comms:
@@ -175,7 +176,8 @@ def _run_threads(job: _Job) -> list[Any]:
 
 
 def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
-    """A rank's process: hands its handle to the parent, gets all handles, runs, hands back a result or an exception."""
+    """Runs a rank's process: sends its handle to the parent, gets all handles, runs, and sends a result or an
+    exception."""
     leaving = threading.Lock()
     try:
         engine = job.engine(rank, None if job.hosts is None else client_store(port))
@@ -189,16 +191,17 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         _tell(pipe, "error", (error if _travels(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
-    leaving.acquire()  # for good: a thread that is inside native code as Python ends would bring the process down
+    leaving.acquire()  # never released: a thread inside native code while Python exits would crash the process
 
 
 def _tell(pipe: Connection, kind: str, value: Any) -> None:
-    """Sends all of ``value``; Connection.send would pass tensors as memory that this process must stay alive for."""
+    """Sends ``value`` by value. Connection.send would send tensors as shared memory, for which this process must
+    stay alive."""
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
 def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
-    """Aborts when the parent says so, and ends this process soon after the parent has gone."""
+    """Aborts when the parent says so, and ends this process soon after the parent has ended."""
     try:
         reason, died = pipe.recv()
         with leaving:
@@ -223,7 +226,7 @@ def _travels(value: Any) -> bool:
 
 
 class _Processes:
-    """The parent's side: one pipe and one process for each rank."""
+    """The parent's side: one pipe and one process per rank."""
 
     def __init__(self, world_size: int) -> None:
         self.outcome = _Outcome(world_size)
@@ -232,7 +235,7 @@ class _Processes:
         self.open: dict[Connection, int] = {}
         self.processes: list[Any] = []
         self.deadline: float | None = None
-        self.news: tuple[str, bool] | None = None  # why the others are to give up, until they have been told
+        self.news: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
         self.news_at = 0.0
         self.store: Any = None
 
@@ -253,7 +256,7 @@ class _Processes:
             self.pipes[ours] = self.open[ours] = rank
 
     def run(self) -> list[Any]:
-        """Serves the pipes until every rank has ended, or the time after a failure is over."""
+        """Serves the pipes until every rank has ended, or the time limit after a failure has passed."""
         while self.open and (self.deadline is None or time.monotonic() < self.deadline):
             for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
                 self.receive(pipe)
@@ -262,14 +265,14 @@ class _Processes:
         return self.outcome.results
 
     def receive(self, pipe: Any) -> None:
-        """Takes one message of a rank, or the news that it has died."""
+        """Handles one message of a rank, or its death."""
         rank = self.open[pipe]
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             self.fail(pipe, rank, self.death(rank), died=True)
             return
-        except Exception as broken:  # a length that nothing has
+        except Exception as broken:  # an impossible message length
             self.fail(pipe, rank, _no_message(rank, broken))
             return
         try:
@@ -279,9 +282,7 @@ class _Processes:
             if kind == "error":
                 error, text = value
                 error.__cause__ = RankFailedError(f"on rank {rank}:\n{text}")
-        except (
-            Exception
-        ) as broken:  # of something else that writes to its process's files, or a result that does not load
+        except Exception as broken:  # other code wrote to the pipe, or a result cannot be loaded
             self.fail(pipe, rank, _no_message(rank, broken))
             return
         if kind == "handle":
@@ -296,7 +297,7 @@ class _Processes:
             self.fail(pipe, rank, error)
 
     def death(self, rank: int) -> RankFailedError:
-        """What to say of a rank whose process has gone."""
+        """Returns the error for a rank whose process has ended."""
         process = self.processes[rank]
         process.join(_GRACE_S)
         code = process.exitcode or 0
@@ -306,7 +307,7 @@ class _Processes:
         return RankFailedError(f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output")
 
     def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
-        """Notes a failure and tells the other ranks to give up."""
+        """Records a failure and tells the other ranks to abort."""
         del self.open[pipe]
         self.outcome.failures.append((rank, error))
         if self.deadline is None:
@@ -318,7 +319,8 @@ class _Processes:
             self.tell()
 
     def tell(self) -> None:
-        """Tells the other ranks to give up, once it is time: of a death they find out more by themselves."""
+        """Tells the other ranks to abort, once it is time. After a death it waits, because ranks that detect it
+        themselves report more."""
         if self.news is None or time.monotonic() < self.news_at:
             return
         for each in self.open:
@@ -327,7 +329,7 @@ class _Processes:
         self.news = None
 
     def end(self) -> None:
-        """Leaves no process behind."""
+        """Ends all processes."""
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             if pipe in self.open:
                 process.kill()
@@ -355,8 +357,9 @@ def _no_message(rank: int, error: Exception) -> RankFailedError:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """A process that is started inside leaves Ctrl-C to this one, which ends it; a signal that comes is kept."""
-    resource_tracker.ensure_running()  # by itself it would let signals through again
+    """Inside, a started process ignores Ctrl-C, because this process ends it; signals that arrive here are delivered
+    later."""
+    resource_tracker.ensure_running()  # if started later, it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -365,7 +368,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _check_main(fn: Callable[..., Any]) -> None:
-    """Refuses what no new process can import: the program is no file, or calls this as it is imported."""
+    """Raises if a new process cannot import the program: it is not a file, or it calls this function on import."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(f"run_ranks: was called while a new process imports the script; {_UNGUARDED}")
     main = sys.modules["__main__"]

@@ -1,4 +1,4 @@
-"""NCCL, which carries bytes between GPUs of several hosts: where the library is, and a rank's end of a wire over it."""
+"""NCCL, which moves bytes between GPUs of several hosts: finds the library, and makes a rank's transport over it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringcomm.arrays.devices import Device
 from ringcomm.errors import CollectiveTimeoutError, UnsupportedError
 
 VARIABLE = "RINGCOMM_NCCL"
-"""In the environment: the path of libnccl.so.2, in place of what is found."""
+"""Environment variable with the path of libnccl.so.2, in place of the one that is found."""
 
 _FILE = "libnccl.so.2"
 _IDS_KEY = "nccl_ids"
@@ -21,9 +21,11 @@ _IDS_KEY = "nccl_ids"
 
 def path() -> str:
     """
-    The library to load: what `RINGCOMM_NCCL` says, else that of the nvidia-nccl package (which is torch's own too).
+    Returns the library to load: the path in `RINGCOMM_NCCL`, else the library of the nvidia-nccl package (which torch
+    uses, too).
 
-    Returns: empty where neither is there; then one that the process has loaded counts, or what the loader finds.
+    Returns: "" if neither exists; then a library that the process has already loaded is used, or one that the loader
+             finds.
     """
     given = os.environ.get(VARIABLE)
     if given:
@@ -32,7 +34,7 @@ def path() -> str:
 
 
 def _packages() -> list[Path]:
-    """Folders of the package nvidia.nccl."""
+    """Returns the folders of the package nvidia.nccl."""
     try:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # no package nvidia at all
@@ -41,7 +43,8 @@ def _packages() -> list[Path]:
 
 
 def facts() -> tuple[bool, str]:
-    """Whether NCCL can be used, and which one it is or why not. Loads the library, asks no GPU."""
+    """Returns whether NCCL can be used, and its version or the reason why not. Loads the library without using a
+    GPU."""
     where = path()
     why = _C.why_no_nccl(where)
     if why:
@@ -51,22 +54,22 @@ def facts() -> tuple[bool, str]:
 
 def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
     """
-    This rank's end of a wire over NCCL, for `_C.hosts_engine`; a collective of all ranks.
+    Returns this rank's transport over NCCL, for `_C.hosts_engine`; a collective of all ranks.
 
     Args:
-        store: of torch.distributed, under keys of this communicator's own. Rank 0 puts the ids there.
-        limit_ms: for all ranks to come.
+        store: a torch.distributed store, restricted to this communicator's keys. Rank 0 writes the ids there.
+        limit_ms: time limit for all ranks to come.
 
     Raises:
         UnsupportedError: no NCCL, or one that is too old.
         CollectiveTimeoutError: not all ranks came in time.
-        EngineError: NCCL refused something.
+        EngineError: an NCCL call failed.
     """
     where = path()
     why = _C.why_no_nccl(where)
     ids = b"" if why or rank else b"".join(_C.nccl_unique_id(where) for _ in range(_C.NCCL_IDS))
     states = _swap(store, rank, world_size, why or f"={_C.nccl_version(where)}", limit_ms)
-    for peer, state in enumerate(states):  # on all ranks alike, before any of them waits for another in NCCL
+    for peer, state in enumerate(states):  # the same on all ranks, before any of them waits for another in NCCL
         if not state.startswith("="):
             raise UnsupportedError(
                 f"init: rank {peer} expected NCCL between hosts with arrays on {device}, got {state}"
@@ -86,7 +89,7 @@ def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) 
 
 
 def _swap(store: Any, rank: int, world_size: int, mine: str, limit_ms: int) -> list[str]:
-    """What every rank says, by rank."""
+    """Returns every rank's string, by rank."""
     keys = [f"nccl/{peer}" for peer in range(world_size)]
     store.set(keys[rank], mine)
     try:

@@ -1,4 +1,5 @@
-"""A process group of torch.distributed as a communicator's engine: code on a communicator can run on NCCL or Gloo."""
+"""A process group of torch.distributed as a communicator's engine, so that code written for a communicator runs on
+NCCL or Gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ringcomm.comm.engine import Engine
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
 Started = tuple[list[Any], Callable[[], None]]
-"""The group's handles of a call, and what is left to do when they are done."""
+"""The process group's handles of a call, and the functions to run when they are done."""
 
 
 class TorchRequest:
@@ -34,7 +35,7 @@ class TorchRequest:
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout_ms: int = 0) -> None:
-        """Waits for every part of the call."""
+        """Waits for all parts of the call."""
         limit_ms = timeout_ms or self._limit_ms
         limits = (timedelta(milliseconds=limit_ms),) if limit_ms else ()
         try:
@@ -52,7 +53,7 @@ class TorchRequest:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """What other libraries than torch do with the results from now on runs after what torch has enqueued."""
+        """Orders later work of libraries other than torch on the results after the work that torch has enqueued."""
         outputs = [self._call.output, *(piece.array for piece in self._call.output_parts or ())]
         for array in outputs:
             if array is not None and array.device.kind == "cuda":
@@ -60,17 +61,17 @@ class TorchRequest:
 
 
 def nothing() -> None:
-    """What is left to do after most calls."""
+    """Does nothing; most calls have nothing left to do."""
 
 
 def piece_of(array: Array | None) -> Piece:
-    """All of an array that the call has."""
+    """Returns a piece that covers an array, which the call must have."""
     assert array is not None
     return Piece.of(array)
 
 
 def flat(piece: Piece) -> Any:
-    """A piece as a one-dimensional torch tensor over the same memory."""
+    """Returns a piece as a one-dimensional torch tensor over the same memory."""
     import torch
 
     data = piece.array.data
@@ -80,13 +81,13 @@ def flat(piece: Piece) -> Any:
 
 
 def _chunks(call: CollectiveArgs, array: Array, empty: Any) -> list[Any]:
-    """An array in a piece for each rank; ``empty`` for each where there is nothing to cut."""
+    """Splits an array into one piece per rank; returns ``empty`` for each rank if there is nothing to split."""
     return list(flat(Piece.of(array)).chunk(call.world_size)) if call.count else [empty] * call.world_size
 
 
 class ProcessGroupEngine(Engine):
-    """Its calls go through torch.distributed. The order of summation, the types and the devices are those of the
-    group's own backend."""
+    """An engine whose calls go through torch.distributed. The order of summation, the types and the devices are
+    those of the group's own backend."""
 
     def __init__(self, pg: Any = None) -> None:
         import torch.distributed as dist
@@ -105,11 +106,11 @@ class ProcessGroupEngine(Engine):
 
     @property
     def device_names(self) -> str:
-        """Where arrays may lie: what the group has a backend for, such as "cpu,cuda"."""
+        """The devices on which arrays may lie: those for which the group has a backend, such as "cpu,cuda"."""
         return ",".join(sorted({device.type for device in self.pg._device_types}))
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; a collective."""
+        """Returns every rank's bytes, by rank; a collective."""
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.world_size
@@ -119,7 +120,7 @@ class ProcessGroupEngine(Engine):
     # ---- running calls -------------------------------------------------------------------------------------------
 
     def run(self, call: CollectiveArgs) -> int:
-        """Runs a call to its end; the source of a recv, else -1."""
+        """Runs a call to its end; returns the source of a recv, else -1."""
         request = self.submit(call)
         request.wait()
         return request.source
@@ -130,7 +131,7 @@ class ProcessGroupEngine(Engine):
         return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        """Moves pairs of pieces that were checked; as torch does it."""
+        """Copies pairs of pieces that were already checked, with torch."""
         del call
         import torch
 
@@ -141,7 +142,7 @@ class ProcessGroupEngine(Engine):
             y.copy_(x)
 
     def _reduction(self, call: CollectiveArgs) -> tuple[Any, float]:
-        """The group's reduce op, and what its result is divided by: Gloo has no average."""
+        """Returns the group's reduce op and the divisor of its result, because Gloo has no average."""
         import torch.distributed as dist
 
         if call.reduce_op == "premul_sum":
@@ -152,7 +153,7 @@ class ProcessGroupEngine(Engine):
         return getattr(dist.ReduceOp, name), 1
 
     def _source(self, call: CollectiveArgs, piece: Piece) -> Any:
-        """A piece to reduce; a copy of it times the factor for premul_sum."""
+        """Returns a piece to reduce; for premul_sum a copy of it times the factor."""
         tensor = flat(piece)
         return tensor * call.factor if call.reduce_op == "premul_sum" else tensor
 
@@ -177,7 +178,8 @@ class ProcessGroupEngine(Engine):
         import torch.distributed as dist
 
         op, divisor = self._reduction(call)
-        scratch = self._source(call, piece_of(call.input)).clone()  # a group may use every rank's array as scratch
+        # A group may use every rank's array as scratch space.
+        scratch = self._source(call, piece_of(call.input)).clone()
         work = dist.reduce(scratch, group_dst=call.root, op=op, group=self.pg, async_op=True)
 
         def finish() -> None:
@@ -297,12 +299,12 @@ class ProcessGroupEngine(Engine):
         return importlib.import_module(library).empty(shape, dtype=dtype)
 
     def split(self, color: int | None, key: int) -> ProcessGroupEngine | None:
-        """The engine over a new process group of the same backend, of the ranks of this color; None without one. A
-        collective."""
+        """Returns an engine over a new process group of the same backend, of the ranks of this color; None if this
+        rank has no color. A collective."""
         import torch.distributed as dist
 
         places: list[Any] = [None] * self.world_size
-        made = len(dist.distributed_c10d._world.pg_names)  # torch makes it a part of the new group's name
+        made = len(dist.distributed_c10d._world.pg_names)  # torch makes this count a part of the new group's name
         dist.all_gather_object(places, (color, key, made), group=self.pg)
         members = [r for r, (its, _, _) in enumerate(places) if its == color and color is not None]
         members.sort(key=lambda r: places[r][1])
@@ -330,7 +332,7 @@ class ProcessGroupEngine(Engine):
 
     @property
     def timeout_ms(self) -> int:
-        """Limit of every call that names none: the one set here, else torch's default."""
+        """The time limit of every call without its own: the one set here, else torch's default."""
         from torch.distributed.constants import default_pg_timeout
 
         return self._limit_ms or int(default_pg_timeout / timedelta(milliseconds=1))
@@ -340,7 +342,7 @@ class ProcessGroupEngine(Engine):
         self._limit_ms = limit_ms
 
     def abort(self, reason: str, cause: BaseException | None = None) -> None:
-        """Aborts the process group, where its backend can."""
+        """Aborts the process group, if its backend can."""
         del cause
         try:
             self.pg.abort()
@@ -350,7 +352,7 @@ class ProcessGroupEngine(Engine):
             ) from error
 
     def leave(self, reason: str, error: BaseException | None) -> None:
-        """The group stays as it is."""
+        """Does nothing: the group stays as it is."""
 
     def close(self) -> None:
-        """The group stays as it is."""
+        """Does nothing: the group stays as it is."""

@@ -1,4 +1,4 @@
-"""How ranks find each other: torchrun's environment and torch's stores, nothing of our own."""
+"""Rendezvous: ranks find each other through torchrun's environment and torch's stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LIMIT_S = 1800.0
-_MOST_RANKS = 1 << 20  # of a world: every rank reads a key of every other
+_MOST_RANKS = 1 << 20  # in a world, because every rank reads a key of every other rank
 _shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
 
@@ -44,29 +44,29 @@ def init(
 ) -> Communicator:
     """Makes this process one rank of a communicator; a collective.
 
-    Under torchrun no argument is needed: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say all. If torch.distributed
-    is initialised, its ranks and its store are used. Alone, without any of these, the world has one rank.
+    Under torchrun no argument is needed: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are used. If torch.distributed
+    is initialised, its ranks and its store are used. Without any of these, the world has one rank.
 
     Args:
-        rank, world_size: who this is, where the environment does not say it.
+        rank, world_size: this rank and the number of ranks, if the environment does not define them.
         store: a torch.distributed store that all ranks reach.
         init_method: as in torch.distributed, such as "tcp://localhost:29500" or "file:///tmp/ranks"; default "env://".
-        timeout: seconds (or a timedelta): limit of this call, and of every call that names none.
-        engine: what moves the bytes: "cpu" or "cuda"; None: what serves the device.
-        device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" takes the devices in turns, by
-            torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
-        network: what carries bytes between hosts, where there are several: "gloo" (cpu), "nccl" (cuda), or a process
-            group of torch.distributed over the same ranks (cpu; its tags from 2^20 on); None: what serves the device.
-            Which ranks share a host the machine says, or RINGCOMM_HOST on each rank.
-        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": the floats of all_reduce, reduce and
-            reduce_scatter go between hosts in this type, where it is smaller, and are rounded each time they do; None:
-            that of RINGCOMM_WIRE_DTYPE, else as they are. float8 stands for float32 alone, and for the sums of 16-bit
-            floats.
+        timeout: seconds (or a timedelta): the limit of this call, and of every later call without its own.
+        engine: the engine that moves the bytes: "cpu" or "cuda"; None: the engine for the device.
+        device: where this rank's arrays lie: "cpu", "cuda:0" or a torch.device; "cuda" assigns the devices round robin
+            by torchrun's LOCAL_RANK, else by rank. None: the cpu. Several ranks may share a device.
+        network: the network between hosts, if there are several: "gloo" (cpu), "nccl" (cuda), or a process group of
+            torch.distributed over the same ranks (cpu; its tags from 2^20 on are used); None: the network for the
+            device. The ranks that share a host are detected, or set by RINGCOMM_HOST on each rank.
+        wire_dtype: "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2": all_reduce, reduce and reduce_scatter send
+            floats between hosts in this type if it is smaller, and round them each time they are sent; None: the type
+            in RINGCOMM_WIRE_DTYPE, else the floats' own type. float8 is used only for float32 and for the sums of
+            16-bit floats.
     Returns: Communicator.
-    Raises:  InvalidArgumentError: the environment and the arguments do not name a rank and a world,
-             or the ranks were started with different world sizes. CollectiveTimeoutError: a rank did not come in time.
-             EngineError: the store cannot be opened or was lost. UnsupportedError: no such engine in this build, or no
-             driver. DeviceError: no such device.
+    Raises:  InvalidArgumentError: the environment and the arguments do not define a rank and a world size, or the ranks
+             were started with different world sizes. CollectiveTimeoutError: a rank did not come in time. EngineError:
+             the store cannot be opened or was lost. UnsupportedError: no such engine in this build, or no driver.
+             DeviceError: no such device.
     """
     usable = init_method is None or (isinstance(init_method, str) and init_method.isprintable())
     if not usable or (store is not None and not hasattr(store, "compare_set")):
@@ -90,17 +90,17 @@ def init(
     hosts = Hosts.of([each.decode() for each in identities])
     made = NativeEngine(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
     made.connect(_exchange(store, "init", rank, world_size, made.handle(), limit)[1])
-    made.exchange(b"")  # a barrier: one rank may own the store, and takes it along when it goes on
+    made.exchange(b"")  # a barrier, because a rank that continues may end and take a store that it owns with it
     return Communicator(made)
 
 
 def beside(group: Any = None, device: Any = "cpu") -> Communicator:
-    """A communicator of our own engines over the ranks of a process group; a collective of these ranks.
+    """Returns a communicator on our own engines over the ranks of a process group; a collective of these ranks.
 
     Args:
-        group: of torch.distributed and any backend; None: the default one. Only its ranks and the store are used.
-        device: where the arrays lie: "cpu", or such as "cuda:0".
-    Returns: the communicator, with the group's rank numbers and time limit. It does not end with the group: close it.
+        group: a process group of torch.distributed, of any backend; None: the default one. Only its ranks and the store
+            are used.
+        device: where the arrays lie: "cpu", or for example "cuda:0".
     Raises:  as `init`.
     """
     import torch.distributed as dist
@@ -112,7 +112,7 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
 
 
 def _limit_of(group: Any, device: Any) -> Timeout:
-    """The time limit that a process group was made with; the default one where its backend does not tell."""
+    """Returns the time limit with which a process group was made; the default if its backend does not tell."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def _limit_of(group: Any, device: Any) -> Timeout:
 
 
 def _default_group() -> Any:
-    """torch.distributed's module of process groups, where it has a default group."""
+    """Returns torch.distributed's module of process groups if there is a default group, else None."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     return module if module is not None and module.is_initialized() else None
 
@@ -193,11 +193,11 @@ def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: time
 
 
 def _check_file(path: str, rank: int, world_size: int) -> None:
-    """Refuses a file that is no store: torch would read on in it without an end."""
+    """Raises for a file that is not a store, because torch would read it without end."""
     with open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         content = file.read()
-    at, length = 0, struct.Struct("=I")  # of each key and each value, in front of it
+    at, length = 0, struct.Struct("=I")  # of each key and each value; it precedes them
     while at + length.size <= len(content):
         at += length.size + length.unpack_from(content, at)[0]
     if at != len(content):
@@ -208,7 +208,7 @@ def _check_file(path: str, rank: int, world_size: int) -> None:
 
 
 def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: timedelta) -> Exception:
-    """What stopped a rank before the ranks shared a store, as one of our errors."""
+    """Converts an error that stopped a rank before the ranks shared a store to one of our errors."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "timed out" not in said.lower():
         if type(error).__name__ not in ("DistNetworkError", "DistStoreError"):
@@ -234,8 +234,9 @@ def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: ti
 def _exchange(
     store: Any, what: str, rank: int, world_size: int, handle: bytes, limit: timedelta
 ) -> tuple[str, list[bytes]]:
-    """(A name that no other exchange over this store has, every rank's handle by rank), through a store."""
-    # Counted in the store, for each rank apart: the n-th init of every rank over one store belong together.
+    """Exchanges handles through a store; returns (a name that no other exchange over this store has, every rank's
+    handle by rank)."""
+    # The store counts the calls of each rank separately: the n-th init of every rank over one store belong together.
     handles: list[bytes] = []
     try:
         prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
@@ -244,7 +245,7 @@ def _exchange(
         deadline = time.monotonic() + limit.total_seconds()
         for peer, key in enumerate(
             keys
-        ):  # in order: with different world sizes, some wait for ranks that nobody starts
+        ):  # in order: with different world sizes, some wait for ranks that were never started
             _await(store, keys, key, rank, limit, deadline)
             its, value = unseal(bytes(store.get(key)), "init", rank, peer)
             if its != world_size:
@@ -268,7 +269,7 @@ def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, d
     left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store.wait([key], left)
-    except RuntimeError as error:  # the stores do not agree on a class
+    except RuntimeError as error:  # the stores raise different classes
         missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
         if not missing:
             raise
@@ -279,7 +280,7 @@ def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, d
 
 
 def _both_know(store: Any, theirs: str, mine: str) -> None:
-    """Gives the other rank a moment to find the same: one of the two may own the store."""
+    """Gives the other rank a moment to find the same mismatch, because one of the two may own the store."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{mine}/differs", b"")
         store.wait([f"{theirs}/differs"], timedelta(seconds=1))
@@ -289,7 +290,8 @@ def _both_know(store: Any, theirs: str, mine: str) -> None:
 
 
 def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.device | None = None) -> Communicator:
-    """A communicator over a process group: on our own engine where the group's backend is ours, else through the group.
+    """Returns a communicator over a process group: on our own engine if the group's backend is ours, else through the
+    group.
 
     None: the default group; without torch.distributed, `ringcomm.init` from torchrun's environment.
     """
@@ -312,7 +314,7 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
 
 
 def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
-    """As `communicator_of`, but the same one for every call with this group and device.
+    """Returns what `communicator_of` returns, but the same object for every call with this group and device.
 
     Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
     if it lived only as long as the modules that use it, each rank's garbage collector would decide.
@@ -324,6 +326,7 @@ def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torc
     known = _shared.get(owner, {}).get(device)
     if known is None or known.closed or known.aborted:
         known = communicator_of(group, call, device)
-        if known.lends_memory:  # else the group is its engine: that refers to the group, and making it sends nothing
+        # Otherwise the group itself is its engine, which references the group; making it sends nothing.
+        if known.lends_memory:
             _shared.setdefault(owner, {})[device] = known
     return known

@@ -1,5 +1,5 @@
-"""What ranks leave for each other in a store, under a seal: what was cut off, changed, or left there by another program
-or another version is refused as it is read."""
+"""Messages that ranks leave for each other in a store, with a header that detects damage: a message that is
+truncated, changed, or written by another program or version is refused when it is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from ringcomm.errors import InvalidArgumentError
 
 _WORD = b"ringcomm/1"
-_HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of what follows it, the world size of the rank
+_HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of the payload, the rank's world size
 
 
 def seal(payload: bytes, world_size: int) -> bytes:
-    """``payload`` as a rank of so many leaves it for the others."""
+    """Adds the header to ``payload``, with the rank's world size."""
     return _HEAD.pack(_WORD, zlib.crc32(payload, world_size), world_size) + payload
 
 
 def unseal(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
-    """(World size, payload) of what rank ``peer`` has left.
+    """Returns (world size, payload) of the message of rank ``peer``.
 
-    Raises: InvalidArgumentError: it is not what a rank of this version left there.
+    Raises:  InvalidArgumentError: the value was not written by a rank of this version.
     """
     if len(value) >= _HEAD.size:
         word, checksum, world_size = _HEAD.unpack_from(value)
@@ -36,13 +36,13 @@ def unseal(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
 
 
 def generation(store: Any, key: str, call: str, rank: int) -> int:
-    """How often this was called for ``key`` of a store, this time included.
+    """Returns the number of calls for ``key`` of a store, including this one.
 
-    Raises: InvalidArgumentError: another program keeps something else there.
+    Raises:  InvalidArgumentError: another program uses the key.
     """
     try:
         count = int(store.add(key, 1))
-    except (ValueError, IndexError) as error:  # as torch says that it is no number, or too large a one
+    except (ValueError, IndexError) as error:  # torch's errors for a value that is not a number, or too large
         got = str(error)
     else:
         if count >= 1:

@@ -9,7 +9,7 @@ from ringcomm.comm.args import milliseconds
 
 
 class Request(Protocol):
-    """What an engine gives for a call in flight."""
+    """An engine's handle of a call in flight."""
 
     @property
     def done(self) -> bool: ...
@@ -19,7 +19,7 @@ class Request(Protocol):
 
 
 class Finisher(Protocol):
-    """The prepared call: what is left to do when the engine is done."""
+    """The prepared call, with the work left to do when the engine is done."""
 
     op: str
     rank: int
@@ -31,7 +31,7 @@ class Finisher(Protocol):
 
 
 class Work:
-    """One asynchronous call. Its arrays are kept alive until it is done; their values are valid after ``wait``."""
+    """One asynchronous call. It keeps its arrays alive until it is done; their values are valid after ``wait``."""
 
     __slots__ = ("_call", "_rank", "_request", "_result")
 
@@ -43,25 +43,25 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended: ``wait`` would return at once."""
+        """Whether the call has ended, so that ``wait`` would return at once."""
         return bool(self._request.done)
 
     def is_completed(self) -> bool:
-        """``done``, as torch calls it."""
+        """Same as ``done``, under torch's name."""
         return self.done
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks until the call is done.
 
         Args:
-            timeout: seconds (or a timedelta); None: the call's own limit. When it passes, the call stays in flight.
-        Returns: what the call returns when it is not asynchronous.
+            timeout: seconds (or a timedelta); None: the call's own limit. If it passes, the call stays in flight.
+        Returns: what the synchronous call returns.
         Raises:  CollectiveTimeoutError, AbortedError, MismatchError: the call's own error, or the timeout here.
         """
         return self.synchronize(timeout)
 
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
-        """Blocks the host until the call is done; otherwise as ``wait``."""
+        """Blocks the host until the call is done; otherwise same as ``wait``."""
         self._request.wait(milliseconds(timeout, "wait", self._rank))
         call, self._call = self._call, None
         if call is not None:
@@ -73,8 +73,8 @@ class Work:
 
 
 class DeviceWork(Work):
-    """One asynchronous call on a stream of a device. ``wait`` orders what comes after it, and does not block the host;
-    ``synchronize`` does, and raises the call's error."""
+    """One asynchronous call on a stream of a device. ``wait`` orders later work after the call without blocking the
+    host; ``synchronize`` blocks the host, and raises the call's error."""
 
     __slots__ = ("_finished",)
 
@@ -83,16 +83,16 @@ class DeviceWork(Work):
         self._finished = False
 
     def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
-        """Lets ``stream`` wait for the call: what is enqueued there from now on sees its result.
+        """Makes ``stream`` wait for the call: work enqueued there from now on sees its result.
 
         Args:
-            timeout: seconds (or a timedelta); given, this blocks the host as ``synchronize`` does.
-            stream: as in the call; None: the one on which the array's library works now.
-        Returns: what the call returns when it is not asynchronous.
+            timeout: seconds (or a timedelta); if given, this blocks the host as ``synchronize`` does.
+            stream: as in the call; None: the stream on which the array's library currently works.
+        Returns: what the synchronous call returns.
         """
         call = self._call
         if timeout is not None or call is None or (call.op == "recv" and call.root < 0):
-            return self.synchronize(timeout)  # nobody knows the sender before it has sent
+            return self.synchronize(timeout)  # the sender is unknown before it has sent
         waiting = call.waiting_stream(stream)
         self._request.join(waiting)
         if not self._finished:
@@ -103,7 +103,7 @@ class DeviceWork(Work):
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; raises its error."""
         if self._finished:
-            self._call = None  # only the request is left to wait for
+            self._call = None  # drops the arrays; only the request is left to wait for
         return super().synchronize(timeout)
 
 
@@ -123,7 +123,7 @@ class Group:
         return [work.wait(timeout) for work in self.works]
 
     def synchronize(self, timeout: float | timedelta | None = None) -> list[Any]:
-        """``wait`` that blocks the host, also for calls on a device."""
+        """Same as ``wait``, but blocks the host, even for calls on a device."""
         return [work.synchronize(timeout) for work in self.works]
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Context parallel training: a sequence is split over the ranks, and attention goes round them in a ring."""
+"""Context parallel training: a sequence is split over the ranks, and keys and values travel round them in a ring."""
 
 from ringcomm.context.attention import ring_attention
 from ringcomm.context.mode import context_parallel

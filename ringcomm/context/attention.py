@@ -1,11 +1,12 @@
-"""Attention over a sequence that is split over the ranks: keys and values go round, queries stay.
+"""Attention over a sequence that is split over the ranks: keys and values travel round the ring, queries stay.
 
     step 0      every rank: own queries x own keys          own keys -> next rank
-    step 1      own queries x keys of rank r-1              these -> next rank
+    step 1      own queries x keys of rank r-1              these keys -> next rank
     ...
     step W-1    own queries x keys of rank r+1
 
-Backward goes round once more, and with the keys go the sums of their gradients, until they are home again.
+In backward the keys travel round once more, together with the sums of their gradients, which end on the rank that owns
+the keys.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class _Calls(threading.local):
 
 
 CALLS = _Calls()
-"""How many attentions over ranks this thread has begun."""
+"""The number of attentions over ranks that this thread has started."""
 _Met = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
-"""A rank, its keys and values, and what of them this rank's queries meet."""
+"""A rank, its keys and values, and the blocks of them that this rank's queries attend to."""
 
 
 @expects(
@@ -68,39 +69,41 @@ def ring_attention(
     layout: str = "zigzag",
     overlap: bool = True,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of all ranks; a collective, and so is its backward.
+    """Computes the attention of this rank's queries to the keys of all ranks; a collective, as is its backward.
 
     Every rank calls it with the same shapes and arguments, and every rank runs backward. Gradients are those of the sum
     of all ranks' losses. It may be called inside of activation checkpointing; a second derivative raises.
 
     Args:
-        q, k, v: parts of the sequence, cut as ``layout`` says: `shard_sequence` cuts like this.
-        causal: each query sees the keys at its position in the whole sequence and before it. Blocks that it hides
-            wholly are not computed.
-        scale: of the scores; None: 1/sqrt(D).
-        window: each query sees the keys that are fewer than this many positions away from it, as a model with a sliding
-            window does. Blocks that are farther away are not computed.
-        key_mask: (B, S/W), boolean: which of this rank's keys are seen, such as no padding. A query that sees no key
-            gets 0.
+        q, k, v: this rank's part of the sequence in ``layout``, as `shard_sequence` returns it.
+        causal: each query sees the keys at and before its position in the complete sequence. Blocks that are hidden
+            entirely are not computed.
+        scale: the factor of the scores; None: 1/sqrt(D).
+        window: each query sees the keys at a distance of less than this number of positions, as in a model with a
+            sliding window. Blocks that are farther away are not computed.
+        key_mask: (B, S/W), boolean: True for each of this rank's keys that is seen, False for instance for padding. A
+            query that sees no key gets 0.
         softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
-        layout: "zigzag": every rank computes as much of a causal mask; "contiguous": rank r sees r+1 parts of it.
+        layout: "zigzag": with a causal mask, every rank computes the same amount; "contiguous": rank r attends to r+1
+            parts.
         overlap: whether keys travel while a block is computed. The bits are the same.
-    Shapes:  q (B, H, S/W, D), k (B, Hkv, S/W, D), v (B, Hkv, S/W, Dv): Hkv divides H, query head h meets key head
-             h // (H/Hkv). S/W is even in zigzag on more than one rank.
-    Dtypes:  float32, float64, bfloat16, float16, one for all; under autocast they are cast as torch's are.
-             key_mask (B, S/W) on every rank or on none.
+    Shapes:  q (B, H, S/W, D), k (B, Hkv, S/W, D), v (B, Hkv, S/W, Dv): Hkv divides H, query head h uses key head h //
+             (H/Hkv). S/W is even in zigzag on more than one rank.
+    Dtypes:  float32, float64, bfloat16, float16, the same for all; under autocast they are cast as for torch's own
+             attention. key_mask (B, S/W) on every rank or on none.
     Returns: (B, H, S/W, Dv) in q's type.
-    Order:   blocks are put together in the order of ranks r, r-1, ..., r+1, in float32 (float64 for float64), and so
-             are the gradients of q. The gradients of rank r's keys add up ranks r+1, r+2, ..., r-1, and at last r, in
-             float32 (float64). With 16-bit inputs a fused kernel rounds its block's results to them before. On the CPU
-             the same bits in every run; on CUDA, too, with torch.use_deterministic_algorithms.
-    Cost:    W steps. Each rank sends (W-1) (|K| + |V|) bytes in forward and (W-1) (|K| + |V|) and (W-1) times their
-             gradients in float32 in backward; on the CPU, 256 bytes more each time, to compare the calls. Memory for
-             two of |K| + |V|, and in backward for two of their gradients. A rank computes S^2/W pairs of a query and
-             a key for a head; causal in zigzag half as many, and S/(2W) more. A key_mask is collected from all ranks
-             in forward, B S bytes; a block with hidden keys or the edge of a window takes memory for its mask.
+    Order:   blocks are merged in the order of ranks r, r-1, ..., r+1, in float32 (float64 for float64); the gradients
+             of q are added in the same order. The gradients of rank r's keys are added over the ranks r+1, r+2, ...,
+             r-1, and last r, in float32 (float64). With 16-bit inputs a fused kernel rounds its block's results to the
+             inputs' type before. On the CPU every run gives the same bits; on CUDA, too, with
+             torch.use_deterministic_algorithms.
+    Cost:    W steps. Each rank sends (W-1) (|K| + |V|) bytes in forward; in backward the same and (W-1) times their
+             gradients in float32; on the CPU, 256 bytes more in each of the two, to compare the calls. Memory for two
+             copies of |K| + |V|, and in backward for two of their gradients. A rank computes S^2/W pairs of a query and
+             a key for a head; causal in zigzag half as many, and S/(2W) more. In forward the key_mask of all ranks is
+             gathered, B S bytes; a block with hidden keys or the edge of a window takes memory for its mask.
     Raises:  ShapeError, DtypeError, DeviceError, InvalidArgumentError, before anything is sent. MismatchError: the
-             ranks differ in shapes or arguments (on a device: in the size of the messages alone).
+             ranks differ in shapes or arguments (on a device: in the size of the messages only).
     Source:  Liu, Zaharia & Abbeel 2023, Ring Attention with Blockwise Transformers for Near-Infinite Context.
     """
     check_layout(layout, CALL, comm.rank)
@@ -126,12 +129,13 @@ def cached_attention(
     softcap: float | None,
     key_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of new tokens, which every rank has, to the parts of all ranks and to one another; a collective.
+    """Computes the attention of new tokens, which every rank has, to all ranks' parts of a cache and to one another; a
+    collective.
 
     Args:
         q: (B, H, N, D), the same on every rank.
-        k, v: (B, Hkv, part + T, D): this rank's part of the sequence, and T >= N tokens that every rank has, the new
-            ones last. Rank 0 alone attends to these.
+        k, v: (B, Hkv, part + T, D): this rank's part of the sequence, then T >= N tokens that every rank has, the new
+            ones last. Only rank 0 attends to these T tokens.
         key_mask: (B, part + T), boolean: which of these keys are seen; None: all.
     Order:   ranks 0 to W-1. The same bits on every rank.
     Cost:    one all_gather of B H N (Dv + 1) in float32 (float64).
@@ -167,7 +171,7 @@ def cached_attention(
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """As torch casts the inputs of its own attention."""
+    """Casts the tensors as autocast does for torch's own attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -215,10 +219,11 @@ def _check_key_mask(mask: torch.Tensor | None, k: torch.Tensor, comm: Communicat
 
 
 class _Call:
-    """One ring attention: where, how, and of what.
+    """One ring attention: the ring, the kernel and the arguments.
 
     Args:
-        seen: of this rank's keys (B, S/W), until `forward` has collected those of all ranks; None: all.
+        seen: the key_mask of this rank's keys (B, S/W), until `forward` has gathered those of all ranks; None: all are
+            seen.
     """
 
     def __init__(
@@ -230,20 +235,20 @@ class _Call:
         self.masks: list[torch.Tensor | None] = [None] * link.world_size  # by rank; None: all of its keys are seen
 
     def facts(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-        """In what the ranks must agree."""
+        """Returns the facts that must be equal on all ranks, as text."""
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}"
         more = f"window={self.window}, softcap={self.how.softcap}, {'no ' if self.seen is None else ''}key_mask"
         return f"{which} of {shapes}, causal={self.how.causal}, scale={self.how.scale!r}, {self.layout}, {more}"
 
     def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Met]:
-        """Every rank's keys, this rank's own first; the next ones come while the caller computes."""
+        """Yields every rank's keys, this rank's own first; the next ones arrive while the caller computes."""
         link = self.link
         for source, keys, values in link.travel(self.facts(which, q, k, v), k, v):
             args = (q.shape[2], self.how.causal, self.layout, link.world_size, self.window)
             yield source, keys, values, blocks_of(link.rank, source, *args)
 
     def collect_masks(self) -> None:
-        """Every rank's key_mask: a collective."""
+        """Gathers every rank's key_mask; a collective."""
         if self.seen is None:
             return
         every = self.seen.new_empty((self.link.world_size, *self.seen.shape))
@@ -252,7 +257,7 @@ class _Call:
         self.masks = [None if done else mask for done, mask in zip(whole, every, strict=True)]
 
     def scores(self, source: int, block: Block, device: torch.device) -> Scores:
-        """How the block's scores are made."""
+        """Returns how the scores of the block are computed."""
         mask = self.masks[source]
         if mask is None and block.distance is None:
             return self.how._replace(causal=block.causal)
@@ -263,7 +268,7 @@ class _Call:
         return self.how._replace(causal=False, visible=visible)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the log-sum-exp over all keys, both in the wide type."""
+        """Returns the output, and the log-sum-exp over all keys, both in the wide type."""
         wide = wide_type(q.dtype)
         out = lse = None
         for source, keys, values, blocks in self.blocks("forward", q, k, v):
@@ -279,10 +284,10 @@ class _Call:
                     out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
                     lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
                 merge(out[:, :, block.rows], lse[:, :, block.rows], part_out, part_lse)
-        assert out is not None  # each query's chunk meets itself
+        assert out is not None  # every chunk of queries attends to its own keys
         assert lse is not None
         if self.seen is not None:
-            lse = lse.masked_fill(lse == -math.inf, math.inf)  # no key seen: no weight in backward
+            lse = lse.masked_fill(lse == -math.inf, math.inf)  # no visible key: zero weight in backward
         return out, lse
 
     def backward(
@@ -294,7 +299,7 @@ class _Call:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v, in the wide type."""
+        """Returns the gradients of q, k and v, in the wide type."""
         wide = wide_type(q.dtype)
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
         own = Pair.empty_like(k, v, wide)
@@ -302,7 +307,7 @@ class _Call:
         sums = Sums(self.link, k, v, wide)
         for source, keys, values, blocks in self.blocks("backward", q, k, v):
             found = []
-            for block in blocks:  # while the sums are on their way
+            for block in blocks:  # computed while the sums are travelling
                 upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
                 parts = (upper, queries, keys[:, :, block.keys], values[:, :, block.keys], output, total)
                 found.append(self.kernel.backward(*parts, self.scores(source, block, q.device)))

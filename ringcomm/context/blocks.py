@@ -1,10 +1,11 @@
-"""Attention of a block of queries to a block of keys, with what is needed to put blocks together.
+"""Attention of a block of queries to a block of keys, with the data that merging blocks needs.
 
-Softmax over all keys is that over each block's, weighted: with the log-sum-exp of a block's scores, L, two blocks make
+The softmax over all keys is a weighted sum of the softmax over each block. With L, the log-sum-exp of a block's scores,
+two blocks are merged by
 
     L = log(exp(L1) + exp(L2)),    out = out1 + sigmoid(L2 - L1) (out2 - out1)
 
-and with the L of all blocks together, and the whole output, each block's gradients can be computed by themselves.
+Given the complete output and the L over all blocks, each block's gradients can be computed independently.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_GREATEST_HEAD_DIM = 192  # of the fused kernel on CUDA: above it, some devices have no backward
+_GREATEST_HEAD_DIM = 192  # largest head_dim for the fused kernel on CUDA; above it, some devices have no backward
 
 
 class Scores(NamedTuple):
-    """What is made of the product of a query and a key.
+    """How a score is computed from the product of a query and a key.
 
     Args:
-        causal: only for a square block.
+        causal: whether to apply a causal mask; only for a square block.
         softcap: scores become softcap tanh(score / softcap).
         visible: (B or 1, 1, S, T), True where a query sees a key; causal is False then. None: everywhere.
     """
@@ -34,7 +35,8 @@ class Scores(NamedTuple):
 
 
 class Forward(Protocol):
-    """Queries (B, H, S, D), keys and values (B, Hkv, T, D): the output (B, H, S, D) and log-sum-exp (B, H, S).
+    """Computes the output (B, H, S, D) and log-sum-exp (B, H, S) of queries (B, H, S, D), keys and values (B, Hkv, T,
+    D).
 
     A query that sees no key has the output 0 and the log-sum-exp -inf.
     """
@@ -45,9 +47,10 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """The block's part of the gradients, of q, k and v, from the whole output and the log-sum-exp over all blocks.
+    """Computes a block's part of the gradients of q, k and v, from the complete output and the log-sum-exp over all
+    blocks.
 
-    The log-sum-exp of a query that sees no key in any block must be given as +inf: its weights are 0 then.
+    For a query that sees no key in any block, the log-sum-exp must be given as +inf, which makes its weights 0.
     """
 
     def __call__(
@@ -63,7 +66,7 @@ class Backward(Protocol):
 
 
 class Kernel(NamedTuple):
-    """One way of computing a block."""
+    """One implementation of a block's forward and backward."""
 
     name: str
     forward: Forward
@@ -71,23 +74,23 @@ class Kernel(NamedTuple):
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """In which blocks are put together and gradients added up: float64 for float64, else float32."""
+    """Returns the type in which blocks are merged and gradients added: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def kernel_for(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None = None, masked: bool = False
 ) -> Kernel:
-    """The kernel for inputs of these types and shapes.
+    """Returns the kernel for inputs of these types and shapes.
 
-    | device | fused: torch's flash attention                                             | else          |
-    |--------|----------------------------------------------------------------------------|---------------|
-    | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain         |
-    | CUDA   | bfloat16, float16; what can_use_flash_attention says, head_dim up to 192    | plain         |
+    | device | fused: torch's flash attention                                              | else  |
+    |--------|-----------------------------------------------------------------------------|-------|
+    | CPU    | float32, float64, bfloat16, float16; one head_dim for q, k and v            | plain |
+    | CUDA   | bfloat16, float16; where can_use_flash_attention allows, head_dim up to 192 | plain |
 
-    No fused kernel has a softcap, and that of CUDA takes no mask (``masked``). torch's own switches count: inside of
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` it is the plain one. The fused ones need no memory for scores;
-    they round a block's output and gradients to the inputs' type.
+    No fused kernel supports a softcap, and the one on CUDA takes no mask (``masked``). torch's own switches apply:
+    inside of ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` the plain kernel is used. The fused kernels need no
+    memory for scores; they round a block's output and gradients to the inputs' type.
     """
     if not torch.backends.cuda.flash_sdp_enabled() or v.shape[-1] != q.shape[-1] or softcap is not None:
         return PLAIN
@@ -101,8 +104,8 @@ def kernel_for(
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
-    """Adds a block to what is there of its queries, in place, in the wide type."""
-    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -math.inf, 0.0)  # also where both are -inf
+    """Merges a block into the accumulated result of its queries, in place, in the wide type."""
+    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -math.inf, 0.0)  # 0 also where both are -inf
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))
 
@@ -111,7 +114,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_l
 
 
 def _additive(how: Scores, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask as torch's kernel adds it."""
+    """Returns the mask in the form that torch's kernel adds to scores."""
     if how.visible is None:
         return None
     return torch.zeros(how.visible.shape, dtype=dtype, device=how.visible.device).masked_fill_(~how.visible, -math.inf)
@@ -121,7 +124,7 @@ def _flash_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, v, 0.0, how.causal, attn_mask=_additive(how, q.dtype), scale=how.scale)
     if how.visible is not None:
-        lse = lse.masked_fill(~how.visible.any(-1), -math.inf)  # where the kernel says 0
+        lse = lse.masked_fill(~how.visible.any(-1), -math.inf)  # where the kernel returns 0
     return out, lse
 
 
@@ -155,9 +158,9 @@ def _flash_cuda_backward(
     how: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random numbers of dropout, which is 0
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     rows, keys = q.shape[2], k.shape[2]
-    lse = lse.contiguous()  # the kernel knows no strides of it
+    lse = lse.contiguous()  # the kernel ignores its strides
     return flash(
         grad, q, k, v, out, lse, None, None, rows, keys, 0.0, how.causal, unused, unused, scale=how.scale
     )  # None: all sequences have one length
@@ -167,9 +170,9 @@ def _flash_cuda_backward(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, Hkv, G S, T) in the wide type, of G queries' heads for each of the keys', -inf where masked.
+    """Returns the scores as (B, Hkv, G S, T) in the wide type, with G query heads for each key head, -inf where masked.
 
-    And the slope of the softcap, where there is one.
+    The second result is the slope of the softcap, or None without one.
     """
     scores = (q @ k.transpose(-1, -2)) * how.scale
     slope = None
@@ -188,7 +191,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, how: Scores) -> tuple[torch.Tensor
 
 
 def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B, H, S, ...) as (B, heads, H/heads S, ...), wide: the query heads of one key head, one behind another."""
+    """Returns (B, H, S, ...) as (B, heads, H/heads S, ...) in the wide type: the query heads of a key head are
+    concatenated."""
     return x.to(wide_type(x.dtype)).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -230,5 +234,6 @@ PLAIN = Kernel("plain", _plain, _plain_backward)
 
 
 def with_dense_rows(*tensors: Any) -> list[torch.Tensor]:
-    """The tensors as they are where their last dimension is contiguous, as every kernel takes them; else copies."""
+    """Returns the tensors with a contiguous last dimension, as every kernel requires; copies only those that need
+    it."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

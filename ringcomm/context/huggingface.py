@@ -1,8 +1,9 @@
-"""What models of Hugging Face transformers attend to, read where they make masks and choose their attention.
+"""Finds out which keys models of Hugging Face transformers attend to, where they make masks and choose their attention
+function.
 
-A rank's model makes its masks from the length of the rank's part, so that the mask itself says nothing of the whole
-sequence: a window that is longer than the part leaves no trace in it. Inside of a context the functions that
-transformers registers for masks and for attention are these; outside of one, and in other threads, its own.
+A rank's model makes its masks from the length of the rank's part, so the mask itself says nothing about the complete
+sequence: a window that is longer than the part leaves no trace in it. Inside of a context, transformers uses the
+functions of this module for masks and for attention; outside of one, and in other threads, it uses its own.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError, 
 CALL = "context_parallel"
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _TOKENWISE = {"moe", "dense", "sparse", "mlp"}
-"""Names in a configuration's layer_types of layers that are right within a rank's part."""
+"""Names in a configuration's layer_types of layers that work on each token separately, so that a rank's part
+suffices."""
 
 
 class Rule(NamedTuple):
-    """What a query sees, in place of a mask.
+    """Which keys a query sees, in place of a mask.
 
     Args:
         window: see `ring_attention`.
         key_mask: (B, keys), boolean; None: all.
-        part: with a cache, how many of the keys are of this rank's part; the others every rank has. None: no cache.
+        part: with a cache, how many of the keys belong to this rank's part; every rank has the other ones. None: no
+            cache.
     """
 
     causal: bool
@@ -52,26 +55,27 @@ class Context(Protocol):
     parts: MutableMapping[Any, int]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        """Attention as torch calls it."""
+        """Computes attention; takes the arguments of torch's function."""
 
 
 CURRENT = threading.local()
 
 
 def current() -> Context | None:
-    """The innermost context of this thread."""
+    """Returns the innermost context of this thread."""
     return getattr(CURRENT, "context", None)
 
 
 def with_rule(rule: Rule, *shape: int, device: Any) -> torch.Tensor:
-    """A mask of this shape that takes no memory. Its views have the rule, too, and what is computed from it has not."""
+    """Returns a mask of this shape that takes no memory. Its views carry the rule, too; tensors computed from it do
+    not."""
     mask = torch.ones((), dtype=torch.bool, device=device)
     mask.untyped_storage().ringcomm_rule = rule
     return mask.expand(shape)
 
 
 def rule_of(mask: torch.Tensor) -> Rule | None:
-    """What `with_rule` gave the mask."""
+    """Returns the rule that `with_rule` gave the mask."""
     return getattr(mask.untyped_storage(), "ringcomm_rule", None)
 
 
@@ -81,17 +85,17 @@ _INSTALLING = threading.Lock()
 
 
 def is_imported() -> bool:
-    """Whether there can be models of transformers."""
+    """Returns whether there can be models of transformers."""
     return "transformers.modeling_utils" in sys.modules
 
 
 def is_installed() -> bool:
-    """Whether transformers asks here."""
+    """Returns whether transformers calls the functions of this module."""
     return is_imported() and isinstance(_masking()._preprocess_mask_arguments, partial)
 
 
 def install() -> None:
-    """Lets transformers ask here, once."""
+    """Makes transformers call the functions of this module, once."""
     from transformers import modeling_utils
 
     with _INSTALLING:
@@ -114,7 +118,7 @@ def _masking() -> Any:
 def _preprocess(
     original: Callable[..., Any], config: Any, inputs_embeds: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Looks at a model's layers and positions before it makes a mask."""
+    """Checks a model's layers and positions before it makes a mask."""
     context = current()
     if context is None:
         return original(config, inputs_embeds, *args, **options)
@@ -128,7 +132,7 @@ def _preprocess(
     if where is not None and where.dim() == 2:
         padded = call.arguments["attention_mask"] is not None
         _check_positions(where, past, padded, context)
-    call.arguments["position_ids"] = None  # these are a part's: they say nothing about sequences in one row
+    call.arguments["position_ids"] = None  # positions of a part do not tell whether a row holds several sequences
     return original(*call.args, **call.kwargs)
 
 
@@ -143,7 +147,7 @@ def _check_layers(config: Any, context: Context) -> None:
 
 
 def _check_positions(where: torch.Tensor, past: int, padded: bool, context: Context) -> None:
-    """Raises where the positions are not those of this rank's part, as far as can be seen."""
+    """Raises where the positions are visibly not those of this rank's part."""
     comm, length = context.comm, where.shape[1]
     if past:
         begin = past - (context.part or 0) + (context.part or 0) * comm.world_size
@@ -177,7 +181,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """A mask, or what stands for it inside of a context."""
+    """Returns a mask; inside of a context, a placeholder that carries a rule."""
     masking, context = _masking(), current()
     function = mask_function or masking.causal_mask_function
     if context is None:
@@ -211,7 +215,7 @@ def _check_cache(past: int, q_length: int, kv_length: int, causal: bool, window:
 
 
 def _read(function: Callable[..., Any], masking: Any, context: Context) -> tuple[bool, int | None]:
-    """Whether a mask function of transformers is causal, and its window."""
+    """Returns whether a mask function of transformers is causal, and its window."""
     found: set[tuple[str, int]] = set()
 
     def read(each: Callable[..., Any]) -> bool:
@@ -243,7 +247,7 @@ def _read(function: Callable[..., Any], masking: Any, context: Context) -> tuple
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """AttentionInterface.get_interface, which inside of a context gives ring attention."""
+    """Returns a replacement of AttentionInterface.get_interface, which inside of a context returns ring attention."""
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = original(self, attn_implementation, default)
@@ -252,7 +256,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
             return found
         if attn_implementation == "sdpa":
             return partial(_attention, context, True)
-        if attn_implementation == "eager":  # others are seen where they multiply their weights and values
+        if attn_implementation == "eager":  # others are detected where they multiply weights and values
             return partial(_attention, context, False) if _is_usual(found) else found
         raise UnsupportedError(
             f"{CALL}: rank {context.comm.rank} got attn_implementation={shown(attn_implementation)}, expected 'sdpa' "
@@ -277,7 +281,8 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it; weights are not returned. ``may_be_causal``: without a mask, as its sdpa is."""
+    """Computes attention; takes the arguments of transformers' functions, and returns no weights. ``may_be_causal``:
+    whether attention without a mask may be causal, as in transformers' sdpa function."""
     if position_bias is not None:
         raise UnsupportedError(
             f"{CALL}: rank {context.comm.rank} got a position_bias in {type(module).__name__}, expected none: it is "
@@ -293,7 +298,8 @@ _USUAL = ("llama", "gemma2", "bert")
 
 
 def _is_usual(eager: Callable[..., Any]) -> bool:
-    """Whether an eager attention is, line by line, that of Llama, Gemma 2 or BERT, as most of transformers' are."""
+    """Returns whether an eager attention function is, line by line, that of Llama, Gemma 2 or BERT, like most in
+    transformers."""
     return any(_code(eager) == _code(_eager_of(name)) for name in _USUAL)
 
 
@@ -307,7 +313,7 @@ def _eager_of(name: str) -> Callable[..., Any]:
 
 
 def _code(function: Callable[..., Any]) -> list[Any]:
-    """What a function does, with the functions of its module that it calls."""
+    """Returns the code of a function, and of the functions of transformers that it calls."""
     code: CodeType = function.__code__
     called = [getattr(function, "__globals__", {}).get(name) for name in code.co_names]
     own = [each for each in called if inspect.isfunction(each) and each.__module__.startswith("transformers.")]

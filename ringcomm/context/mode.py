@@ -1,4 +1,4 @@
-"""torch's own attention as ring attention: for models that know nothing of it."""
+"""Replaces torch's own attention by ring attention, for models that do not call it themselves."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from ringcomm.validation import FLAG, expects
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
-"""What runs backward, and what it calls the gradient of its outputs."""
+"""Functions that run backward, and the names of their arguments for the gradients of the outputs."""
 _LAYERS = {F.linear, torch.addmm}
 _SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__getitem__: 1}
-"""What takes rows of a table, and the place of their numbers among the arguments."""
+"""Functions that take rows of a table, and the place of the row numbers among their arguments."""
 _ANGLES = {
     **dict.fromkeys((torch.cos, torch.sin, torch.Tensor.cos, torch.Tensor.sin), 0),
     torch.polar: 1,
 }
-"""What takes angles, and their place among the arguments."""
+"""Functions that take angles, and the angles' place among their arguments."""
 _MOVES = {"cumsum": "running sums", "cumprod": "running products", "roll": "tokens shifted"}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
-"""Ends of the names of transformers' models whose outputs are those of one token of each sequence."""
+"""Ends of the names of transformers' models that return one result per sequence, computed from one token."""
 _WITH_LABELS = ("transformers.loss.", "transformers.models.", "transformers.modeling_layers")
-"""Where transformers computes losses of the labels that a model is given."""
+"""Modules in which transformers computes losses from the labels given to a model."""
 
 
 @expects(CALL, overlap=FLAG, local=FLAG)
@@ -53,29 +53,30 @@ def context_parallel(
 ) -> Iterator[None]:
     """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of this thread is `ring_attention` over ``comm``.
 
-    A model that attends through it works on parts of a sequence as it is, given the parts' `positions` where it uses
-    any. ``is_causal``, ``scale`` and ``enable_gqa`` mean what they mean there; ``attn_mask`` may hide keys of this
-    rank's part from all queries (B, 1, 1, S/W). With activation checkpointing, ``loss.backward()`` belongs inside, too,
-    since it computes the attention again: outside, as with ``inputs=`` or torch.autograd.grad, checkpoints raise
-    CheckpointError. Those with ``use_reentrant=True`` do not: outside they would go on with the attention within a
-    rank's part. Over one rank it changes nothing.
+    A model that attends through this function works on parts of a sequence without changes, if it is given the parts'
+    `positions` where it uses positions. ``is_causal``, ``scale`` and ``enable_gqa`` have their usual meaning;
+    ``attn_mask`` may hide keys of this rank's part from all queries (B, 1, 1, S/W). With activation checkpointing, call
+    ``loss.backward()`` inside as well, since it computes the attention again. Outside, or with ``inputs=`` or
+    torch.autograd.grad, checkpoints raise CheckpointError. Checkpoints with ``use_reentrant=True`` do not raise:
+    outside they would continue with attention within a rank's part. Over one rank the context changes nothing.
 
-    Models of Hugging Face transformers: attn_implementation "sdpa", and the "eager" one of most models (it returns no
-    weights here), with softcaps, sliding windows, and this rank's part of ``attention_mask``. A DynamicCache that was
-    filled inside (without windows) may be decoded with inside: every rank passes the same new tokens, and their
-    positions in the whole sequence.
+    For models of Hugging Face transformers it supports attn_implementation "sdpa", and "eager" for most models (which
+    returns no weights here), with softcaps, sliding windows, and this rank's part of ``attention_mask``. A DynamicCache
+    that was filled inside (without windows) may be used for decoding inside: every rank passes the same new tokens, and
+    their positions in the complete sequence.
 
-    What mixes tokens in other ways stays within a rank's part. It is refused where it is noticed: weights by softmax
-    that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms, running
-    sums, tokens shifted by a pad or roll, labels that a loss of transformers shifts (pass ``shift_labels``), a loss
-    from one token of each sequence, layers other than attention in a configuration of transformers; and a backward
-    pass, or the end of the context, where linear layers have been computed inside and no attention at all.
+    Operations that mix tokens in other ways stay within a rank's part. They raise where they are detected: softmax
+    weights that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms,
+    running sums, tokens shifted by a pad or roll, labels that a loss of transformers shifts (pass ``shift_labels``), a
+    loss from one token of each sequence, and layers other than attention in a configuration of transformers. A backward
+    pass, or the end of the context, also raises where linear layers but no attention have been computed inside.
 
     Args:
         layout, overlap: as in `ring_attention`.
-        local: True: what mixes tokens in other ways is right within a rank's part, or nothing inside mixes any.
+        local: True: operations that mix tokens in other ways are meant to stay within a rank's part, or there are none.
     Raises:  in a call inside: as `ring_attention`; UnsupportedError: another attn_mask, dropout_p other than 0,
-             nn.MultiheadAttention, what is named above; InvalidArgumentError: positions that are not the part's.
+             nn.MultiheadAttention, and the operations named above; InvalidArgumentError: positions that are not those
+             of the part.
     """
     refuse_mesh(comm, CALL, "cp")
     check_layout(layout, CALL, comm.rank)
@@ -95,14 +96,14 @@ def context_parallel(
 
 
 def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
-    """torch's backward, with the mode on: torch leaves it for every call with a tensor."""
+    """Runs torch's backward with the mode on: torch disables the mode for every call with a tensor."""
     roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in roots]  # which are no tensors
+    edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in roots]  # edges are no tensors
     torch.autograd.backward(edges, grads, **options)
 
 
 def _modules() -> list[torch.nn.Module]:
-    """Whose forwards are running, the innermost first."""
+    """Returns the modules whose forward is running, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         own = frame.f_locals.get("self")
@@ -113,7 +114,7 @@ def _modules() -> list[torch.nn.Module]:
 
 
 def _module() -> str:
-    """Whose forward is running: the innermost module, by its name in the outermost one."""
+    """Returns the name of the innermost module whose forward is running, within the outermost one."""
     found = _modules()
     if not found:
         return "a function"
@@ -122,7 +123,7 @@ def _module() -> str:
 
 
 def _shifts_labels(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a loss of transformers moves the labels it was given against the tokens that predict them."""
+    """Returns whether a loss of transformers shifts its labels against the tokens that predict them."""
     if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].dim() > 2:
         return False
     if func is F.pad:
@@ -135,7 +136,7 @@ def _shifts_labels(func: Callable[..., Any], args: tuple[Any, ...], options: dic
 
 
 def _transformers_locals() -> dict[str, Any]:
-    """The local variables of what called torch, where that is a loss of transformers."""
+    """Returns the local variables of the function that called torch, if it is a loss of transformers."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "ringcomm"):
         frame = frame.f_back
@@ -143,7 +144,7 @@ def _transformers_locals() -> dict[str, Any]:
 
 
 def _picks_token(x: torch.Tensor, at: Any) -> bool:
-    """Whether an index takes the first or last token of every sequence, or one token of each by its number."""
+    """Returns whether an index takes the first or last token of every sequence, or one token of each by its number."""
     if x.dim() != 3 or not x.is_floating_point() or not isinstance(at, tuple) or len(at) < 2:
         return False
     rows, place, *rest = at
@@ -157,7 +158,7 @@ def _picks_token(x: torch.Tensor, at: Any) -> bool:
 
 
 def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
-    """Where one of these nodes was made, if a backward pass from the roots comes to it."""
+    """Returns where one of the ``wanted`` nodes was made, if a backward pass from the roots reaches it."""
     roots = [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else roots
     edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in roots]
     ahead = [edge.node for edge in edges if isinstance(edge, GradientEdge)]
@@ -173,7 +174,7 @@ def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
 
 
 def _is_own_table(x: Any) -> bool:
-    """Whether a tensor is a parameter or buffer of the module whose forward is running, of two dimensions."""
+    """Returns whether a tensor is a two-dimensional parameter or buffer of the module whose forward is running."""
     frame = sys._getframe(2)
     own = frame.f_locals.get("self")
     return (
@@ -184,7 +185,8 @@ def _is_own_table(x: Any) -> bool:
 
 
 def _ramps(x: Any) -> Iterator[int]:
-    """The lengths of dimensions along which a tensor is 0, 1, 2 ... times something, as angles of positions are."""
+    """Yields the lengths of dimensions along which a tensor is 0, 1, 2, ... times a step, as angles of positions
+    are."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.requires_grad or not x.numel():
         return
     for dim, length in enumerate(x.shape):
@@ -196,7 +198,7 @@ def _ramps(x: Any) -> Iterator[int]:
 
 
 def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function of values moves along another dimension than the last one, the features."""
+    """Returns whether a function works along another dimension than the last one, which holds the features."""
     x = args[0] if args else options.get("input")
     if not isinstance(x, torch.Tensor) or x.dim() < 3 or not x.is_floating_point():
         return False
@@ -209,7 +211,7 @@ def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any])
 
 
 def _rows(numbers: Any) -> torch.Tensor:
-    """Numbers of rows; those of several sequences one behind the other as a sequence in each row."""
+    """Returns row numbers, with concatenated sequences as one sequence per row."""
     if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32):
         return torch.empty(0)
     if numbers.dim() == 1 and len(numbers):
@@ -224,7 +226,7 @@ class _Mode(TorchFunctionMode):
 
     Args:
         part: the length of this rank's part, where the last call had a cache that was filled inside.
-        parts: by cache.
+        parts: these lengths by cache.
     """
 
     def __init__(self, comm: Communicator, layout: str, overlap: bool, local: bool) -> None:
@@ -233,13 +235,13 @@ class _Mode(TorchFunctionMode):
         self.part: int | None = None
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = CALLS.count
-        self._met: torch.Size | None = None  # batch and length of the part in the last attention
-        self._picks: dict[Any, str] = {}  # nodes that took a token of a part, and where
-        self._ramps: dict[int, str] = {}  # by length: where angles of positions from 0 on were computed
-        self._layer: str | None = None  # the module of the first layer that was computed
-        self._weights = WeakIdKeyDictionary()  # what softmax gave, and what was made of it
+        self._met: torch.Size | None = None  # batch and part length in the last attention
+        self._picks: dict[Any, str] = {}  # autograd nodes that took a token of a part, and where
+        self._ramps: dict[int, str] = {}  # by length: where angles of positions 0, 1, ... were computed
+        self._layer: str | None = None  # the module of the first layer that ran
+        self._weights = WeakIdKeyDictionary()  # results of softmax, and tensors made from them
 
-    @eager  # Dynamo computes what lies between the calls of torch
+    @eager  # Dynamo then only compiles the code between torch calls
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -297,7 +299,7 @@ class _Mode(TorchFunctionMode):
         return result
 
     def check_attended(self) -> None:
-        """Raises where layers were computed since the context began, and no attention."""
+        """Raises where layers but no attention have been computed since the context began."""
         if self._layer is not None and self._calls == CALLS.count:
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got no attention to intercept since the context began, from the first "
@@ -307,7 +309,7 @@ class _Mode(TorchFunctionMode):
             )
 
     def _note_pick(self, picked: torch.Tensor) -> None:
-        """Keeps in mind where a module took a token, until backward shows whether the loss is computed from it."""
+        """Records where a module took a token, until backward shows whether the loss depends on it."""
         modules = _modules()
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
             self._refuse_pick(_module())
@@ -355,9 +357,9 @@ class _Mode(TorchFunctionMode):
             )
 
     def _refuse_places(self, numbers: torch.Tensor) -> None:
-        """Raises where an embedding gets 0, 1, 2 ... (or from another number on): positions, but not of this part."""
+        """Raises where an embedding gets consecutive numbers that are positions, but not those of this part."""
         length = numbers.shape[-1] if numbers.dim() else 0
-        if length < 2 or self.part not in (None, length):  # behind a cache: any
+        if length < 2 or self.part not in (None, length):  # with a cache, any positions
             return
         first = numbers.reshape(-1, length)[0]
         if not torch.equal(numbers, (first[0] + torch.arange(length, device=numbers.device)).expand_as(numbers)):
@@ -365,7 +367,7 @@ class _Mode(TorchFunctionMode):
         self._refuse_row(int(first[0]), length, "an embedding", _module())
 
     def _refuse_row(self, first: int, length: int, what: str, where: str) -> None:
-        """Raises for positions one behind the other that are not those of this part."""
+        """Raises where consecutive positions are not those of this part."""
         expected = [begin for _, begin in places(self.comm.rank, self.comm.world_size, length, self.layout)]
         apart = len(expected) > 1 and expected[1] != expected[0] + length // 2
         if apart or first < expected[0]:
@@ -387,7 +389,7 @@ class _Mode(TorchFunctionMode):
         enable_gqa: bool = False,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """torch's signature, and a softcap."""
+        """Computes attention; takes the arguments of torch's function, and a softcap."""
         self._refuse(dropout_p)
         rule = self._rule(attn_mask, is_causal, key)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (3, 4):
@@ -398,12 +400,12 @@ class _Mode(TorchFunctionMode):
         if query.dim() == 3:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             return self.attend(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, softcap).squeeze(0)
-        if not enable_gqa and key.shape[1] not in (1, query.shape[1]):  # one head is repeated, as torch does
+        if not enable_gqa and key.shape[1] not in (1, query.shape[1]):  # torch repeats a single head
             raise ShapeError(
                 f"{CALL}: rank {self.comm.rank} got {query.shape[1]} query heads and {key.shape[1]} key heads, "
                 "expected as many of both; pass enable_gqa=True"
             )
-        if rule.part is None and query.shape[2] in self._ramps:  # tables of other lengths may be looked up
+        if rule.part is None and query.shape[2] in self._ramps:  # models may read tables of other lengths
             self._refuse_row(0, query.shape[2], "angles", self._ramps[query.shape[2]])
         self._met = None if rule.part is not None else torch.Size((query.shape[0], query.shape[2]))
         if rule.part is not None:
@@ -414,7 +416,7 @@ class _Mode(TorchFunctionMode):
         return ring_attention(query, key, value, self.comm, scale=scale, **options)
 
     def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> Rule:
-        """What the queries see."""
+        """Returns which keys the queries see."""
         if huggingface.is_imported() and not huggingface.is_installed():
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got attention where transformers was imported inside of the context, "
@@ -444,7 +446,8 @@ class _Mode(TorchFunctionMode):
 
 
 def _key_mask(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """(B, keys) of a mask that is the same for all heads and queries, and only hides; else None."""
+    """Returns the (B, keys) mask of a mask that is the same for all heads and queries and only hides keys; else
+    None."""
     if mask.dim() != 4 or key.dim() != 4 or mask.shape[-1] != key.shape[-2] or mask.requires_grad:
         return None
     if any(mask.shape[dim] != 1 and mask.stride(dim) != 0 for dim in (1, 2)):

@@ -1,4 +1,4 @@
-"""What travels round the ring: to the next rank, from the previous one, while a block is computed."""
+"""The messages round the ring: to the next rank and from the previous one, while a block is computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.errors import MismatchError, UnsupportedError
 
-FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags, of messages that nobody else sends
+FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags that only these messages use
 FACTS_NBYTES = 256
 
 
 class Pair:
-    """Keys and values, or their gradients, in one buffer: one message."""
+    """Keys and values, or their gradients, in one buffer, which is sent as one message."""
 
     def __init__(self, flat: torch.Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
         self.flat, self.shapes = flat, shapes
@@ -26,20 +26,20 @@ class Pair:
 
     @staticmethod
     def empty_like(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> Pair:
-        """Memory for both."""
+        """Returns uninitialised memory for keys and values."""
         count = keys.numel() + values.numel()
         return Pair(torch.empty(count, dtype=dtype, device=keys.device), (keys.shape, values.shape))
 
     @staticmethod
     def of(keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """A copy of both."""
+        """Returns a copy of keys and values."""
         made = Pair.empty_like(keys, values, keys.dtype)
         made.keys.copy_(keys)
         made.values.copy_(values)
         return made
 
     def another(self) -> Pair:
-        """Memory for one more."""
+        """Returns another buffer of the same shapes."""
         return Pair(torch.empty_like(self.flat), self.shapes)
 
 
@@ -47,7 +47,7 @@ class Link:
     """This rank's place in the ring.
 
     Args:
-        overlap: whether messages are on their way while a block is computed; False: each is waited for where it starts.
+        overlap: whether messages travel while a block is computed; False: `start` waits for each message.
     """
 
     def __init__(self, comm: Communicator, overlap: bool) -> None:
@@ -58,7 +58,7 @@ class Link:
     def start(self, tag: int, sent: torch.Tensor, received: torch.Tensor) -> list[Work]:
         """Sends to the next rank and receives from the previous one.
 
-        Every second rank receives first, so that it works, too, where calls run one behind the other.
+        Odd ranks receive first, so that it also works where calls block.
         """
 
         def send() -> Work:
@@ -74,7 +74,8 @@ class Link:
         return works
 
     def compare(self, facts: str, device: torch.device) -> Callable[[], None]:
-        """Starts to tell the next rank what this one computes; the function returned raises if the previous differs.
+        """Starts to send the facts of this rank's call to the next rank; the returned function raises if the previous
+        rank's differ.
 
         On a device nothing is sent: to read the answer, the host would have to wait for the device.
         """
@@ -98,9 +99,9 @@ class Link:
     def travel(
         self, facts: str, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Every rank, its keys and values: this rank's own, then the previous ranks', nearest first.
+        """Yields every rank with its keys and values: this rank's own, then those of the previous ranks, nearest first.
 
-        What comes next travels while the caller works on what is here, which is valid until then.
+        The next ones arrive while the caller works on the current ones, which are valid until the next step.
         """
         check = self.compare(facts, keys.device)
         here = there = None
@@ -116,12 +117,12 @@ class Link:
             finish(works)
             here, there = there, here
             if step + 2 >= self.world_size:
-                there = None  # nothing more comes
+                there = None  # nothing more arrives
             if here is not None:
                 keys, values = here.keys, here.values
 
     def _refuse(self, facts: str, theirs: str) -> None:
-        with contextlib.suppress(UnsupportedError):  # a process group that cannot: the others run into their time limit
+        with contextlib.suppress(UnsupportedError):  # a process group cannot abort: the others time out
             self.comm.abort(f"rank {self.rank} found that rank {self.prev} calls another ring_attention")
         raise MismatchError(
             f"ring_attention: rank {self.rank} got {facts} where rank {self.prev} has {theirs}; call it with the same "
@@ -130,7 +131,8 @@ class Link:
 
 
 class Sums:
-    """Sums of the gradients of keys and values, which follow these on their way, and end where these are at home."""
+    """Sums of the gradients of keys and values. They travel with these round the ring, and end on the rank that owns
+    them."""
 
     def __init__(self, link: Link, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
         self._link, self._empty = link, partial(Pair.empty_like, keys, values, dtype)
@@ -139,7 +141,7 @@ class Sums:
         self._works: list[Work] = []
 
     def take(self) -> Pair:
-        """The sums for the keys that are here now, once they have come; at first zeros."""
+        """Returns the sums for the current keys, once they have arrived; at first zeros."""
         if self._there is None:
             self._here = self._empty()
             self._here.flat.zero_()
@@ -150,7 +152,7 @@ class Sums:
         return self._here
 
     def pass_on(self) -> None:
-        """Starts to send what `take` gave, and to receive what comes next."""
+        """Starts to send the sums that `take` returned, and to receive the next ones."""
         assert self._here is not None
         self._there = self._there or self._empty()
         self._works = self._link.start(GRADS, self._here.flat, self._there.flat)
@@ -163,4 +165,4 @@ def finish(works: list[Work]) -> None:
 
 
 def _nothing() -> None:
-    """What is left to compare where nothing was sent."""
+    """Does nothing; the check where no facts were sent."""

@@ -1,10 +1,10 @@
-"""Which part of a sequence a rank has, and what of it the keys of another rank's part meet.
+"""Assigns parts of a sequence to ranks, and finds the keys of each rank's part that a rank's queries attend to.
 
     W = 3            rank 0      rank 1      rank 2
     contiguous        0 1         2 3         4 5      rank 2's queries see all keys, rank 0's a third of them
-    zigzag            0 5         1 4         2 3      all ranks have as many pairs of a query and a key before it
+    zigzag            0 5         1 4         2 3      all ranks have the same number of (query, earlier key) pairs
 
-Numbers are chunks, of 2 W equal ones.
+The numbers are chunks: the sequence is divided into 2 W equal ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ DIM = whole(-(1 << 31), 1 << 31, "a dimension")
 
 
 class Block(NamedTuple):
-    """Queries of this rank and keys of another's part that meet: all of them, or (causal) each with those up to it.
+    """Queries of this rank and keys of another rank's part: all queries see all of these keys, or (causal) each the
+    keys up to its own position.
 
     Args:
-        distance: from the first key to the first query, in tokens of the whole sequence, where a window must be cut
-            out of the block; None: the window contains the block.
+        distance: from the first key to the first query, in tokens of the complete sequence, where the edge of a window
+            lies in the block; None: the window contains the block.
     """
 
     rows: slice
@@ -37,7 +38,7 @@ class Block(NamedTuple):
     distance: int | None = None
 
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """(1, 1, rows, keys): whether a query sees a key, by their positions alone; None: each sees all."""
+        """Returns (1, 1, rows, keys): whether a query sees a key, by their positions alone; None: each sees all."""
         if self.distance is None and not self.causal:
             return None
         rows, keys = (torch.arange(each.stop - each.start, device=device) for each in (self.rows, self.keys))
@@ -50,9 +51,10 @@ class Block(NamedTuple):
 def blocks_of(
     rank: int, source: int, length: int, causal: bool, layout: str, world_size: int, window: int | None
 ) -> list[Block]:
-    """What the queries of ``rank`` attend to among the ``length`` keys of ``source``, as few blocks as there can be.
+    """Returns the blocks of the ``length`` keys of ``source`` that the queries of ``rank`` attend to, as few as
+    possible.
 
-    With a window these are pairs of a chunk of queries and one of keys, without those that are too far from each other.
+    With a window each block is a chunk of queries and a chunk of keys; pairs that are too far apart are left out.
     """
     if window is None:
         block = block_of(rank, source, length, causal, layout)
@@ -60,7 +62,7 @@ def blocks_of(
     found = []
     for rows, query in places(rank, world_size, length, layout):
         for keys, key in places(source, world_size, length, layout):
-            distance, most = query - key, rows.stop - rows.start - 1  # of a token from its chunk's first
+            distance, most = query - key, rows.stop - rows.start - 1  # largest offset of a token in its chunk
             if abs(distance) - most < window and (distance >= 0 or not causal):
                 cut = distance + most >= window or (not causal and most - distance >= window)
                 found.append(Block(rows, keys, causal and distance == 0, distance if cut else None))
@@ -68,16 +70,16 @@ def blocks_of(
 
 
 def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> Block | None:
-    """What the queries of ``rank`` attend to among the ``length`` keys of ``source``; None: nothing.
+    """Returns the block of the ``length`` keys of ``source`` that the queries of ``rank`` attend to; None: nothing.
 
-    With ``causal``, the one masked block of a rank is the square of its own part, and the others are whole:
+    With ``causal``, only the block of a rank's own part has a mask; all other blocks are computed completely:
 
-    | zigzag    | keys: first half, chunk s | second half, chunk 2W-1-s | pairs     |
-    |-----------|---------------------------|---------------------------|-----------|
-    | s before r | all queries see it       | none                      | half of all |
-    | s after r  | the second half of the queries sees both                 || half of all |
+    | zigzag     | keys: first half, chunk s               | second half, chunk 2W-1-s | pairs       |
+    |------------|-----------------------------------------|---------------------------|-------------|
+    | s before r | all queries see it                      | none                      | half of all |
+    | s after r  | the second half of the queries sees both halves                     | half of all |
 
-    so that every rank has half of a full block to do for each other rank.
+    so that every rank computes half of a full block for each other rank.
     """
     whole, half = slice(0, length), length // 2
     if not causal or rank == source:
@@ -90,7 +92,7 @@ def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> 
 
 
 def check_layout(layout: str, call: str, rank: int) -> None:
-    """Raises InvalidArgumentError for a layout that does not exist."""
+    """Raises InvalidArgumentError for an unknown layout."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got layout={shown(layout)}, expected one of {', '.join(LAYOUTS)}; pass one of these"
@@ -98,7 +100,7 @@ def check_layout(layout: str, call: str, rank: int) -> None:
 
 
 def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[int, int]]:
-    """Begin and length of the pieces of a whole sequence that a rank has."""
+    """Returns begin and length of each piece of the complete sequence that a rank has."""
     if layout == "contiguous" or world_size == 1:
         part = length // world_size
         return [(rank * part, part)]
@@ -107,21 +109,24 @@ def _spans(rank: int, world_size: int, length: int, layout: str) -> list[tuple[i
 
 
 def places(rank: int, world_size: int, length: int, layout: str) -> list[tuple[slice, int]]:
-    """Where each piece of a rank's part of ``length`` is in the part, and where it begins in the whole sequence."""
+    """Returns, for each piece of a rank's part of ``length``, its slice of the part and its start in the complete
+    sequence."""
     spans = _spans(rank, world_size, length * world_size, layout)
     return [(slice(i * count, (i + 1) * count), begin) for i, (begin, count) in enumerate(spans)]
 
 
 @expects("shard_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)
 def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
-    """This rank's part of a sequence that every rank has whole.
+    """Returns this rank's part of a sequence that every rank has completely.
 
     Args:
         x: any shape; ``dim`` is the sequence.
-        layout: "zigzag": chunks r and 2W-1-r of 2W, in this order; "contiguous": chunk r of W. One rank has all of it.
+        layout: "zigzag": chunks r and 2W-1-r of 2W, in this order; "contiguous": chunk r of W. A single rank gets the
+            complete sequence.
     Returns: a new tensor, with 1/W of the sequence. Differentiable; its gradient is zero where other ranks' parts are.
     Cost:    nothing is sent.
-    Raises:  ShapeError: a sequence that cannot be cut into as many chunks. InvalidArgumentError: another layout.
+    Raises:  ShapeError: a sequence that cannot be divided into that many chunks. InvalidArgumentError: an unknown
+             layout.
     """
     check_layout(layout, "shard_sequence", comm.rank)
     dim = _sequence_dim(x, dim, "shard_sequence", comm.rank)
@@ -133,18 +138,18 @@ def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: st
 
 @expects("gather_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)
 def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
-    """The whole sequence, in order, from every rank's part; a collective.
+    """Returns the complete sequence, in order, gathered from every rank's part; a collective.
 
-    Differentiable: the gradient of a part is the SUM, over all ranks, of their gradients of it. It is the exact
-    adjoint, as that of `ring_attention` is: of the sum of all ranks' losses. Where every rank computes the same loss
-    from the whole, that is W times the loss: divide by W.
+    Differentiable: the gradient of a part is the SUM, over all ranks, of their gradients of it. Like that of
+    `ring_attention`, it is the exact adjoint for the sum of all ranks' losses. Where every rank computes the same loss
+    from the complete sequence, this sum is W times the loss: divide by W.
 
     Args:
         x: this rank's part; the same shape on every rank. ``dim`` is the sequence.
         layout: that of ``shard_sequence``.
     Order:   the communicator's, in backward.
-    Cost:    forward one all_gather, backward one reduce_scatter, of the whole.
-    Raises:  InvalidArgumentError: another layout. ShapeError: no such dim, or an odd part in zigzag.
+    Cost:    forward one all_gather, backward one reduce_scatter, of the complete sequence.
+    Raises:  InvalidArgumentError: an unknown layout. ShapeError: no such dim, or an odd part in zigzag.
     """
     check_layout(layout, "gather_sequence", comm.rank)
     dim = _sequence_dim(x, dim, "gather_sequence", comm.rank)
@@ -160,10 +165,11 @@ def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: s
 def positions(
     length: int, comm: Communicator, layout: str = "zigzag", device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Where the tokens of this rank's part are in the whole sequence: for ``position_ids``, one-dimensional, int64.
+    """Returns the positions of this rank's tokens in the complete sequence: for ``position_ids``, one-dimensional,
+    int64.
 
     Args:
-        length: of the whole sequence.
+        length: the length of the complete sequence.
     Raises:  as ``shard_sequence``.
     """
     check_layout(layout, "positions", comm.rank)

@@ -1,2 +1,2 @@
-"""Training on the primitives: one flat layout under data parallel and every ZeRO stage. Public names are in
-`ringcomm`."""
+"""Data parallel and sharded training on ringcomm's collectives. Data parallel and all ZeRO stages use the same flat
+layout. The public names are exported by `ringcomm`."""

@@ -1,4 +1,4 @@
-"""What arguments of training must be, in words of torch; see `ringcomm.validation`."""
+"""Validators for training arguments that are torch objects; see `ringcomm.validation`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMBER_OF_DEVICE = whole(0, (1 << 15) - 1)
 
 def _as_device(value: Any) -> Any:
     if isinstance(value, Integral):
-        return _NUMBER_OF_DEVICE.take(value)  # also where there is no such device
+        return _NUMBER_OF_DEVICE.take(value)  # also accepts a number that no installed device has
     torch.device(value)
     return value
 
@@ -61,7 +61,7 @@ UNITS = Wanted("modules, or their classes", _units)
 
 
 def _as_norm(value: Any) -> float:
-    """Also "inf" and a tensor of one number, as torch takes them."""
+    """Accepts a number, "inf", or a tensor with one number, as torch does."""
     known = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
     if isinstance(value, bool) or not (known or isinstance(value, Real) or value == "inf"):
         raise ValueError("no number")
@@ -83,7 +83,8 @@ PARAMETERS = Wanted("a module, an optimizer, or tensors", _tensors)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module: part by part, and a ``*`` in front for one or more parts."""
+    """Whether a pattern matches a module's name, compared part by part; a leading ``*`` stands for one or more
+    parts."""
     patterns, parts = pattern.split("."), name.split(".")
     if patterns[0] == "*" and len(patterns) > 1:
         patterns = patterns[1:]

@@ -1,10 +1,11 @@
-"""Parameters of one type that travel together, and the flat buffers that hold them.
+"""A bucket: parameters of one type that are communicated together, and the flat buffers that hold them.
 
-    weight   in the type of the forward pass; the parameters are views of it. Whole at stages 0 to 2, a shard at 3
-    master   in the type of the optimizer, where that is another or lies elsewhere; else the optimizer's part of weight
+    weight   in the type of the forward pass; the parameters are views of it. Unsharded at stages 0 to 2, sharded at 3
+    master   in the optimizer's type, if that type or its device differs; else the owned range of weight
     gradient see grad_buffer.py
 
-What a rank's optimizer works on, the owned range, is the whole buffer at stage 0 and this rank's shard from 1 on.
+The owned range is the part that this rank's optimizer updates: the whole buffer at stage 0, this rank's shard at stages
+1 to 3.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from ringcomm.errors import InvalidArgumentError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LAST_STAGE = 3
-_WINDOWS_EACH = 8  # that are kept for each parameter at most
+_WINDOWS_EACH = 8  # the most windows kept per parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_of = operator.attrgetter("dtype")
-_unflatten = torch._C._nn.unflatten_dense_tensors  # views of one behind the other, in shapes that are given
+_unflatten = torch._C._nn.unflatten_dense_tensors  # views of consecutive parts of a tensor, in given shapes
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func runs: vmap, grad, jacrev, ..."""
+    """Whether a transform of torch.func (vmap, grad, jacrev, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _untransformed(function: _F) -> _F:
-    """Lets a function that moves parameters do so inside of transforms of torch.func, which know nothing of it."""
+    """Lets a function move parameters inside torch.func transforms, which would otherwise intercept its operations."""
 
     @functools.wraps(function)
     def moved(*args: Any, **kwargs: Any) -> Any:
@@ -59,14 +60,14 @@ def _untransformed(function: _F) -> _F:
 
 
 def accumulator_of(p: torch.Tensor) -> Any:
-    """The node of autograd that adds a gradient to ``p.grad``."""
+    """Returns the autograd node that adds a gradient to ``p.grad``."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return p.view_as(p).grad_fn.next_functions[0][0]
 
 
 def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
-    """Tensors without memory in the shapes that follow each other in a whole buffer, padding too, and where the
-    parameters are among them."""
+    """Returns tensors without memory that have the shapes of the consecutive parts of a whole buffer, padding
+    included, and the index of each parameter's tensor among them."""
     found: list[torch.Tensor] = []
     at: list[int] = []
     end = 0
@@ -79,7 +80,8 @@ def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tenso
 
 
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage that begins and ends with it: what saves tensors looks at their storages."""
+    """Returns a view of the same memory whose storage covers exactly that memory, because code that saves tensors
+    saves their storages."""
     nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
     nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
     return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
@@ -89,11 +91,12 @@ class Bucket:
     """One flat layout with its buffers, placed for a stage.
 
     Args:
-        params: by segment.
-        tree: see `Gradient`.
-        master_device: where master weights and the optimizer's state lie; None: beside the weights.
-        send: whether all ranks get the first one's values.
-        device: where parameters on meta get their memory, between `open` and `close`; None: all have theirs.
+        params: the parameters, in the order of the layout's segments.
+        tree: see `GradBuffer`.
+        master_device: device of the master weights and the optimizer's state; None: the device of the weights.
+        send: whether all ranks get the first rank's values.
+        device: where parameters on the meta device get memory between `open` and `close`; None: no parameter is on
+            meta.
     """
 
     def __init__(
@@ -112,26 +115,27 @@ class Bucket:
         self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
         self.names = [segment.name for segment in layout.segments]
         self.device = params[0].device if device is None else device
-        self.dtype = params[0].dtype  # that the module was built in
+        self.dtype = params[0].dtype  # the dtype that the module was built in
         self.trainable = params[0].requires_grad
         self.tree = tree
         self.master_device = master_device
         self.gathering: Any = None  # the all_gather in flight
-        # Between the first gradient of a backward pass and `collect`: the parameters whose gradients have come, and
-        # those whose gradients are defined; see `_C.Arrivals`.
+        # The parameters whose gradients have arrived, and the parameters whose gradients are defined, between the first
+        # gradient of a backward pass and `pack`; see `_C.Arrivals`.
         self.noted: list[set[int]] = []
-        self.number = 0  # among the model's buckets
-        self.hook: Callable[[torch.Tensor], Any] | None = None  # reduces in the communicator's place; see comm_hook.py
+        self.number = 0  # index among the model's buckets
+        # Replaces the communicator's reduction; see comm_hook.py.
+        self.hook: Callable[[torch.Tensor], Any] | None = None
         self._classes = [type(p) for p in params]
         self._nothing = (
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
         )
-        self.unit: Any = None  # that it belongs to
+        self.unit: Any = None  # the unit that this bucket belongs to
         self.borrowed = False  # whether a module outside of the unit has read a parameter
         self._pieces, self._at = _pieces(layout, self._nothing)
         self.stage = stage
         self._opened: torch.Tensor | None = None
-        self._unmade: set[int] | None = None  # parameters that come from meta, until `close`
+        self._unmade: set[int] | None = None  # parameters from the meta device, until `close`
         if device is not None:
             self._unmade = {i for i, p in enumerate(params) if p.is_meta}
             for i in self._unmade:
@@ -146,13 +150,14 @@ class Bucket:
 
     def _settle(self, values: torch.Tensor) -> None:
         self._place(self.stage, values)
-        # Kept, for autograd does not: what adds gradients to parameters, in their final type, with our hooks.
+        # Autograd does not keep these nodes alive, so we do: they hold our hooks and add gradients in the parameters'
+        # final type.
         self.accumulators = [accumulator_of(p) for p in self.params] if self.trainable else []
 
     # ---- parameters from the meta device --------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Gives all parameters memory, in the type that they were built in, to be initialised in."""
+        """Gives all parameters memory for their initialisation, in the type that they were built in."""
         if self._unmade is None or self._opened is not None:
             return
         self._opened = self.ranks.empty(self.layout.numel, self.params[0].dtype, self.device).zero_()
@@ -163,10 +168,10 @@ class Bucket:
             p.data = part
 
     def close(self, send: bool) -> None:
-        """Keeps this rank's part of what `open` has made.
+        """Keeps this rank's part of the parameters that were initialised since `open`.
 
         Args:
-            send: whether all ranks get the first one's values.
+            send: whether all ranks get the first rank's values.
         """
         if self._opened is not None:
             values, self._opened, self._unmade = self._opened, None, None
@@ -177,11 +182,11 @@ class Bucket:
     # ---- placement ------------------------------------------------------------------------------------------------
 
     def owned(self, stage: int) -> tuple[int, int]:
-        """The range of the buffer that this rank's optimizer works on at a stage."""
+        """Returns the range of the buffer that this rank's optimizer updates at a stage."""
         return (0, self.layout.numel) if stage == 0 else self.layout.shard_range(self.ranks.rank)
 
     def _place(self, stage: int, values: torch.Tensor) -> None:
-        """Makes the buffers of a stage from the whole master weights."""
+        """Makes a stage's buffers from the unsharded master weights."""
         self.stage = stage
         self._windows: dict[Window, torch.Tensor] = {}
         self.start, self.end = self.owned(stage)
@@ -198,7 +203,7 @@ class Bucket:
             reuse = values.dtype == compute and values.untyped_storage().resizable()
             self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
             self._views = self.parts(self.whole)
-            self._own_uses = uses(self.whole) + len(self.params)  # while parameters are bound to it
+            self._own_uses = uses(self.whole) + len(self.params)  # while the parameters are views of it
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
@@ -213,13 +218,13 @@ class Bucket:
         self._gradient = GradBuffer(self, stage, self.tree) if self.trainable else None
 
     def _bind(self) -> None:
-        """Parameters that can be computed with."""
+        """Makes the parameters views of the buffer, so that they can be computed with."""
         for p, kind, view in zip(self.params, self._classes, self._views, strict=True):
             p.__class__ = kind
             p.data = view
 
     def _free(self) -> None:
-        """Parameters that have a shape and no values: not a number to who looks all the same."""
+        """Makes the parameters placeholders with a shape and no values; code that reads them all the same gets NaN."""
         for p, kind, nothing in zip(self.params, self._classes, self._shapes, strict=True):
             p.__class__ = kind
             p.data = nothing
@@ -227,15 +232,15 @@ class Bucket:
         self.whole.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
-        """Moves the buffers to another stage; gradients are forgotten."""
+        """Moves the buffers to another stage and drops the gradients."""
         self.adopt_writes("restage")
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values)
 
     def give_back(self) -> None:
-        """Makes the parameters plain tensors with memory of their own: the master weights, in the type that the module
-        was built in, and the whole gradients; a collective."""
+        """Turns the parameters into plain tensors with their own memory: they get the master weights, in the type
+        that the module was built in, and the unsharded gradients. A collective."""
         self.adopt_writes("unshard")
         gradients = self.gradient.given_back() if self.trainable else {}
         whole = self.gather_owned(self.master)
@@ -248,18 +253,18 @@ class Bucket:
         self._views, self._windows, self._gradient, self.accumulators, self.unit = [], {}, None, [], None
 
     def thaw(self) -> None:
-        """Trains parameters that were frozen."""
+        """Makes frozen parameters trainable."""
         self.trainable = True
         self._gradient = GradBuffer(self, self.stage, self.tree)
         for p in self.params:
             frozen = not p.requires_grad
-            p.requires_grad_(True)  # autograd adds gradients to such parameters only
+            p.requires_grad_(True)  # autograd adds gradients only to parameters that require them
             self.accumulators.append(accumulator_of(p))
             if frozen:
                 p.requires_grad_(False)
 
     def rename(self, names: Mapping[int, str]) -> None:
-        """Other names for the parameters, by id: those that they have in a larger module."""
+        """Renames the parameters, by id, to their names in a larger module."""
         self.names = [names[id(p)] for p in self.params]
         renamed = zip(self.layout.segments, self.names, strict=True)
         self.layout = replace(self.layout, segments=tuple(replace(segment, name=name) for segment, name in renamed))
@@ -269,25 +274,26 @@ class Bucket:
                 standin._name = name
 
     def part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
-        """A parameter's part of a whole buffer."""
+        """Returns a parameter's part of a whole buffer."""
         segment = self.layout.segments[i]
         return whole[segment.offset : segment.end].view(segment.shape)
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Every parameter's part of a whole buffer, in one call of torch's."""
+        """Returns every parameter's part of a whole buffer, with one torch call."""
         cuts = _unflatten(whole, self._pieces)
         return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(self._at)]
 
     # ---- whole and shard ------------------------------------------------------------------------------------------
 
     def runs(self, owners: Sequence[int]) -> list[Run]:
-        """What an element-wise optimizer sees of the owned range; ``owners`` are its groups, by segment. In 16 bits
-        torch rounds the last elements of a tensor in another way than the others, so parameters stay apart."""
+        """Returns the runs of the owned range that an element-wise optimizer sees; ``owners`` are its groups, by
+        segment. In 16-bit types parameters stay separate, because torch rounds the last elements of a tensor
+        differently from the others."""
         return self.layout.runs(self.start, self.end, owners, joined=self.types.master.itemsize > 2)
 
     @property
     def gradient(self) -> GradBuffer:
-        """Of a bucket that is trained."""
+        """The gradient buffer of a bucket that is trained."""
         assert self._gradient is not None
         return self._gradient
 
@@ -302,7 +308,7 @@ class Bucket:
 
     @_untransformed
     def start_gather(self) -> None:
-        """Stage 3: starts to collect the parameters. Every rank does, in the same order."""
+        """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
         if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
             return
         self.whole.untyped_storage().resize_(self.whole.nbytes)
@@ -323,7 +329,7 @@ class Bucket:
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        """Around a gather: where it raises, the parameters are in shards as before."""
+        """Wraps a gather: if it raises, the parameters are sharded again as before."""
         try:
             yield
         except BaseException:
@@ -333,12 +339,12 @@ class Bucket:
 
     @property
     def _is_seen(self) -> bool:
-        """Stage 3: whether others share the whole buffer's memory: views of parameters that a program has kept, and
-        what autograd has saved past our hooks."""
+        """Stage 3: whether other tensors share the whole buffer's memory, such as views that the user's program has
+        kept or tensors that autograd has saved without our hooks."""
         return uses(self.whole) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
-        """A view of the whole buffer. It is kept for the next backward pass, as long as there are not too many."""
+        """Returns a view of the whole buffer. Views are cached for the next backward pass, up to a limit."""
         if at not in self._windows:
             if len(self._windows) >= _WINDOWS_EACH * len(self.params):
                 self._windows.clear()
@@ -347,10 +353,11 @@ class Bucket:
 
     @_untransformed
     def release(self, keep: bool = True) -> None:
-        """Stage 3: lets go of the other ranks' parameters. Memory that others still see is left to them.
+        """Stage 3: frees the other ranks' parameters. If other tensors still use the memory, it is left to them.
 
         Args:
-            keep: whether what was written into the parameters meanwhile counts. All ranks write the same.
+            keep: whether to keep what was written into the parameters since they were gathered. All ranks must have
+                written the same.
         """
         if self.stage == LAST_STAGE:
             self.finish_gather()
@@ -366,20 +373,21 @@ class Bucket:
                 self.ranks.note_gathered(-self.whole.nbytes)
 
     def publish(self) -> Any:
-        """After a change of the master weights: the parameters follow, here and on the other ranks. A Work."""
+        """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.whole)
         held = self.stage == LAST_STAGE and self.is_whole and self.unit.flat.holders > 0
-        self.release(keep=False)  # stage 3: what is whole now is the old values
+        self.release(keep=False)  # stage 3: parameters gathered before have the old values
         if held:
             self.start_gather()
             self.finish_gather()
         return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
-        """The whole of something that every rank has for its owned range: itself at stage 0, else new memory."""
+        """Returns the whole buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
+        new memory."""
         if self.stage == 0:
             return owned
         whole = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.device)
@@ -388,22 +396,22 @@ class Bucket:
         return whole
 
     def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
-        """A parameter's piece of something that this rank has for its owned range; it may be empty."""
+        """Returns a parameter's part of values that this rank has for its owned range; it may be empty."""
         return self.layout.piece(owned, self.start, i)[0]
 
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Takes this rank's piece of a parameter's new values; `publish` comes afterwards."""
+        """Writes this rank's part of a parameter's new values; the caller calls `publish` afterwards."""
         self._write(self.master, i, values)
 
     # ---- what users write into the parameters ---------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Stage 3: keeps this rank's part of what was written into the parameters, which are whole."""
+        """Stage 3: keeps this rank's part of what was written into the unsharded parameters."""
         self.weight.copy_(self.whole[self.start : self.end])
 
     def set_data(self, i: int, values: torch.Tensor) -> None:
-        """Stage 3: `p.data = values`, of which this rank takes its piece; the master weights follow later. Views that
-        were made before keep what the parameter has now."""
+        """Stage 3: implements `p.data = values`: this rank takes its part, and the master weights follow later.
+        Views that were made before keep the old values."""
         self.release()
         replace_data(self.params[i]._ringcomm)
         self._write(self.weight, i, values)
@@ -413,8 +421,9 @@ class Bucket:
         piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
 
     def rebound(self, call: str) -> list[int]:
-        """While they are whole: the parameters whose `p.data` is another tensor now. Forward uses the other tensor, and
-        nothing is copied before a step, because users put averaged weights in and take them out again.
+        """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The
+        forward pass uses that tensor. Nothing is copied before a step, because users put averaged weights in and take
+        them out again.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
@@ -437,7 +446,7 @@ class Bucket:
         return found
 
     def adopt_writes(self, call: str) -> None:
-        """Keeps what was written into the parameters since `publish`: the master weights follow."""
+        """Applies what was written into the parameters since `publish` to the master weights."""
         for i in self._keep_writes(call):
             self._views[i].copy_(self.params[i].detach())
             self.params[i].data = self._views[i]
@@ -446,8 +455,8 @@ class Bucket:
             self.master.copy_(master)
 
     def written_master(self, call: str) -> torch.Tensor:
-        """What `adopt_writes` would make of the master weights, to be saved. Nothing changes: what is now in the place
-        of `p.data` may be taken out again."""
+        """Returns the master weights that `adopt_writes` would make, for a checkpoint. It changes nothing, because
+        tensors that replace `p.data` may be taken out again."""
         replaced = self._take_writes(call)
         weight = self.weight.clone() if replaced else self.weight
         for i in replaced:
@@ -455,7 +464,7 @@ class Bucket:
         return self._followed(weight)
 
     def _keep_writes(self, call: str) -> list[int]:
-        """As `_take_writes`, with what was put in the place of `p.data`."""
+        """Like `_take_writes`, and also keeps the tensors that replaced `p.data`."""
         replaced = self._take_writes(call)
         for i in replaced:
             if self.stage == LAST_STAGE:
@@ -464,7 +473,7 @@ class Bucket:
         return replaced
 
     def _take_writes(self, call: str) -> list[int]:
-        """Keeps this rank's part of what was written in place; returns the parameters that have other data."""
+        """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
         if not self.is_whole:
             return []
         if self.stage == LAST_STAGE:
@@ -472,11 +481,11 @@ class Bucket:
         return self.rebound(call)
 
     def _followed(self, weight: torch.Tensor) -> torch.Tensor:
-        """The master weights after what users wrote into the parameters. Where a weight still is its master weight,
-        rounded, the master weight keeps its extra bits."""
+        """Returns the master weights after user writes to the parameters. Where a weight still equals its rounded
+        master weight, the master weight keeps its extra bits."""
         if not self.separate:
             return weight
-        bits = _BITS[self.types.compute.itemsize]  # a minus zero is not a zero
+        bits = _BITS[self.types.compute.itemsize]  # compared as bits, so that -0.0 differs from 0.0
         published = self.master.to(self.types.compute).to(self.device).view(bits)
         if self.device.type == "cpu" and torch.equal(published, weight.view(bits)):
             return self.master
@@ -486,7 +495,7 @@ class Bucket:
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def pack(self, grads: Sequence[tuple[int, torch.Tensor]], whole: torch.Tensor) -> None:
-        """Gradients of parameters, by segment, into a whole buffer; zeros where there is none."""
+        """Copies gradients, given by segment, into a whole buffer; parameters without a gradient get zeros."""
         parts, gaps = self._cuts_of(whole)
         if len(grads) < len(parts):
             given = {i for i, _ in grads}
@@ -497,11 +506,13 @@ class Bucket:
         torch._foreach_copy_(parts, [grad for _, grad in grads])
 
     def _cuts_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Every parameter's part of a buffer, and the padding; made once for each buffer, which is used again."""
+        """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
+        reused."""
         known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
         if self not in known:
             before = uses(whole)
-            apart = whole.new_empty(0).set_(whole)  # the parts must not hold the buffer, which holds them
+            # The parts must not reference the buffer, because the buffer references them.
+            apart = whole.new_empty(0).set_(whole)
             cuts, at = _unflatten(apart, self._pieces), {*self._at}
             known[self] = [cuts[k] for k in self._at], [cut for k, cut in enumerate(cuts) if k not in at]
             del apart
@@ -511,13 +522,13 @@ class Bucket:
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 
     def counts(self, i: int) -> bool:
-        """Whether this rank, with those that share its shards, speaks for a parameter: in norms and checkpoints."""
+        """True on exactly one replica of each parameter, so that norms and checkpoints count it once."""
         return is_primary_copy(self.params[i], self.ranks.mesh)
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes that this rank keeps between steps, by what they hold."""
+        """Returns the bytes that this rank keeps between steps, by kind."""
         return {
             "parameters": (self.weight if self.stage == LAST_STAGE else self.whole).nbytes,
             "master": self.master.nbytes if self.separate else 0,

@@ -1,4 +1,4 @@
-"""`ringcomm memory`: bytes on each rank at every stage, by formula, from a number of parameters alone.
+"""`ringcomm memory`: computes the bytes on each rank at every stage from the number of parameters alone.
 
     P parameters on W ranks           stage 0   1     2     3
     parameters    c P, c bytes each   all       all   all   1/W
@@ -6,7 +6,8 @@
     optimizer     s P (adamw 8)       all       1/W   1/W   1/W
     master        4 P in 16 bits      all       1/W   1/W   1/W
 
-Without activations, alignment, buffers and what a step borrows; `ringcomm.memory` plans those for a model.
+Activations, alignment, buffers and a step's temporary memory are not included; `ringcomm.memory` plans them for a
+model.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def bytes_per_rank(numel: int, world_size: int, stage: int, precision: str, optimizer: str) -> dict[str, float]:
-    """What a rank keeps between two steps, by what it holds.
+    """Returns the bytes that a rank keeps between two steps, by kind.
 
     Args:
         precision: "fp32", or "bf16" or "fp16" over float32 master weights and gradients.
-        optimizer: "adamw", "momentum" (SGD with it) or "sgd".
+        optimizer: "adamw", "momentum" (SGD with momentum) or "sgd".
     """
     compute = COMPUTE_BYTES[precision]
     share = [numel / world_size if stage >= least else numel for least in (3, 2, 1)]
@@ -39,7 +40,8 @@ def bytes_per_rank(numel: int, world_size: int, stage: int, precision: str, opti
 
 
 def transformer_numel(layers: int, width: int, vocabulary: int) -> int:
-    """Parameters of a transformer with tied embeddings: 12 width**2 a layer, without biases, norms and positions."""
+    """Number of parameters of a transformer with tied embeddings: 12 width**2 per layer, without biases, norms and
+    positions."""
     return 12 * layers * width**2 + vocabulary * width
 
 
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns: its exit status."""
+    """Runs the command. Returns: its exit status."""
     try:
         args = _parser().parse_args(list(argv))
     except SystemExit as ended:

@@ -29,19 +29,20 @@ def clip_grad_norm_(
     """Scales the gradients of sharded parameters so that their norm over all ranks is at most ``max_norm``; a
     collective.
 
-    As torch.nn.utils.clip_grad_norm_, which cannot know the other ranks' shards. Call it between backward and step,
-    after ``unscale_`` of a GradScaler.
+    torch.nn.utils.clip_grad_norm_ cannot do this because it does not see the other ranks' shards. Call this between
+    backward and step, after ``unscale_`` of a GradScaler.
 
     Args:
-        parameters: a sharded module, its optimizer, or some of the module's parameters. Of plain parameters: torch's.
-            Ignored parameters of `fully_shard` count once, with the first rank's gradient: average theirs before.
-        foreach: accepted, and of no effect on sharded parameters.
-    Order:   the sum of powers is exact to about 2**-50, whatever the order: its bits depend on the gradients alone.
-    Cost:    one pass over this rank's gradients, at stage 0 over its share; two messages of a few bytes.
+        parameters: a sharded module, its optimizer, or some of the module's parameters. For plain parameters torch's
+            function is called. Ignored parameters of `fully_shard` count once, with the first rank's gradient: average
+            their gradients before.
+        foreach: accepted; it has no effect on sharded parameters.
+    Order:   the sum of powers is exact to about 2**-50 in any order, so its bits depend on the gradients alone.
+    Cost:    one pass over this rank's gradients (at stage 0 over its share of them); two messages of a few bytes.
     Returns: the norm before clipping, the same on every rank.
-    Raises:  RingcommError: a norm that is not finite, with ``error_if_nonfinite``; on every rank.
-             InvalidArgumentError: parameters of a pipeline's stage, or of tensor parallel layers, that were not sharded
-             over a mesh: nothing says which ranks have the others.
+    Raises:  RingcommError: on every rank, if the norm is not finite and ``error_if_nonfinite`` is set.
+             InvalidArgumentError: parameters of a pipeline stage or of tensor parallel layers that were not sharded
+             over a mesh, because without the mesh the ranks that hold the other parameters are unknown.
     """
     chosen, flat = _chosen(parameters)
     if flat is None or flat.ranks.mesh is None:
@@ -75,7 +76,7 @@ def clip_grad_norm_(
         wide = any(bucket.gradient.dtype == torch.float64 for bucket in picked)
         dtype = torch.float64 if wide else torch.float32
         norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
-    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica has looked at its own
+    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica checked only its own gradients
         flat.ranks.broadcast(norm)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RingcommError(
@@ -93,8 +94,8 @@ def clip_grad_norm_(
 
 
 def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
-    """The parameters that are meant, each once, and the flat model that they belong to."""
-    own = None  # of a module, also of a stage that is frozen
+    """Returns the selected parameters, each once, and the sharded model that they belong to."""
+    own = None  # set for a module, even if its stage is frozen
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
@@ -121,7 +122,7 @@ def _is_trained(p: torch.Tensor) -> bool:
 
 
 def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
-    """The parts of some segments, with a gradient, inside a range of the buffer."""
+    """Returns the parts of the given segments, if they have a gradient, inside a range of the buffer."""
     gradient = bucket.gradient
     if not gradient.has_reduced:
         return []
@@ -132,8 +133,8 @@ def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[
 
 
 def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
-    """What this rank adds to the norm: its shard, also at stage 0, where it has everybody's; without what another rank
-    of the mesh has too and counts."""
+    """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
+    without parameters that another rank of the mesh also has and counts."""
     gradient = bucket.gradient
     some = {i for i in some if bucket.counts(i)}
     found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))

@@ -1,5 +1,5 @@
-"""A user's function in place of the reduction of a bucket's gradients, called as torch's DistributedDataParallel calls
-its communication hooks."""
+"""Runs a user's function in place of a bucket's gradient reduction. It is called as torch's DistributedDataParallel
+calls its communication hooks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class GradBucket:
     """A bucket's gradients before their reduction; it has the methods of torch.distributed.GradBucket.
 
     Args:
-        number: its place in the order of reductions, the same in every pass.
+        number: the bucket's place in the order of reductions, the same in every pass.
     """
 
     def __init__(self, bucket: Bucket, local: torch.Tensor, number: int, last: bool) -> None:
         self._group, self._local, self._number, self._last = bucket, local, number, last
 
     def index(self) -> int:
-        """The bucket's number, from 0 on."""
+        """The bucket's number, counted from 0."""
         return self._number
 
     def is_last(self) -> bool:
@@ -33,11 +33,11 @@ class GradBucket:
         return self._last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients in one dimension, with zeros between them where a gradient begins on a boundary."""
+        """Returns all gradients as one flat tensor, with zeros between gradients as padding for alignment."""
         return self._local
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Puts another tensor, of the same number of elements, in the buffer's place."""
+        """Replaces the buffer by another tensor with the same number of elements."""
         self._local = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class GradBucket:
 
 
 class Hook:
-    """What reduces one bucket's gradients.
+    """Reduces one bucket's gradients with the user's function.
 
     Args:
         number, last: see `GradBucket`.
@@ -61,7 +61,7 @@ class Hook:
 
     def __call__(self, local: torch.Tensor) -> Answer:
         """Starts the reduction of ``local``."""
-        own = local.clone()  # in memory of torch's: some hooks resize it for a while
+        own = local.clone()  # memory allocated by torch, because some hooks resize it temporarily
         seen = GradBucket(self.bucket, own, self.number, self.last)
         return Answer(self, self.hook(self.state, seen), local)
 
@@ -75,7 +75,7 @@ class Answer:
             self._refuse(future, "a torch.futures.Future of a tensor")
 
     def wait(self) -> None:
-        """Waits for the hook's tensor, which becomes the buffer's mean."""
+        """Waits for the hook's tensor and copies it into the buffer as the mean."""
         value = self._future.wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]

@@ -1,12 +1,12 @@
 """
-Data parallel training: every rank computes on its own data, gradients are averaged while backward still runs.
+Data parallel training: every rank computes on its own data, and gradients are averaged while backward is still running.
 
     backward:    grad of last layer done ... grad of first layer done     end of backward
     bucket 0     [all gradients arrived] -> all_reduce(avg), asynchronous ---+
     bucket 1                  [all arrived] -> all_reduce(avg) --------------+-> wait for all
 
 `DistributedDataParallel` is stage 0 of `ringcomm.shard` under torch's name and arguments. `NaiveDataParallel` is the
-scheme that came before: all gradients to one rank, and back.
+older parameter server scheme: it sends all gradients to one rank and the means back.
 """
 
 from __future__ import annotations
@@ -58,40 +58,41 @@ Devices = Sequence[int | str | torch.device]
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that plain ``loss.backward()`` leaves the mean of all ranks' gradients on every rank.
 
-    Takes torch.nn.parallel.DistributedDataParallel's arguments, and in the second place also a communicator. Parameters
-    and buffers that the module names in ``_ddp_params_and_buffers_to_ignore`` stay as they are on each rank. Every rank
-    makes the same number of backward passes outside ``no_sync`` unless it is inside ``join``. A parameter that a pass
-    does not use counts as a zero gradient; one that no rank uses keeps ``grad`` as it was. The optimizer is an ordinary
-    one over ``parameters()``; with a ``param_dtype`` of ``mixed_precision`` it works on the master weights from its
-    first step on. ``ringcomm.shard(model, optimizer)`` attaches it where its state is to be moved with
-    `ringcomm.restage` or kept alike by ``join``.
+    Takes torch.nn.parallel.DistributedDataParallel's arguments; the second argument may also be a communicator.
+    Parameters and buffers that the module names in ``_ddp_params_and_buffers_to_ignore`` stay as they are on each rank.
+    Every rank must make the same number of backward passes outside ``no_sync``, unless it is inside ``join``. A
+    parameter that a pass does not use counts as a zero gradient; if no rank uses a parameter, its ``grad`` stays as it
+    was. The optimizer is an ordinary one over ``parameters()``; if ``mixed_precision`` sets ``param_dtype``, it works
+    on the master weights from its first step on. Call ``ringcomm.shard(model, optimizer)`` to attach the optimizer, so
+    that `ringcomm.restage` can move its state and ``join`` keeps it equal on all ranks.
 
     Args:
-        module: on its device already. Its parameters become views of flat buffers, in contiguous memory.
-        comm: a Communicator; a list is taken for ``device_ids``; None: one over ``process_group``, else over
+        module: must be on its device already. Its parameters become views of flat buffers, in contiguous memory.
+        comm: a Communicator; a list is taken as ``device_ids``; None: a communicator over ``process_group``, else over
             torch.distributed's default group, else ``ringcomm.init()`` from torchrun's environment.
         output_device: None, or the module's device.
-        dim: 0.
+        dim: must be 0.
         broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
             training; None: True.
-        init_sync: whether all ranks are compared and get rank 0's parameters and buffers. False: they are alike.
-        process_group: a group of torch.distributed, in place of ``comm``. Over one with several devices the module may
-            lie on several, too.
-        bucket_cap_mb: MiB of a bucket, which is no more than that unless one parameter is; None: from which on latency
-            is a small part of its time, as measured now.
-        find_unused_parameters, static_graph, skip_all_reduce_unused_params: accepted, and not needed: unused parameters
-            are found in every pass.
+        init_sync: whether the ranks' modules are compared and all ranks get rank 0's parameters and buffers. False: the
+            caller guarantees that they are equal.
+        process_group: a group of torch.distributed, in place of ``comm``. If the group serves several devices, the
+            module may lie on several devices, too.
+        bucket_cap_mb: largest size of a bucket in MiB, unless one parameter is larger; None: the size at which latency
+            becomes a small part of a bucket's time, measured now.
+        find_unused_parameters, static_graph, skip_all_reduce_unused_params: accepted, and not needed: every pass finds
+            its unused parameters.
         gradient_as_bucket_view, batched_grad_copy: accepted, and not needed: gradients are views of the buckets.
-        check_reduction: accepted and without a meaning, as in torch.
+        check_reduction: accepted and ignored, as in torch.
         delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
-        mixed_precision: ringcomm.MixedPrecision, or torch's. In torch's a ``reduce_dtype`` of None is read as torch
-            reads it, ``param_dtype``; in ours it is the master weights' type.
-        device_mesh: of one axis, in place of ``process_group``.
-        forward_sync_buffers: as ``broadcast_buffers``, for the forward passes alone; it goes before.
-        device_ids: None, or the module's one device; inputs are moved there.
-    Order:   the communicator's: canonical on the CPU engine, where the bits do not depend on ``bucket_cap_mb``.
-    Cost:    one all_reduce of the gradients per backward pass, overlapped with it, and of a byte for each parameter.
-    Raises:  InvalidArgumentError: nothing to train, a module that is wrapped already, contradictory arguments.
+        mixed_precision: ringcomm.MixedPrecision, or torch's. In torch's, a ``reduce_dtype`` of None means
+            ``param_dtype``; in ours, it means the master weights' type.
+        device_mesh: a mesh with one axis, in place of ``process_group``.
+        forward_sync_buffers: like ``broadcast_buffers``, for the forward passes alone; it takes precedence.
+        device_ids: None, or a list of the module's one device; inputs are moved there.
+    Order:   the communicator's: canonical on the CPU engine, where ``bucket_cap_mb`` does not change the bits.
+    Cost:    per backward pass, one all_reduce of the gradients, overlapped with it, and one of a byte per parameter.
+    Raises:  InvalidArgumentError: no parameter to train, a module that is already wrapped, contradictory arguments.
              UnsupportedError: an argument that is refused. MismatchError: the ranks have different modules.
     """
 
@@ -133,7 +134,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: Devices | None = None,
     ) -> None:
         super().__init__()
-        self._join_config = _JoinConfig.construct_disabled_join_config()  # what Joinable.__init__ sets
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # normally set by Joinable.__init__
         self._join_hook: _JoinHook | None = None
         if comm is not None and not isinstance(comm, Communicator):
             comm, device_ids = None, _only(device_ids, comm)
@@ -166,7 +167,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _flat(self) -> ShardedModel:
-        """The wrapped module's state; made at its first use for a copy, and for a module that was unwrapped since."""
+        """The wrapped module's state. A copy, or a module that was unwrapped since, gets it at its first use."""
         if self._made is None or self._made.unwrapped:
             precision, sends, bucket_cap_mb = self._how
             comm = None if self.comm is None or self.comm.closed else self.comm
@@ -177,7 +178,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: it is wrapped anew when it is first trained, over torch's default group where it is unpickled."""
+        """Returns the state for a copy. The copy is wrapped again when it is first trained, after unpickling over
+        torch's default group."""
         gone = ("_made", "comm", "process_group", "device_mesh", "_alone", "_join_hook")
         return {**super().__getstate__(), **dict.fromkeys(gone)}
 
@@ -190,7 +192,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What torch's DistributedDataParallel asks for of a module that it wraps."""
+        """The names that torch's DistributedDataParallel reads from a module that it wraps."""
         raise InvalidArgumentError(
             f"DistributedDataParallel: got a module that ringcomm.{CALL} has wrapped, expected a plain one: gradients "
             "would be averaged twice; wrap it once (of a Trainer or accelerate, pass the module itself)"
@@ -198,14 +200,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @skipped
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Runs the module's own forward."""
         device = self._inputs_to
         if device is not None:
             args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         if self._join_hook is not None and self._join_config.enable:
             self._join_hook.enter()
         made = self._made is not None and not self._made.unwrapped
-        if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is evaluated
+        if not made and not (self.training and torch.is_grad_enabled()):  # a copy that is only evaluated
             return self.module(*args, **kwargs)
         output = self._flat.root.call(self.module, self.module.__call__, args, kwargs)
         if torch.is_grad_enabled():
@@ -214,8 +216,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forward passes inside only accumulate on this rank; that of the next forward pass outside
-        averages the sums."""
+        """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
+        next forward pass outside averages the sums."""
         with self._flat.no_sync():
             yield
 
@@ -225,23 +227,23 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, ranks may have different numbers of inputs: see `ringcomm.join`."""
+        """Lets the ranks have different numbers of inputs inside the block: see `ringcomm.join`."""
         return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """For torch.distributed.algorithms.Join over this model alone."""
+        """Returns the hook for torch.distributed.algorithms.Join over this model alone."""
         self._join_hook = _JoinHook(self, divide_by_initial_world_size)
         return self._join_hook
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's Join has the tensor in which it counts the ranks that go on."""
+        """The device of the tensor in which torch's Join counts the ranks that still have input."""
         return self._flat.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """For torch's Join: a group of this rank alone. The ranks that have joined follow the others by `join`'s own
-        messages, so there is nothing that torch's Join has to count."""
+        """Returns, for torch's Join, a group with only this rank. Our own `join` messages tell the joined ranks what
+        to do, so torch's Join has no ranks to count."""
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -254,10 +256,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._alone
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Puts ``hook(state, bucket)``, of torch's form, in the place of the buckets' all_reduce; once.
+        """Replaces the buckets' all_reduce by ``hook(state, bucket)``, a hook of torch's form. Can be called once.
 
-        torch's own hooks send through torch.distributed: they need a process group. The hook's tensor is taken for the
-        mean of all ranks, as it is.
+        torch's own hooks send through torch.distributed, so they need a process group. The tensor that the hook returns
+        is used as the mean of all ranks without further scaling.
         """
         flat = self._flat
         where = f"register_comm_hook: rank {flat.ranks.rank}"
@@ -274,7 +276,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next forward pass's backward pass averages the gradients; False inside of ``no_sync``."""
+        """Whether the backward pass of the next forward pass averages the gradients; False inside ``no_sync``."""
         return self._flat.sync
 
     @require_backward_grad_sync.setter
@@ -283,8 +285,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def reducer(self) -> Any:
-        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. Every backward pass
-        finds out by itself which parameters it uses, so that only whether it averages them is to be told."""
+        """The methods of torch's Reducer that Accelerate and Lightning call around a backward pass. Every backward
+        pass finds the parameters that it uses by itself, so these methods only set whether it averages them."""
         flat = self._flat
         return SimpleNamespace(
             prepare_for_backward=lambda outputs: setattr(flat, "decided", True),
@@ -293,7 +295,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """What torch's method of the same name tells of the wrapper; Lightning's Trainer reads it when it ends."""
+        """Returns what torch's method of the same name returns; Lightning's Trainer reads it at its end."""
         flat = self._flat
         return {
             "module_name": type(self.module).__name__,
@@ -312,12 +314,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Names what a later wrapping of ``module`` leaves alone; torch's method of the same name."""
+        """Sets the names that a later wrapping of ``module`` ignores, like torch's method of the same name."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether every synchronised forward pass in training begins with rank 0's buffers."""
+        """Whether every synchronised forward pass in training begins with a broadcast of rank 0's buffers."""
         return self._flat.broadcast_buffers
 
     @broadcast_buffers.setter
@@ -328,7 +330,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def communication_seconds(self) -> float:
-        """This thread's time in the calls and waits of collectives."""
+        """The time that this thread has spent in calls and waits of collectives."""
         return self._flat.communication_seconds
 
     @communication_seconds.setter
@@ -349,13 +351,13 @@ class _JoinHook(JoinHook):
         self.joining: Join | None = None
 
     def enter(self) -> None:
-        """Before this rank's first pass, or at its end where it has none."""
+        """Called before this rank's first pass, or at its end if it has no input."""
         if self.joining is None:
             throw = self.model._join_config.throw_on_early_termination
             self.joining = Join.entered(self.model._flat, self.over_all, throw)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """This rank has no more input: it answers the others until all have none."""
+        """Called when this rank has no more input: takes part in the others' collectives until no rank has input."""
         del is_last_joiner
         self.enter()
         assert self.joining is not None
@@ -409,7 +411,7 @@ def _ranks(
 
 
 def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output: Any) -> torch.device | None:
-    """Where inputs are moved to; None: they stay."""
+    """Returns the device that inputs are moved to; None: they are not moved."""
     here = {str(p.device): p.device for p in module.parameters()}
     for name, given in (("device_ids", device_ids), ("output_device", None if output is None else [output])):
         wanted = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given or ()]
@@ -422,7 +424,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 
 
 def _unwrap(module: nn.Module) -> None:
-    """Unwraps a module that another DistributedDataParallel holds, which wraps it again when it is next used."""
+    """Unwraps a module that another DistributedDataParallel holds; that one wraps it again at its next use."""
     flat = sharded_model_of(module)
     if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
         flat.unwrap()
@@ -436,7 +438,7 @@ def _flat(
     sends_buffers: bool,
     init_sync: bool,
 ) -> ShardedModel:
-    """The module's one unit, at stage 0."""
+    """Makes the module's only unit, at stage 0."""
     ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
     if not any(p.requires_grad for _, p in params):
@@ -469,14 +471,14 @@ def _flat(
 
 
 class NaiveDataParallel(nn.Module):
-    """Data parallel training over a parameter server: to learn from, and to compare with.
+    """Data parallel training over a parameter server, for teaching and comparison.
 
-    After backward, one gradient after the other goes to rank 0, which adds them up and sends the mean back. Nothing
-    overlaps with backward, nothing is joined into buckets, and rank 0 receives and sends what all others have.
+    After backward, the gradients go to rank 0 one at a time; rank 0 adds them up and sends the mean back. Nothing
+    overlaps with backward, gradients are not packed into buckets, and rank 0 receives and sends everything.
 
     Args:
-        comm: None: that of ``ringcomm.init()``.
-    Cost:    for each parameter a reduce and a broadcast: rank 0 moves 2 (W-1) of its bytes, each other rank 2.
+        comm: the communicator; None: ``ringcomm.init()``.
+    Cost:    a reduce and a broadcast per parameter: rank 0 moves 2 (W-1) times its bytes, every other rank 2 times.
     """
 
     @expects("NaiveDataParallel", module=MODULE, comm=COMMUNICATOR)
@@ -487,7 +489,8 @@ class NaiveDataParallel(nn.Module):
         self._sync, self._waiting = True, False
         for x in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(x.detach(), 0)
-        arrived = weakref.WeakMethod(self._arrived)  # the garbage collector does not see what these hooks hold
+        # Weak, because the garbage collector does not see what these hooks reference.
+        arrived = weakref.WeakMethod(self._arrived)
 
         def hook(p: torch.Tensor) -> None:
             alive = arrived()
@@ -499,8 +502,8 @@ class NaiveDataParallel(nn.Module):
                 p.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        self._waiting = False  # also after a backward pass that raised
+        """Runs the module's own forward."""
+        self._waiting = False  # also resets it after a backward pass that raised
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -518,7 +521,7 @@ class NaiveDataParallel(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        """The end of backward. A gradient that a rank does not have counts as zero."""
+        """Averages the gradients at the end of backward. A missing gradient counts as zero."""
         self._waiting = False
         for p in self.module.parameters():
             if p.requires_grad:

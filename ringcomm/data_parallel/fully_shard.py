@@ -1,12 +1,13 @@
-"""`ringcomm.fully_shard`: stage 3 module by module, with the keywords of torch's function of the same name.
+"""`ringcomm.fully_shard`: shards a model module by module (stage 3), with the keywords of torch's function of that
+name.
 
     for block in model.blocks:
         ringcomm.fully_shard(block)
     ringcomm.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-Each call makes a unit of the parameters that no call below has taken; the last one, on the module that holds all the
-others, joins them. The bits are those of `ringcomm.shard` at stage 3.
+Each call makes a unit of the parameters that no earlier call below has taken; the last call, on the outermost module,
+joins the units. The bits are those of `ringcomm.shard` at stage 3.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ if TYPE_CHECKING:
 
 _M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
 CommunicatorPair = tuple[Communicator, Communicator]
-_WHOLE = 1 << 62  # bytes: a unit is not cut into buckets
+_WHOLE = 1 << 62  # bytes: so large that a unit is never split into buckets
 
 
 # ---- what a module can do ----------------------------------------------------------------------------------------
 
 
 class UnshardHandle:
-    """Parameters on their way."""
+    """Handle of a gather of parameters."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Returns when they can be read."""
+        """Returns when the parameters can be read."""
         self._unit.gather()
 
 
@@ -67,7 +68,8 @@ class FSDPModule(UnitModule):
     _ringcomm_unit: Unit
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collects the parameters of this module's own unit; every rank does. Returns a handle with ``async_op``."""
+        """Gathers the parameters of this module's own unit; every rank must call it. Returns a handle if
+        ``async_op``."""
         unit = self._ringcomm_unit
         unit.start_gather()
         if async_op:
@@ -76,11 +78,12 @@ class FSDPModule(UnitModule):
         return None
 
     def reshard(self) -> None:
-        """Lets go of the other ranks' parameters of this module's own unit."""
+        """Frees the other ranks' parameters of this module's own unit."""
         self._ringcomm_unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: the backward passes from now on only accumulate on this rank. For the outermost module alone."""
+        """Sets whether later backward passes are reduced; with False they only accumulate on this rank. Only for the
+        outermost module."""
         self._everything("set_requires_gradient_sync", recurse).sync = bool(requires_gradient_sync)
 
     @contextmanager
@@ -90,30 +93,31 @@ class FSDPModule(UnitModule):
             yield
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted, and of no effect: every backward pass waits for its reductions."""
+        """Accepted, without effect: every backward pass waits for its reductions."""
 
     def reset_iter_state(self) -> None:
-        """Forgets a forward or backward pass that raised, and the gradients. The next forward pass does so anyway."""
+        """Discards the state of a forward or backward pass that raised, and the gradients. The next forward pass
+        does so anyway."""
         self._ringcomm_unit.flat._abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the parameters go between forward and backward."""
+        """Sets whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
             unit.asked_reshard = unit.reshard_after_forward = bool(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether the parameters go after backward. With False they stay until the optimizer's step."""
+        """Sets whether the parameters are freed after backward. With False they stay until the optimizer's step."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = bool(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Whose parameters are sent for when this module's forward begins; by default of the module that came next in
-        the last pass. Every rank names the same."""
+        """Sets the modules whose parameters are prefetched when this module's forward begins; the default is the
+        module that followed in the last pass. Every rank must name the same modules."""
         self._ringcomm_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Whose parameters are sent for when this module's backward begins; by default of the module before it in
-        forward."""
+        """Sets the modules whose parameters are prefetched when this module's backward begins; the default is the
+        module before it in forward."""
         self._ringcomm_unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -121,7 +125,7 @@ class FSDPModule(UnitModule):
         return [each._ringcomm_unit for each in modules if isinstance(each, FSDPModule)]
 
     def _everything(self, call: str, recurse: bool) -> ShardedModel:
-        """The flat model, of which this module must be all."""
+        """Returns the sharded model, and raises unless this module is its outermost one."""
         flat = self._ringcomm_unit.flat
         if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
             raise UnsupportedError(
@@ -179,11 +183,11 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
 
 @expects("register_forward_method", module=MODULE, name=TEXT)
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Lets another method of a module of a unit bring the parameters as ``forward`` does, such as "encode".
+    """Makes another method of a unit's module, such as "encode", gather the parameters as ``forward`` does.
 
     Nothing happens to a plain module.
 
-    Raises: InvalidArgumentError: no such method.
+    Raises:  InvalidArgumentError: the module has no such method.
     """
     if not isinstance(module, UnitModule):
         return
@@ -204,7 +208,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _put_back(module: nn.Module, name: str, before: Any) -> None:
-    """A module's own method, as it was."""
+    """Restores a module's own method."""
     delattr(module, name)
     if before is not None:
         setattr(module, name, before)
@@ -246,25 +250,28 @@ def fully_shard(
 ) -> _M:
     """Shards a module's parameters, gradients and optimizer state over all ranks, composed module by module.
 
-    Call it on the parts first and on the whole last, each with the same ranks. Make the optimizer afterwards; it works
-    on the shards from its first step, or its first `ringcomm.shard(model, optimizer)`, on.
+    Call it on the submodules first and on the outermost module last, each time with the same ranks. Make the optimizer
+    afterwards; it works on the shards from its first step, or its first `ringcomm.shard(model, optimizer)`, on.
 
     Args:
-        module: takes the parameters below it that no other call has taken; of a list, those of all its modules, which
-            are called one after the other in this order.
-        mesh: the ranks; of two axes the first replicates and the second shards.
-        reshard_after_forward: whether the parameters go between forward and backward; None: not those of the
+        module: its parameters that no other call has taken become a unit. A list makes one unit of all its modules,
+            which are called one after the other in this order.
+        mesh: the ranks; with two axes the first replicates and the second shards.
+        reshard_after_forward: whether the parameters are freed between forward and backward; None: True, except for the
             outermost module.
-        mp_policy: a MixedPrecision, or torch's MixedPrecisionPolicy. In torch's a ``reduce_dtype`` of None is read as
-            torch reads it, ``param_dtype``; in ours it is the master weights' type.
-        offload_policy: torch's CPUOffloadPolicy, or True: master weights, optimizer state and step on the host.
-        ignored_params: stay as they are, whole on every rank; so do their gradients.
-        comm: in place of ``mesh``, also a pair: over those that share the shards, over those that hold the same one.
-        atom: what a shard's end must not cut; "tensor" for optimizers that look at whole tensors.
-        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
-        init_fn: as of `ringcomm.shard`: initialises submodules on the meta device, those of this call at once.
-    Returns: ``module``, whose class has become one with the methods of FSDPModule.
-    Raises:  InvalidArgumentError: a module that is wrapped already, a parameter shared with a module outside.
+        mp_policy: a MixedPrecision, or torch's MixedPrecisionPolicy. In torch's, a ``reduce_dtype`` of None means
+            ``param_dtype``; in ours, it means the master weights' type.
+        offload_policy: torch's CPUOffloadPolicy, or True: master weights, optimizer state and step are on the host.
+        ignored_params: parameters that stay unsharded on every rank, and whose gradients are not reduced.
+        comm: in place of ``mesh``; or a pair of communicators: one over the ranks that share the shards, one over the
+            ranks that hold the same shard.
+        atom: the unit that a shard boundary must not split; "tensor" for optimizers that need whole tensors.
+        broadcast_buffers: whether every synchronised forward pass in training begins with a broadcast of rank 0's
+            buffers.
+        init_fn: as in `ringcomm.shard`: initialises submodules on the meta device, immediately for the modules of this
+            call.
+    Returns: ``module``, whose class now has the methods of FSDPModule.
+    Raises:  InvalidArgumentError: a module that is already wrapped, or a parameter shared with a module outside.
              UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward.
              MismatchError: the ranks have different modules.
     """
@@ -339,7 +346,7 @@ def _join(
     unit: Unit,
     broadcast_buffers: bool,
 ) -> ShardedModel:
-    """Makes the flat model of the unit and those below it."""
+    """Makes the sharded model from this unit and the units below it."""
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
     for each in below:
@@ -356,7 +363,7 @@ def _join(
 
 
 def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -> list[Unit]:
-    """The units of earlier calls on modules below, in the order of the modules."""
+    """Returns the units of earlier calls on modules below, in the order of the modules."""
     wrong = next((m for m in modules if isinstance(m, FSDPModule)), None)
     if wrong is not None:
         raise InvalidArgumentError(
@@ -387,7 +394,8 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -
 
 
 def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
-    """Raises for a parameter of the unit that a module outside uses, where it would not be whole."""
+    """Raises if a module outside the unit uses one of its parameters, because the parameter would not be unsharded
+    there."""
     inside = {id(m) for each in unit.modules for m in each.modules()}
     names = {id(p): name for bucket in unit.buckets for p, name in zip(bucket.params, bucket.names, strict=True)}
     for path, m in top.named_modules():
@@ -424,7 +432,7 @@ _known: weakref.WeakKeyDictionary[DataParallelGroup, tuple[Any, ...]] = weakref.
 def _ranks_for(
     comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
 ) -> DataParallelGroup:
-    """The ranks of an earlier call with the same arguments while its modules live, else new ones."""
+    """Returns the ranks of an earlier call with the same arguments while its modules live, else makes new ones."""
     import torch.distributed as dist
 
     if comm is not None and mesh is not None:

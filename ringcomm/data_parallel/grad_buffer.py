@@ -1,13 +1,14 @@
-"""A bucket's gradient: from what autograd leaves in `p.grad` to the mean over all ranks, whole or this rank's shard.
+"""A bucket's gradient, from what autograd leaves in `p.grad` to the mean over all ranks, unsharded or this rank's
+shard.
 
     autograd           p.grad of every parameter, in the type of the forward pass
     pack               packed and cast into `local`: this rank's sums over one or more backward passes
     start_reduce       `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
     finish_reduce      `reduced` += the mean
     expose_grads       p.grad is a view of it (stage 0), or a ShardedGradient
-    adopt_user_grads   what the user has put into p.grad counts
+    adopt_user_grads   tensors that the user has assigned to p.grad are taken over
 
-Means are added to what was reduced before, and local sums to local sums, so every stage does the same arithmetic.
+Means are added to earlier means and local sums to earlier local sums, so every stage does the same arithmetic.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from ringcomm.data_parallel.bucket import Bucket
 
 
-_OWN_REFERENCES = next(map(sys.getrefcount, [object()]))  # to what only a list holds, seen in such a map
+# The reference count of an object that only a list holds, counted inside such a map.
+_OWN_REFERENCES = next(map(sys.getrefcount, [object()]))
 _grad_of = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
 _layout_of = operator.attrgetter("layout")
@@ -41,7 +43,7 @@ def _same(gradient: GradBuffer | None) -> GradBuffer | None:
 
 
 def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of those that not only this list holds."""
+    """Returns the indices of the tensors that are also referenced from outside this list."""
     return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
 
 
@@ -49,14 +51,14 @@ class GradBuffer:
     """Buffers and state of one bucket's gradient.
 
     Args:
-        tree: add the backward passes between two reductions up in a balanced binary tree, as the ranks are. With a
-            power of two of passes the sum's bits do not depend on how passes are dealt out to ranks; it costs one
-            buffer for each level of the tree.
+        tree: add up the backward passes between two reductions in a balanced binary tree, as the ranks' gradients are
+            added. If the number of passes is a power of two, the sum's bits do not depend on how the passes are
+            distributed over the ranks. The tree needs one buffer per level.
 
     Attributes:
-        counts: with ``tree``, by parameter, how many passes its sums are of. A level of the tree has a part of it where
-            the number has that bit, and zeros elsewhere.
-        base: how many there were when a step of a pipeline began.
+        counts: with ``tree``, by parameter, the number of passes in its sums. A level of the tree holds a part for the
+            parameter if the number has that bit set, and zeros otherwise.
+        base: the count at the beginning of a pipeline step.
     """
 
     def __init__(self, bucket: Bucket, stage: int, tree: bool) -> None:
@@ -66,35 +68,37 @@ class GradBuffer:
         self.start, self.end = bucket.owned(stage)
         numel = self.layout.numel if stage < 2 else self.layout.shard_numel
         self._lie_in(self.ranks.empty(numel, self.dtype, bucket.device))
-        self._means: list[torch.Tensor] = []  # what `p.grad` is, where it is not a `ShardedGradient`
-        self._addresses: list[int] = []  # of these
+        self._means: list[torch.Tensor] = []  # the tensors in `p.grad`, unless they are `ShardedGradient`s
+        self._addresses: list[int] = []  # addresses of `_means`
         self.plain = bucket.types.compute == self.dtype  # autograd can add into our buffers
-        # One parameter that fills the buffer: on the cpu a reduce_scatter of it costs less than packing it before.
+        # A single parameter that fills the buffer is not packed: on the CPU its reduce_scatter costs less than packing
+        # it first.
         alone = len(bucket.params) == 1 and bucket.layout.used_numel == bucket.layout.numel
         self.sent_as_it_is = alone and self.plain and stage > 0 and self.ranks.comm.engine == "cpu"
         self.views: list[torch.Tensor] | None = None
-        # Whether `p.grad` is not what was reduced: that has another type, or is a part of what the model's ranks have.
+        # Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks have.
         self.uses_placeholders = stage > 0 or not self.plain or self.ranks.cuts_model
         named = zip(bucket.params, bucket.names, strict=True)
         self.placeholders = [ShardedGradient.of(p, name, self, i) for i, (p, name) in enumerate(named)]
-        self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any
+        self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any number
         self.counts = [0] * len(bucket.params)
         self.base = 0
         self.has_reduced = False
-        self.contributed: set[int] = set()  # who has a gradient in the local sums
-        self.has: set[int] = set()  # who has one in what was reduced
-        self.shown: list[torch.Tensor | None] = [None] * len(bucket.params)  # what `show` has put into p.grad
-        self.in_place = False  # whether autograd adds to the local sums
+        self.contributed: set[int] = set()  # parameters with a gradient in the local sums
+        self.has: set[int] = set()  # parameters with a reduced gradient
+        self.shown: list[torch.Tensor | None] = [None] * len(bucket.params)  # what `expose_grads` put into p.grad
+        self.in_place = False  # whether autograd adds directly to the local sums
         self.work: Any = None
 
     def _lie_in(self, buffer: torch.Tensor) -> None:
-        """Takes memory for what is reduced."""
+        """Sets the memory of the reduced gradient."""
         self.buffer = buffer
         self.reduced = self.buffer[self.start : self.end] if self.stage < 2 else self.buffer
         self.buffer._ringcomm_uses = uses(self.buffer)
 
     def _leave_buffer(self) -> None:
-        """Leaves the memory to users who still see it in slices of gradients, or in what autograd has saved."""
+        """Switches to new memory if users still see the old one through slices of gradients or through what autograd
+        saved."""
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, self._means), self._addresses)]
         if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
             self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
@@ -105,26 +109,27 @@ class GradBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that stay."""
+        """Bytes that stay allocated."""
         return self.buffer.nbytes
 
     @property
     def has_local(self) -> bool:
-        """Whether there are sums that were not reduced."""
+        """Whether there are local sums that were not reduced yet."""
         return any(level is not None for level in self.levels)
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     @property
     def opened(self) -> bool:
-        """Whether a backward pass adds gradients now."""
+        """Whether a backward pass is adding gradients now."""
         return len(self.bucket.noted) > 0
 
     def open(self, arrived: set[int]) -> None:
-        """Before the first gradient of a backward pass arrives: shows autograd what to add to.
+        """Prepares `p.grad` before the first gradient of a backward pass arrives, so that autograd adds to the right
+        tensors.
 
         Args:
-            arrived: gets the parameters whose gradients arrive.
+            arrived: the set to which parameters are added as their gradients arrive.
         """
         self.adopt_user_grads("backward", own=True)
         self.bucket.noted[:] = arrived, self.contributed
@@ -133,11 +138,12 @@ class GradBuffer:
             self._put(self._local_views() if self.in_place else [None] * len(self.shown))
 
     def pack(self, apart: bool = False, leaf: int | None = None) -> None:
-        """After the last gradient of a backward pass: adds them to the local sums.
+        """Adds the gradients of a finished backward pass to the local sums.
 
         Args:
-            apart: whether the pass is a part of one: parameters without a gradient get theirs from another part.
-            leaf: with ``apart``, of which micro-batch of the step; None: each parameter's next.
+            apart: whether the pass is only a part of one, such as a pipeline stage's: parameters without a gradient
+                here get theirs in another part.
+            leaf: with ``apart``, the index of the micro-batch in the step; None: each parameter's next.
         """
         params = self.bucket.params
         with torch._C.DisableTorchFunctionSubclass():
@@ -156,7 +162,7 @@ class GradBuffer:
             local = self.levels[0]
             assert local is not None
             for i, grad in fresh:
-                if self.in_place:  # with create_graph autograd adds into memory of its own
+                if self.in_place:  # with create_graph autograd allocates its own memory
                     self._part(local, i).copy_(grad)
                 else:
                     self._part(local, i).add_(grad)
@@ -165,8 +171,8 @@ class GradBuffer:
                 params[i].grad = None
 
     def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
-        """What autograd has left that is not in the local sums yet."""
-        if self.views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, in few steps of Python
+        """Returns the gradients left by autograd that are not in the local sums yet."""
+        if self.views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, with few Python operations
             given: list[torch.Tensor] = [*grads]
             if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
                 return [*enumerate(given)]
@@ -185,7 +191,7 @@ class GradBuffer:
         return fresh
 
     def expose_grads(self) -> None:
-        """Between backward passes: what users see as `p.grad`."""
+        """Sets `p.grad` to what users see between backward passes."""
         if self.has_reduced and len(self.has) == len(self.shown):
             self.shown = [*(self.placeholders if self.uses_placeholders else self._all_means())]
         else:
@@ -194,13 +200,13 @@ class GradBuffer:
             self._put(self.shown)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Makes them what `p.grad` is."""
+        """Assigns the tensors to `p.grad`."""
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 for p, grad in zip(self.bucket.params, grads, strict=True):
                     p.grad = grad
         except RuntimeError:
-            self.bucket.rebound("backward")  # raises where forward has cast a parameter
+            self.bucket.rebound("backward")  # raises if forward has cast a parameter
             raise
 
     def _shown(self, i: int) -> torch.Tensor | None:
@@ -211,29 +217,29 @@ class GradBuffer:
         return None
 
     def _local_views(self) -> list[torch.Tensor]:
-        """Parts of the only local sums there are."""
+        """Returns every parameter's part of the local sums, of which there is only one level."""
         if self.views is None:
             assert self.levels[0] is not None
             self.views = self.bucket.parts(self.levels[0])
         return self.views
 
     def _all_means(self) -> list[torch.Tensor]:
-        """Every parameter's mean, where it is here as `p.grad` is to be."""
+        """Returns every parameter's mean as a tensor for `p.grad`."""
         if not self._means:
             self._means = [self._new_mean(i) for i in range(len(self.shown))]
             self._addresses = [mean.data_ptr() for mean in self._means]
         return self._means
 
     def _new_mean(self, i: int) -> torch.Tensor:
-        """A tensor for `p.grad`. It is no view, which torch would not let detach in place."""
+        """Returns a tensor for `p.grad`. It is not a view, because torch refuses to detach a view in place."""
         return self.buffer.new_empty(0).set_(self._part(self.buffer, i))
 
     def drop(self) -> None:
-        """Forgets everything."""
+        """Discards all gradients."""
         if self.work is not None:
             work, wire, out, _ = self.work
             self.work = None
-            with contextlib.suppress(RingcommError):  # whoever forgets does not want the result
+            with contextlib.suppress(RingcommError):  # the caller does not want the result
                 work.wait()
             self._give_back(wire, out, *self.levels)
             self._no_levels()
@@ -250,13 +256,14 @@ class GradBuffer:
         self.changed()
 
     def _leave(self, forgotten: Collection[int]) -> None:
-        """What users have kept of gradients that are to be forgotten keeps its values, in memory of its own."""
+        """Copies the values of gradients that users still reference before those gradients are discarded."""
         for i in _kept(self._means):
             if i in forgotten and i in self.has:
                 self._means[i].data = self._means[i].clone()
                 self._means[i] = self._new_mean(i)
         kept: GradBuffer | None = None
-        for i in _kept(self.placeholders) if self.uses_placeholders or self.tree else ():  # else they are never shown
+        # Placeholders are exposed only with `uses_placeholders` or `tree`.
+        for i in _kept(self.placeholders) if self.uses_placeholders or self.tree else ():
             if i not in forgotten:
                 continue
             if kept is None and i in self.has:
@@ -268,7 +275,7 @@ class GradBuffer:
             self.placeholders[i] = ShardedGradient.of(self.bucket.params[i], self.bucket.names[i], self, i)
 
     def reconcile(self) -> None:
-        """Forgets what the user has set to None."""
+        """Discards the gradients that the user has set to None."""
         if not (self.has_reduced or self.has_local):
             return
         held = self.has | self.contributed
@@ -287,22 +294,23 @@ class GradBuffer:
             self._zero(i)
 
     def adopt_user_grads(self, call: str, own: bool = False) -> None:
-        """What the user has put in the place of a gradient counts; what was set to None is forgotten.
+        """Takes over tensors that the user assigned to `p.grad`; discards gradients that were set to None.
 
         Args:
-            own: whether it is this rank's own sum where there is neither a mean nor a sum: backward adds to it.
+            own: whether to treat the tensor as this rank's own sum, to which backward adds, if there is neither a mean
+                nor a sum.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grads = [*map(_grad_of, self.bucket.params)]
             if self._unchanged(grads):
                 return
-            if {*map(type, grads)} == {type(None)}:  # the common case, in few steps of Python
+            if {*map(type, grads)} == {type(None)}:  # the common case, with few Python operations
                 return self.drop()
             self.reconcile()
             if self.opened:
                 return
             others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
-            if len(others) > 1:  # they may have been exchanged
+            if len(others) > 1:  # the user may have swapped them
                 others = [
                     (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
@@ -324,13 +332,14 @@ class GradBuffer:
         return [*map(torch.Tensor.data_ptr, grads)] == self._addresses
 
     def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
-        """Whether a gradient is what `show` has put there, in the same memory: `p.grad.data` may be another now."""
+        """Whether a gradient is the tensor that `expose_grads` assigned, in the same memory; the user may have
+        replaced `p.grad.data`."""
         if grad is not self.shown[i]:
             return False
         return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self._addresses[i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
-        """Takes a gradient of the user's as a parameter's mean; where nothing was reduced yet, as its local sum."""
+        """Takes a user's tensor as a parameter's mean, or as its local sum if nothing was reduced yet."""
         if grad.layout != torch.strided:
             raise InvalidArgumentError(
                 f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self.bucket.names[i]}, "
@@ -342,39 +351,42 @@ class GradBuffer:
         (self.has if self.has_reduced else self.contributed).add(i)
         if grad is not self.placeholders[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
-        if self._means:  # the one before may have been given other memory
+        if self._means:  # the previous mean may have been given other memory
             self._means[i] = self._new_mean(i)
         self.shown[i] = self.bucket.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """The mean is another now: what was gathered to be read, and copies on the host, are made again when needed."""
-        torch.autograd.graph.increment_version(self.reduced)  # torch counts no changes inside of __torch_dispatch__
+        """Marks the mean as changed, so that the cached gathered gradient and copies on the host are made again when
+        needed."""
+        # torch does not count changes made inside __torch_dispatch__.
+        torch.autograd.graph.increment_version(self.reduced)
         if self.ranks.read is not None and self.ranks.read[0] is self:
             self.ranks.read = None
 
     def whole(self, i: int) -> torch.Tensor:
-        """A parameter's gradient, in the type of the master weights; a collective, unless it was gathered just now."""
+        """Returns a parameter's unsharded gradient in the master weights' type; a collective, unless it was gathered
+        just before."""
         if self._is_local(i):
             parts = [self._part(level, i) for level in self.levels if level is not None]
-            return reduce(lambda sums, level: level + sums, parts)  # as `_folded` adds
+            return reduce(lambda sums, level: level + sums, parts)  # in the order in which `_folded` adds
         if self.ranks.read is None or self.ranks.read[0] is not self:
-            self.ranks.read = None  # one bucket is whole at a time
+            self.ranks.read = None  # keep at most one bucket unsharded at a time
             if self.stage > 0:
                 self.ranks.count("gradient all_gather", self.layout.numel * self.dtype.itemsize)
             self.ranks.read = self, self.bucket.gather_owned(self.reduced)
         return self._part(self.ranks.read[1], i)
 
     def given_back(self) -> dict[int, torch.Tensor]:
-        """What users see as `p.grad`, whole, in memory of its own and the type of the module; a collective. Means of
-        all ranks, and before a reduction this rank's sums."""
+        """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the
+        means of all ranks or, before a reduction, this rank's sums."""
         self.adopt_user_grads("unshard")
         dtype = self.bucket.dtype
         return {i: self.whole(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
 
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
-        """This rank's piece of a parameter's gradient, flat, and where in the gradient it begins."""
+        """Returns this rank's part of a parameter's gradient, flattened, and its offset in the gradient."""
         if self._is_local(i):
             levels = [level for level in self.levels if level is not None]
             if len(levels) > 1:
@@ -387,11 +399,11 @@ class GradBuffer:
         return self._own(i)
 
     def _own(self, i: int) -> tuple[torch.Tensor, int]:
-        """This rank's piece of a parameter's mean, and where it begins."""
+        """Returns this rank's part of a parameter's mean, and its offset."""
         return self.layout.piece(self.reduced, self.start, i)
 
     def zero(self, i: int) -> None:
-        """Makes a parameter's gradient zero."""
+        """Sets a parameter's gradient to zero."""
         self._zero(i)
         self.changed()
 
@@ -403,7 +415,7 @@ class GradBuffer:
                 self._part(level, i).zero_()
 
     def write(self, i: int, values: torch.Tensor) -> None:
-        """Takes this rank's piece of new values for a parameter's gradient."""
+        """Writes this rank's part of new values for a parameter's gradient."""
         if values.shape != self.layout.segments[i].shape:
             raise InvalidArgumentError(
                 f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self.bucket.names[i]}, "
@@ -414,7 +426,7 @@ class GradBuffer:
         self.changed()
 
     def _is_local(self, i: int) -> bool:
-        """Whether a parameter has sums of this rank alone, and no mean. Raises where it has neither."""
+        """Whether a parameter has only this rank's sums, and no mean. Raises if it has neither."""
         if self.has_reduced and i in self.has:
             joining = self.ranks.joining
             if joining is not None and joining.some_have_joined and self.stage > 0:
@@ -433,13 +445,13 @@ class GradBuffer:
     # ---- between ranks --------------------------------------------------------------------------------------------
 
     def start_reduce(self) -> None:
-        """Starts the reduction of the local sums; of zeros where this rank has none."""
+        """Starts the reduction of the local sums; a rank without sums sends zeros."""
         local = self._folded()
         if local is None:
             local = self._new_whole()
             local.zero_()
         self.levels = [local]
-        if self.views is not None:  # nobody but users sees the local sums in these from now on
+        if self.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
             self.views, self.shown = None, [None] * len(self.shown)
             with torch._C.DisableTorchFunctionSubclass():
                 for p in self.bucket.params:
@@ -458,7 +470,7 @@ class GradBuffer:
             self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
 
     def finish_reduce(self) -> None:
-        """Waits for the reduction, and adds its result to what was reduced before."""
+        """Waits for the reduction and adds its result to the earlier means."""
         work, wire, out, scales = self.work
         work.wait()
         self.work = None
@@ -490,7 +502,7 @@ class GradBuffer:
         return self.ranks.take(self.layout.numel, self.dtype, self.bucket.device)
 
     def _give_back(self, *lent: torch.Tensor | None) -> None:
-        """Returns what was taken from the pool, each once."""
+        """Returns buffers that were taken from the pool, each once."""
         for tensor in {id(each): each for each in lent}.values():
             if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
                 self.ranks.give(tensor)
@@ -500,7 +512,7 @@ class GradBuffer:
         return whole[segment.offset : segment.end].view(segment.shape)
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """A whole buffer with these gradients, and zeros elsewhere."""
+        """Returns a whole buffer with these gradients, and zeros elsewhere."""
         if self.sent_as_it_is and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
         whole = self._new_whole()
@@ -508,7 +520,7 @@ class GradBuffer:
         return whole
 
     def _push(self, sums: torch.Tensor) -> None:
-        """Adds a pass's gradients as a leaf of the tree, or as the only sums there are."""
+        """Adds a pass's gradients as a leaf of the tree or, without a tree, as the only sums."""
         level = 0
         while self.tree and level < len(self.levels) and self.levels[level] is not None:
             before = self.levels[level]
@@ -526,26 +538,27 @@ class GradBuffer:
     def _no_levels(self) -> None:
         self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
 
-    # Parts of passes: each parameter has a tree of its own, all in the same buffers.
+    # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
 
     def begin_parts(self) -> None:
-        """A step of a pipeline begins."""
+        """Records the beginning of a pipeline step."""
         self.base = max(self.counts)
 
     def end_parts(self, leaves: int) -> None:
-        """It ends, after so many micro-batches: who was left out in the last ones has zeros there."""
+        """Ends a pipeline step of ``leaves`` micro-batches: parameters without a gradient in the last ones get zeros
+        there."""
         if self.tree and self.has_local:
             for i in range(len(self.counts)):
                 self._advance(i, self.base + leaves)
             self._free_levels()
 
     def _fills_a_level(self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None) -> bool:
-        """Whether these gradients are the next leaf of all parameters."""
+        """Whether these gradients are the next leaf of every parameter."""
         expected = self.counts[0] if leaf is None else self.base + leaf
         return len(fresh) == len(self.counts) and all(count == expected for count in self.counts)
 
     def _advance(self, i: int, count: int) -> None:
-        """Adds leaves of zeros to a parameter's tree until it has so many."""
+        """Adds leaves of zeros to a parameter's tree until it has ``count`` leaves."""
         while self.counts[i] < count:
             self._add_leaf(i, None)
 
@@ -570,7 +583,7 @@ class GradBuffer:
         self.counts[i] += 1
 
     def _free_levels(self) -> None:
-        """Gives back the buffers of levels that no parameter has a part in."""
+        """Returns the buffers of levels in which no parameter has a part."""
         for level, whole in enumerate(self.levels):
             if whole is not None and not any(count >> level & 1 for count in self.counts):
                 self._give_back(whole)
@@ -582,7 +595,7 @@ class GradBuffer:
         return before
 
     def _folded(self) -> torch.Tensor | None:
-        """All local sums in one, the smallest subtrees first."""
+        """Returns the sum of all local sums, adding the smallest subtrees first."""
         sums: torch.Tensor | None = None
         for level in self.levels:
             if level is not None:
@@ -590,7 +603,8 @@ class GradBuffer:
         return sums
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums in the type that travels, and by what each parameter's mean is to be multiplied."""
+        """Returns the sums in the type that is sent, and the factor by which each parameter's mean is to be
+        multiplied."""
         dtype = self.bucket.types.wire
         if dtype == local.dtype:
             return local, None

@@ -1,5 +1,5 @@
-"""Who shares the work: the communicator over which shards are cut, the one over which they are repeated, and the memory
-that all of them use."""
+"""The ranks that train one model: the communicator over which the model is sharded, the communicator over which
+shards are replicated, and their shared pool of memory."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ SAME = "ask for the same, with the same model, on every rank"
 
 
 def uses(x: torch.Tensor) -> int:
-    """How many tensors share a tensor's memory, among them what autograd has saved; more by a constant."""
+    """Returns the number of tensors that share a tensor's memory, including those saved by autograd, plus a
+    constant."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 class _Done:
-    """The handle of a collective that has run."""
+    """The handle of a collective that has already completed."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Returns at once."""
 
 
 DONE = _Done()
-_cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # the least of any rank
+# The smallest number of cores of any rank.
+_cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 class DataParallelGroup:
     """The ranks that train one model.
 
     Args:
-        comm: cuts the shards. The ranks make theirs at the same time, a collective.
+        comm: the ranks over which the model is sharded. All ranks make their objects at the same time, a collective.
         replicas: for hybrid sharding: the ranks that hold the same shard; None: each shard exists once.
-        mesh: of which ``comm`` and ``replicas`` are axes; None: there are no others.
+        mesh: the mesh in which ``comm`` and ``replicas`` are axes; None: there are no other axes.
 
     Attributes:
-        background: whether collectives run beside backward and forward. On the cpu engine they need a core: without one
-            to spare a collective runs where it is started, which takes less time in all.
+        background: whether collectives run beside backward and forward. On the cpu engine they need a core of their
+            own; without a spare core, a collective runs where it is started, which takes less time in total.
     """
 
     def __init__(self, comm: Communicator, replicas: Communicator | None = None, mesh: Mesh | None = None) -> None:
@@ -59,43 +61,45 @@ class DataParallelGroup:
         self.mesh = mesh
         self.traffic: Counter[str] = Counter()
         self._free: list[torch.Tensor] = []
-        self._lent: dict[int, dict[tuple[int, torch.dtype], torch.Tensor]] = {}  # what was made of each, by its id
+        self._lent: dict[int, dict[tuple[int, torch.dtype], torch.Tensor]] = {}  # the views of each buffer, by its id
         self.pool_nbytes = 0
-        self.order = 0  # a checksum of what was collected so far: equal on all ranks, or they mix up parameters
-        self.gathered_nbytes = self.gathered_peak_nbytes = 0  # of parameters that stage 3 has brought; the most so far
+        self.order = 0  # checksum of the gathers so far; if it differs between ranks, they mix up parameters
+        self.gathered_nbytes = self.gathered_peak_nbytes = 0  # unsharded parameters at stage 3, now and at most
         self.joining: Join | None = None
-        self.read: tuple[GradBuffer, torch.Tensor] | None = None  # the gradient that was gathered last, and its values
-        self.root = 0  # whose values all ranks get: the first that still has input
-        self.counted = comm.world_size  # over how many ranks a mean is taken: inside of `join` maybe fewer
+        self.read: tuple[GradBuffer, torch.Tensor] | None = None  # the gradient gathered last, and its values
+        self.root = 0  # rank that others copy from: the first that still has input
+        self.counted = comm.world_size  # ranks in a mean: possibly fewer inside `join`
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
         self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
 
     @property
     def rank(self) -> int:
-        """This rank's number among those that share the shards."""
+        """This rank's index among the ranks that share the shards."""
         return self.comm.rank
 
     @property
     def world_size(self) -> int:
-        """Into how many shards a buffer is cut."""
+        """The number of shards of a buffer."""
         return self.comm.world_size
 
     @property
     def cuts_model(self) -> bool:
-        """Whether other ranks of the mesh have other parts of the model."""
+        """Whether other ranks of the mesh hold other parts of the model."""
         return self.mesh is not None and bool(self.mesh.model_axes)
 
     @property
     def data_world_size(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """The number of ranks over which gradients are averaged."""
         return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)
 
     def _least_cores(self) -> int:
-        """That a rank may run on: the order of collectives follows from it, so the ranks agree on one number."""
+        """Returns the smallest number of cores that any rank may run on. The order of collectives depends on it, so
+        the ranks must agree."""
         least = []
         for comm in (self.comm, self.replicas):
             if comm is not None:
-                if comm not in _cores:  # asked once: whether other models still live differs between ranks
+                # Asked once per communicator, because ranks differ in which other models still live.
+                if comm not in _cores:
                     cores = torch.tensor([len(os.sched_getaffinity(0))])
                     comm.all_reduce(cores, "min")
                     _cores[comm] = int(cores)
@@ -105,7 +109,7 @@ class DataParallelGroup:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """New memory that the peers read in place, where the communicator lends such."""
+        """Returns new memory that the peers read in place, if the communicator provides such memory."""
         if str(device) == self.comm.device or (device.type == "cpu" and (self.comm.device == "cpu" or EMULATED)):
             return self.comm.empty(numel, dtype=dtype, like="torch")
         if not self.comm.lends_memory:
@@ -116,15 +120,16 @@ class DataParallelGroup:
         )
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a while; `give` it back. What is lent out at most stays, for the next time."""
+        """Lends memory from the pool until `give`. The pool keeps its peak size for later calls."""
         nbytes = numel * dtype.itemsize
         fits = [each for each in self._free if each.numel() >= nbytes and each.device == device]
         if fits:
-            raw = min(reversed(fits), key=torch.Tensor.numel)  # of equals the one used last, which caches still hold
+            # Among equal sizes, take the one used last, because caches still hold it.
+            raw = min(reversed(fits), key=torch.Tensor.numel)
             self._free = [each for each in self._free if each is not raw]
         else:
             small = [each for each in self._free if each.device == device]
-            if small:  # grows, in place of one more
+            if small:  # replace the largest free buffer instead of adding one
                 largest = max(small, key=torch.Tensor.numel)
                 self._free = [each for each in self._free if each is not largest]
                 self.pool_nbytes -= largest.numel()
@@ -136,11 +141,11 @@ class DataParallelGroup:
             known[numel, dtype] = raw[:nbytes].view(dtype)
             known[numel, dtype]._ringcomm_pool = raw
         lent = known[numel, dtype]
-        lent._ringcomm_uses = uses(raw)  # all by tensors of ours
+        lent._ringcomm_uses = uses(raw)  # all these uses are tensors of ours
         return lent
 
     def give(self, lent: torch.Tensor) -> None:
-        """Ends a `take`. Memory that users still see is left to them, and new memory takes its place."""
+        """Returns lent memory to the pool. If users still see it, it is left to them, and the pool gets new memory."""
         raw = lent._ringcomm_pool
         if uses(raw) > lent._ringcomm_uses:
             del self._lent[id(raw)]
@@ -148,31 +153,33 @@ class DataParallelGroup:
         self._free.append(raw)
 
     def another(self, x: torch.Tensor) -> torch.Tensor:
-        """New memory of the same size, on this rank alone: on devices it is none that the peers read in place."""
+        """Returns new memory of the same size, allocated by this rank alone; on devices the peers do not read it in
+        place."""
         return self.empty(x.numel(), x.dtype, x.device) if self.comm.engine == "cpu" else torch.empty_like(x)
 
     def note_order(self, number: int) -> None:
-        """A group's parameters are collected now."""
+        """Records in `order` that a bucket's parameters are gathered now."""
         self.order = zlib.crc32(number.to_bytes(4, "little"), self.order)
 
     def note_gathered(self, nbytes: int) -> None:
-        """Parameters of so many bytes were brought, or went (below 0)."""
+        """Adds to the count of gathered bytes; negative when parameters are freed."""
         self.gathered_nbytes += nbytes
         self.gathered_peak_nbytes = max(self.gathered_peak_nbytes, self.gathered_nbytes)
 
     # ---- uneven inputs ---------------------------------------------------------------------------------------------
 
     def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
-        """Inside of `join`: tells the ranks that have joined what comes now."""
+        """Inside `join`: tells the ranks that have joined what this rank does next."""
         if self.joining is not None:
             self.joining.announce(kind, which, flag, more)
 
     def mean_op(self, dtype: torch.dtype) -> str:
-        """How gradients in ``dtype`` are combined; `correct` makes their mean of it. A sum may overflow 16 bits."""
+        """Returns the operation that combines gradients in ``dtype``; `correct` turns its result into their mean. A
+        sum may overflow 16-bit types, so those are averaged."""
         return "sum" if self.counted < self.world_size and dtype.itemsize >= 4 else "avg"
 
     def correct(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        """Makes the mean over the ranks that still have input of what was combined in ``dtype``, in place."""
+        """Turns a combined gradient, in place, into the mean over the ranks that still have input."""
         if self.mean_op(dtype) == "sum":
             x.div_(self.counted)
         elif self.counted < self.world_size:
@@ -181,22 +188,22 @@ class DataParallelGroup:
     # ---- collectives, counted ------------------------------------------------------------------------------------
 
     def count(self, op: str, nbytes: int) -> None:
-        """Notes a collective on a message of ``nbytes``, the whole buffer's."""
+        """Counts a collective on a message of ``nbytes``, the size of the whole buffer."""
         self.traffic[f"{op} calls"] += 1
         self.traffic[f"{op} bytes"] += nbytes
 
     def all_reduce(self, x: torch.Tensor, op: str = "avg") -> Any:
-        """Starts to combine ``x`` of all ranks, in place."""
+        """Starts to reduce all ranks' ``x``, in place."""
         self.count("all_reduce", x.nbytes)
         return self._started(self.comm.all_reduce(x, op, async_op=self.background))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
-        """Starts to combine ``x`` of all ranks; this rank gets its shard."""
+        """Starts to reduce all ranks' ``x``; this rank gets its shard."""
         self.count("reduce_scatter", x.nbytes)
         return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
     def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
-        """Starts to collect every rank's shard."""
+        """Starts to gather every rank's shard."""
         self.count("all_gather", whole.nbytes)
         return self._started(self.comm.all_gather(shard, out=whole, async_op=self.background))
 
@@ -204,28 +211,28 @@ class DataParallelGroup:
         return result if self.background else DONE
 
     def meet(self) -> None:
-        """Before a gather that is no part of a step: a rank that does so alone gets an error, and not what another
-        rank's next gather brings."""
+        """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,
+        and not the data of another rank's next gather."""
         self.comm.barrier()
 
     def average_replicas(self, x: torch.Tensor) -> None:
-        """The mean over the ranks that hold the same shard, in place."""
+        """Averages over the ranks that hold the same shard, in place."""
         if self.replicas is not None:
             self.count("replicas all_reduce", x.nbytes)
             self.replicas.all_reduce(x, "avg")
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Every rank gets the first one's ``x``, in place."""
+        """Sends the first rank's ``x`` to every rank, in place."""
         self.count("broadcast", x.nbytes)
         if self.replicas is not None:
             self.replicas.broadcast(x, 0)
         self.comm.broadcast(x, self.root)
 
     def reduce_over_all(self, x: torch.Tensor, op: str, everywhere: bool = False) -> torch.Tensor:
-        """Combines ``x`` of all ranks and replicas, in place, at once.
+        """Reduces ``x`` over all ranks and replicas, in place, and waits.
 
         Args:
-            everywhere: also of those that have other parts of the model.
+            everywhere: also over the ranks that hold other parts of the model.
         """
         self.count("agreement", x.nbytes)
         if everywhere and self.mesh is not None:
@@ -239,14 +246,14 @@ class DataParallelGroup:
     # ---- agreement -----------------------------------------------------------------------------------------------
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes among those that share the shards."""
+        """Returns the bytes of every rank that shares the shards."""
         return self.comm.exchange(payload)
 
     def agree(self, call: str, facts: Sequence[str], advice: str = "") -> None:
-        """Refuses to go on when the ranks differ in ``facts``, and names the first difference.
+        """Raises if the ranks differ in ``facts``, and names the first difference.
 
         Args:
-            advice: what to do where they differ; "": ask for the same.
+            advice: what to do if they differ; "": pass the same values on every rank.
         """
         for comm in [self.comm] if self.replicas is None else [self.comm, self.replicas]:
             for rank, theirs in enumerate(comm.exchange("\n".join(facts).encode())):
@@ -263,10 +270,10 @@ def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str
 
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = False) -> DataParallelGroup:
-    """The ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two, the first
-    replicates and the second shards, over a `shared_communicator` or over new ones.
+    """Returns the ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two axes,
+    the first replicates and the second shards, over a `shared_communicator` or over new ones.
 
-    Raises: InvalidArgumentError: an axis along which the ranks have different parts of a model, or may have."""
+    Raises:  InvalidArgumentError: ranks have, or may have, different parts of a model along one of the axes."""
     refuse_no_mesh(mesh, call)
     if isinstance(mesh, Mesh):
         unknown = [name for name in mesh.model_axes if name not in ("tp", "pp")]

@@ -1,11 +1,11 @@
-"""Only the collectives, in stock torch: FSDP2 and DDP keep everything of their own and move their bytes through a
-communicator, whatever the backend of their process group.
+"""Hooks that replace only the collectives of stock torch: FSDP2 and DDP stay as they are, but send their bytes through
+a communicator, whatever the backend of their process group.
 
     model = fully_shard(model)                       # or torch.nn.parallel.DistributedDataParallel(model)
     ringcomm.hooks.attach(model)                     # a communicator beside the process group
 """
 
-# No `from __future__ import annotations`: torch compares the annotations of a hook of DDP with classes.
+# No `from __future__ import annotations`: torch compares a DDP hook's annotations with classes, not strings.
 import ctypes
 import math
 import weakref
@@ -36,10 +36,10 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PREMUL
 
 
 class _Buffers:
-    """A communicator's memory, handed out and taken back: FSDP2 asks for the same few sizes over and over.
+    """A pool of a communicator's memory. FSDP2 asks for the same few sizes again and again.
 
-    A buffer comes back when the last tensor over it is gone, and goes out again for the same number of bytes and the
-    same stream only, so that what is still enqueued there runs first.
+    A buffer returns to the pool when the last tensor over it is gone. It is lent again only for the same number of
+    bytes and the same stream, so that work still enqueued there runs first.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -47,7 +47,7 @@ class _Buffers:
         self._unused: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised; the peers read and write it in place."""
+        """Returns uninitialised memory that the peers read and write in place."""
         if not self.comm.lends_memory:
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -71,7 +71,7 @@ class _Buffers:
 
 
 def _lent(base: torch.Tensor, unused: list[torch.Tensor]) -> torch.Tensor:
-    """The bytes of ``base`` as a tensor of its own, whose end puts ``base`` back."""
+    """Returns the bytes of ``base`` as a separate tensor; when that tensor is freed, ``base`` returns to ``unused``."""
     memory: Any
     if base.is_cuda:
         memory = libraries.DeviceMemory(base.data_ptr(), base.nbytes, Device("cuda", base.device.index))
@@ -83,15 +83,15 @@ def _lent(base: torch.Tensor, unused: list[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-class _Work(dist.Work):  # FSDP2 waits for nothing else
-    """A call of ours in flight, as torch's."""
+class _Work(dist.Work):  # FSDP2 calls only `wait`
+    """Wraps a call of ours in flight as a torch Work."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the call: on the cpu the host, on a device the current stream."""
+        """Waits for the call: on the cpu the host waits, on a device the current stream."""
         self._work.wait(timeout.total_seconds() if timeout else None)
         return True
 
@@ -107,10 +107,10 @@ class _Hook:
         self._buffers = _Buffers(comm)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory of the communicator, which peers use in place.
+        """Returns uninitialised memory of the communicator, which peers use in place.
 
-        Cost:    nothing but the first time for a number of bytes: what was given back is used again, and kept until
-                 this object ends.
+        Cost:    an allocation the first time that a number of bytes is asked for. Later calls reuse returned memory,
+                 which is kept until this object is freed.
         Raises:  DeviceError: ``device`` is not the communicator's.
         """
         return self._buffers.take(tuple(int(n) for n in size), dtype, device)
@@ -120,10 +120,11 @@ class _Hook:
 
 
 class AllGather(_Hook, _fsdp_api.AllGather):
-    """The all-gather of FSDP2 through a communicator: for ``FSDPModule.set_custom_all_gather``.
+    """FSDP2's all-gather through a communicator, for ``FSDPModule.set_custom_all_gather``.
 
     Args:
-        comm: of the same ranks, in the same order, as the process group over which the module is sharded.
+        comm: a communicator of the same ranks, in the same order, as the process group over which the module is
+            sharded.
     """
 
     def __call__(
@@ -133,7 +134,8 @@ class AllGather(_Hook, _fsdp_api.AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Every rank's ``input_tensor`` (n), in rank order, into ``output_tensor`` (W*n), of which it may be a part.
+        """Gathers every rank's ``input_tensor`` (n), in rank order, into ``output_tensor`` (W*n); ``input_tensor`` may
+        be a part of it.
 
         Cost:    (W-1)/W of the bytes each way; on a device it runs on the current stream.
         Returns: a Work if ``async_op``, else None.
@@ -145,10 +147,11 @@ class AllGather(_Hook, _fsdp_api.AllGather):
 
 
 class ReduceScatter(_Hook, _fsdp_api.ReduceScatter):
-    """The reduce-scatter of FSDP2 through a communicator: for ``FSDPModule.set_custom_reduce_scatter``.
+    """FSDP2's reduce-scatter through a communicator, for ``FSDPModule.set_custom_reduce_scatter``.
 
     Args:
-        comm: of the same ranks, in the same order, as the process group over which the module is sharded.
+        comm: a communicator of the same ranks, in the same order, as the process group over which the module is
+            sharded.
     """
 
     def __call__(
@@ -159,7 +162,8 @@ class ReduceScatter(_Hook, _fsdp_api.ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Part r of the reduction of all ranks' ``input_tensor`` (W*n) into rank r's ``output_tensor`` (n).
+        """Reduces all ranks' ``input_tensor`` (W*n) and writes part r of the result into rank r's ``output_tensor``
+        (n).
 
         Args:    op: SUM, AVG or PREMUL_SUM.
         Order:   the communicator's: canonical on an engine of ours, so that the bits do not depend on the layout.
@@ -173,8 +177,8 @@ class ReduceScatter(_Hook, _fsdp_api.ReduceScatter):
         return _Work(work) if async_op else None
 
     def _reduction(self, op: Any) -> tuple[str, float | None]:
-        """Our name of torch's op, and the factor that it carries."""
-        kind = getattr(op, "op", op)  # a ReduceOp, or only its kind
+        """Returns our name of torch's op, and its factor."""
+        kind = getattr(op, "op", op)  # a ReduceOp, or only its enum value
         if kind not in _OPS:
             name = str(kind).rpartition(".")[2]
             raise UnsupportedError(
@@ -193,50 +197,54 @@ _streams: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictiona
 
 
 def all_reduce_hook(comm: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of all ranks' bucket through a communicator, while backward goes on: for DDP's ``register_comm_hook``.
+    """Averages all ranks' bucket through a communicator while backward continues; for DDP's ``register_comm_hook``.
 
     Order:   the communicator's: canonical on an engine of ours, where the bits do not depend on the buckets.
-    Cost:    one all_reduce in place: 2 (W-1)/W of the bytes each way. On the cpu one thread for each communicator
-             waits for the calls; on a device they run on a stream of their own.
-    Returns: a Future of the bucket's buffer. What went wrong in the call is raised by ``backward``.
+    Cost:    one all_reduce in place: 2 (W-1)/W of the bytes each way. On the cpu one thread per communicator waits for
+             the calls; on a device they run on their own stream.
+    Returns: a Future of the bucket's buffer. An error of the call is raised by ``backward``.
     """
     buffer = bucket.buffer()
     if buffer.is_cuda:
         return _enqueued(comm, buffer)
     work = comm.all_reduce(buffer, "avg", async_op=True)
     started: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    # What a callback raises becomes the error of its future; an exception that is set is only a value to DDP.
+    # An exception raised in a callback becomes the future's error; DDP would treat an exception set as the result as a
+    # value.
     reduced = started.then(lambda _: work.wait())
     _waiter(comm).submit(started.set_result, buffer)
     return reduced
 
 
 def fp16_all_reduce_hook(comm: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """`all_reduce_hook` of the bucket rounded to float16: half the bytes of float32, the mean rounded once more."""
+    """Like `all_reduce_hook`, with the bucket rounded to float16: half the bytes of float32, and the mean is rounded
+    once more."""
     return default_hooks.fp16_compress_wrapper(all_reduce_hook)(comm, bucket)
 
 
 def bf16_all_reduce_hook(comm: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """`all_reduce_hook` of the bucket rounded to bfloat16: half the bytes of float32, the mean rounded once more."""
+    """Like `all_reduce_hook`, with the bucket rounded to bfloat16: half the bytes of float32, and the mean is
+    rounded once more."""
     return default_hooks.bf16_compress_wrapper(all_reduce_hook)(comm, bucket)
 
 
 def _waiter(comm: Communicator) -> ThreadPoolExecutor:
-    """The one thread that waits for a communicator's calls, in their order."""
+    """Returns the single thread that waits for a communicator's calls, in their order."""
     if comm not in _waiters:
         _waiters[comm] = ThreadPoolExecutor(1, thread_name_prefix=f"ringcomm hooks, rank {comm.rank}")
     return _waiters[comm]
 
 
 def _enqueued(comm: Communicator, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """The mean on a stream beside the one of backward; the future is done at once, and orders what waits for it."""
+    """Averages the bucket on a separate stream beside backward's. The future is done at once; streams that wait for
+    it are ordered after the call."""
     if comm not in _streams:
         _streams[comm] = torch.cuda.Stream(buffer.device)
     stream = _streams[comm]
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
     comm.all_reduce(buffer, "avg", stream=stream)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
-    with torch.cuda.stream(stream):  # whose event the future records
+    with torch.cuda.stream(stream):  # the future records an event on the current stream
         future.set_result(buffer)
     return future
 
@@ -246,15 +254,15 @@ def _enqueued(comm: Communicator, buffer: torch.Tensor) -> torch.futures.Future[
 
 @expects("attach", model=MODULE, comm=COMMUNICATOR)
 def attach(model: nn.Module, comm: Communicator | None = None) -> nn.Module:
-    """Lets a model of stock torch communicate through us; a collective of its ranks where ``comm`` is None.
+    """Makes a model of stock torch communicate through ringcomm; a collective of its ranks if ``comm`` is None.
 
-    A model with modules of ``fully_shard`` gets `AllGather` and `ReduceScatter` on every one of them; in a mesh of two
-    dimensions (HSDP) the all-reduce between replicas stays with the process group. A DistributedDataParallel of torch
-    gets `all_reduce_hook`; its other calls, such as those for buffers, stay with the process group.
+    Every module that ``fully_shard`` wraps gets `AllGather` and `ReduceScatter`; in a mesh of two dimensions (HSDP) the
+    all-reduce between replicas stays with the process group. A DistributedDataParallel of torch gets `all_reduce_hook`;
+    its other calls, such as those for buffers, stay with the process group.
 
     Args:
-        comm: of the ranks of the model's process group, in its order; None: a new one beside each process group, which
-            lives as long as the model. Nothing else may use it while the model computes.
+        comm: a communicator of the ranks of the model's process group, in its order; None: a new one beside each
+            process group, which lives as long as the model. Nothing else may use it while the model computes.
     Returns: ``model``.
     Raises:  InvalidArgumentError: another kind of model, or a communicator of other ranks. UnsupportedError: a sharding
              without a reduce-scatter, over several meshes, or to another number of ranks after forward.
@@ -286,7 +294,7 @@ def attach(model: nn.Module, comm: Communicator | None = None) -> nn.Module:
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
-    """What FSDP2 moves together, at most one for each module that we can serve."""
+    """Returns the groups of parameters that FSDP2 moves together and that we can serve, at most one per module."""
     if not isinstance(module, FSDPModule):
         return []
     groups = list(module._get_fsdp_state()._fsdp_param_groups)

@@ -1,9 +1,9 @@
-"""Uneven inputs: a rank that has no more of them takes part in what the others do, with gradients of zero.
+"""Uneven inputs: a rank without more input takes part in the other ranks' collectives, with gradients of zero.
 
-Inside `join` every forward, backward and step that sends something first gathers one number from each rank: what it
-is about to do, or 0 from a rank that has joined. While all ranks have input there is no more to it. Once one has
-joined, every collective is announced in this way, and the ranks that have joined do the same with their own part, until
-all ranks have.
+Inside `join`, every forward, backward and step that communicates first gathers one number from each rank: the code of
+what the rank is about to do, or 0 from a rank that has joined. While all ranks have input, nothing else is added. Once
+a rank has joined, every collective is announced in this way, and the joined ranks run the same collective with their
+own data, until all ranks have joined.
 
     rank 0   forward .. backward reduce(g1) reduce(g0) used .. step ..  |  0: all have joined
     rank 1   0 -------> 0 -----> g1         g0         used -> step -->  |  0
@@ -28,10 +28,10 @@ from ringcomm.validation import FLAG, expects
 if TYPE_CHECKING:
     from ringcomm.data_parallel.optimizer import ShardedOptimizer
 
-# What a rank may be about to do; those of PHASES are announced also while all ranks have input.
+# What a rank may be about to do; the kinds in PHASES are announced even while all ranks have input.
 KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
 PHASES = ("forward", "backward", "step", "clip", "zero_grad")
-SENDS_MORE = ("step", "clip")  # with a message of its own
+SENDS_MORE = ("step", "clip")  # kinds that are followed by a message with details
 
 
 @expects("join", model=MODULE, divide_by_initial_world_size=FLAG, enable=FLAG, throw_on_early_termination=FLAG)
@@ -42,22 +42,24 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Inside, the ranks of a wrapped model may run different numbers of training steps; a collective.
+    """Lets the ranks of a wrapped model run different numbers of training steps inside the block; a collective.
 
-    A rank that leaves the block early waits at its end and takes part, with gradients of zero and with its shards, in
-    the collectives of those that go on; so all leave together, with equal parameters. What a rank has accumulated in
-    ``no_sync`` when it leaves goes with the others' next reduction. Attached optimizers step on every rank, with the
-    hyperparameters of a rank that still has input; one that is not attached keeps its own state where it was, and the
-    parameters are sent once more at the end. Every rank's steps are forward, backward, `ringcomm.clip_grad_norm_`, step
-    and zero_grad of the wrapped model; other collectives inside are not followed.
+    A rank that leaves the block early waits at its end. While it waits, it takes part in the other ranks' collectives,
+    with gradients of zero and with its shards, so that all ranks leave together with equal parameters. Gradients that a
+    rank has accumulated in ``no_sync`` when it leaves are added to the next reduction. Attached optimizers step on
+    every rank, with the hyperparameters of a rank that still has input. An optimizer that is not attached keeps the
+    state that it had, and the parameters are sent once more at the end. A rank may run forward, backward,
+    `ringcomm.clip_grad_norm_`, step and zero_grad of the wrapped model inside; other collectives are not followed by
+    the joined ranks.
 
     Args:
-        model: of `ringcomm.shard` at any stage, `fully_shard` or DistributedDataParallel.
-        divide_by_initial_world_size: gradients are averaged over all ranks; False: over those that still have input.
-        enable: False: nothing of this.
-        throw_on_early_termination: raise on all ranks as soon as one has no more input.
-    Cost:    an all_gather of 8 bytes for each forward pass that sends something, each backward pass and step; once a
-             rank has joined, one for each collective.
+        model: a model wrapped by `ringcomm.shard` (any stage), `fully_shard` or DistributedDataParallel.
+        divide_by_initial_world_size: True: gradients are averaged over all ranks; False: over the ranks that still have
+            input.
+        enable: False: the block has no effect.
+        throw_on_early_termination: raise on all ranks as soon as one rank has no more input.
+    Cost:    an all_gather of 8 bytes for each forward pass that sends something, each backward pass and each step; once
+             a rank has joined, one for each collective.
     Raises:  RingcommError: a rank has no more input, with ``throw_on_early_termination``. MismatchError: the ranks do
              different things. UnsupportedError: a model with replicas, or with SyncBatchNorm.
     """
@@ -101,23 +103,24 @@ def _refuse(flat: ShardedModel) -> None:
 
 
 class Join:
-    """What one rank knows while it is inside of `join`."""
+    """One rank's state inside `join`."""
 
     def __init__(self, flat: ShardedModel, over_all: bool, throw: bool) -> None:
         self.flat, self.over_all, self.throw = flat, over_all, throw
-        self.with_input = list(range(flat.ranks.world_size))  # in the last round with any
-        self.shadowing = False  # this rank has joined
+        # Ranks with input, in the last round in which there were any.
+        self.with_input = list(range(flat.ranks.world_size))
+        self.shadowing = False  # whether this rank has joined
         self._heard = torch.zeros(flat.ranks.world_size, dtype=torch.int64, device=flat.device)
 
     @staticmethod
     def entered(flat: ShardedModel, over_all: bool, throw: bool) -> Join:
-        """The ranks of a model may have different numbers of inputs from now on, until `leave`."""
+        """Enters `join`: until `leave`, the ranks of the model may have different numbers of inputs."""
         _refuse(flat)
         flat.ranks.joining = Join(flat, over_all, throw)
         return flat.ranks.joining
 
     def leave(self) -> None:
-        """All ranks have joined, or one has raised."""
+        """Leaves `join`, after all ranks have joined or one has raised."""
         ranks = self.flat.ranks
         ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
 
@@ -130,7 +133,7 @@ class Join:
         """Tells the ranks that have joined what this one is about to do.
 
         Args:
-            which, flag, more: what the kind needs to know.
+            which, flag, more: details, depending on the kind.
         """
         if self.shadowing or not (kind in PHASES or self.some_have_joined):
             return
@@ -139,9 +142,9 @@ class Join:
             self.flat.ranks.comm.exchange(pickle.dumps(more))
 
     def shadow(self) -> None:
-        """This rank has joined: answers the others until all have."""
+        """Runs the other ranks' collectives, after this rank has joined, until all ranks have joined."""
         self.shadowing = True
-        self.flat.decided = None  # the others' passes decide from now on
+        self.flat.decided = None  # from now on the other ranks' passes decide
         while code := self._round(0):
             rest, kind = divmod(code - 1, len(KINDS))
             name, (which, flag) = KINDS[kind], divmod(rest, 2)
@@ -153,7 +156,7 @@ class Join:
             self._finish()
 
     def _round(self, mine: int) -> int:
-        """What the ranks with input do; 0: there are none."""
+        """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
         ranks = self.flat.ranks
         code = torch.tensor([mine], dtype=torch.int64, device=self.flat.device)
         ranks.count("join", self._heard.nbytes)
@@ -183,10 +186,10 @@ class Join:
     # ---- what a rank that has joined does ----------------------------------------------------------------------------
 
     def _forward(self, *_: Any) -> None:
-        """Nothing: what it sends is announced by itself."""
+        """Does nothing: every message of a forward pass is announced separately."""
 
     def _backward(self, *_: Any) -> None:
-        """Nothing, as above."""
+        """Does nothing, for the same reason."""
 
     def _buffers(self, *_: Any) -> None:
         self.flat.send_buffers()
@@ -204,7 +207,7 @@ class Join:
         self.flat.start_reduce(bucket)
 
     def _forget(self, which: int) -> None:
-        """The others have forgotten what was reduced before: so does this rank."""
+        """Discards the reduced gradients, as the other ranks did."""
         bucket = self.flat.buckets[which]
         gradient = bucket.gradient
         if gradient.has_reduced:
@@ -235,13 +238,13 @@ class Join:
 
     def _zero_grad(self, which: int, *_: Any) -> None:
         attached = self.flat.optimizer_of(which)
-        assert attached is not None  # it has stepped
+        assert attached is not None  # every optimizer that zeroes gradients has stepped
         attached.optimizer.zero_grad(set_to_none=False)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Leaves all ranks alike: what those that went on longest have."""
+        """Makes all ranks equal, with the values of the ranks that went on longest."""
         flat, comm = self.flat, self.flat.ranks.comm
         for bucket in flat.order:
             bucket.gradient.reconcile()
@@ -268,7 +271,8 @@ class Join:
                     self._send(value)
 
     def _send(self, x: torch.Tensor) -> None:
-        """A step's count and what is offloaded are in the host's memory, which a device's ranks do not reach."""
+        """Broadcasts a tensor through the ranks' device, because the step count and offloaded tensors are in host
+        memory, which communicators of other devices do not reach."""
         here = x.to(self.flat.device)
         self.flat.ranks.broadcast(here)
         if here is not x:

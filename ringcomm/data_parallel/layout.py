@@ -1,7 +1,7 @@
-"""The flat layout: where every parameter lies in one long buffer, and where the ranks' shards are cut.
+"""The flat layout: the place of every parameter in one long buffer, and the shard boundaries.
 
-A pure function of names, shapes, types and the world size. It is computed once, when a model is wrapped, is the same
-for every stage, and never changes afterwards.
+The layout is a pure function of names, shapes, types and the world size. It is computed once, when a model is wrapped;
+it is the same for every stage, and never changes afterwards.
 
     segments   | weight 0 ....... |pad| bias 0 |pad| weight 1 .................... |pad| bias 1 |pad ..... |
     shards     | rank 0               | rank 1               | rank 2               | rank 3               |
@@ -19,11 +19,11 @@ import torch
 from ringcomm.errors import InvalidArgumentError, shown
 
 ALIGN_BYTES = 128
-"""A segment and a shard begin at a multiple: no vector instruction of an optimizer straddles a cut, so that its bits do
-not depend on where the cuts are."""
+"""Segments and shards begin at a multiple of this, so that no vector instruction of an optimizer straddles a shard
+boundary. The optimizer's bits then do not depend on where the boundaries are."""
 
 Atom = str | int
-"""What a shard's end must not cut: "element", "row", "tensor", or a number of elements."""
+"""The unit that a shard boundary must not split: "element", "row", "tensor", or a number of elements."""
 
 
 class Fragment(NamedTuple):
@@ -36,7 +36,7 @@ class Fragment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring segments of one optimizer group, as far as they lie in a range of the buffer."""
+    """Neighbouring segments of one optimizer group, restricted to a range of the buffer."""
 
     group: int
     start: int  # in the buffer
@@ -50,7 +50,7 @@ class Spec:
 
     name: str
     shape: tuple[int, ...]
-    group: int = 0  # of the optimizer
+    group: int = 0  # index of the optimizer's group
     aliases: tuple[str, ...] = ()  # other names of a tied parameter
 
     @property
@@ -61,10 +61,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Segment(Spec):
-    """A parameter's place."""
+    """A parameter's place in the buffer."""
 
     offset: int = 0  # in elements
-    atom: int = 1  # a shard's end lies at a multiple of it, counted from the segment's start
+    atom: int = 1  # a shard boundary inside it lies at a multiple of this, counted from the segment's start
 
     @property
     def end(self) -> int:
@@ -76,7 +76,7 @@ class Segment(Spec):
 class FlatLayout:
     """Segments of one element type, in order, and the shards of ``shard_numel`` elements, one for each rank.
 
-    Lengths and offsets are in elements. The last shard is filled up, and so is the room between segments.
+    Lengths and offsets are in elements. Gaps between segments and the end of the last shard are padding.
     """
 
     segments: tuple[Segment, ...]
@@ -89,8 +89,9 @@ class FlatLayout:
         """Lays ``specs`` out in order of their optimizer groups, otherwise in the order given.
 
         Args:
-            atom: what a shard's end must not cut. "element" gives even shards; "tensor" keeps each parameter on one
-                rank, as optimizers need that look at whole tensors; "row" and a number of elements lie between.
+            atom: the unit that a shard boundary must not split. "element" gives even shards; "tensor" keeps each
+                parameter on one rank, for optimizers that need whole tensors; "row" and a number of elements lie
+                between.
         """
         align = max(1, ALIGN_BYTES // dtype.itemsize)
         ordered = sorted(specs, key=lambda spec: spec.group)
@@ -114,11 +115,12 @@ class FlatLayout:
         return sum(segment.numel for segment in self.segments)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First element of a rank's shard, and one past its last."""
+        """Returns the first element of a rank's shard, and one past its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def piece(self, owned: torch.Tensor, start: int, i: int) -> tuple[torch.Tensor, int]:
-        """What a range of the buffer has of a segment, which may be nothing, and where in the segment that begins.
+        """Returns the part of a segment that a range of the buffer holds, which may be empty, and the part's offset in
+        the segment.
 
         Args:
             owned: the range's elements.
@@ -129,10 +131,10 @@ class FlatLayout:
         return owned[first - start : max(first, last) - start], first - segment.offset
 
     def fragments(self, start: int, end: int, empty: bool = False) -> list[Fragment]:
-        """What lies in a range of the buffer, in order.
+        """Returns the fragments in a range of the buffer, in order.
 
         Args:
-            empty: with segments of no elements, which lie in the shard that their offset is in.
+            empty: include segments without elements, which belong to the shard that contains their offset.
         """
         found = []
         for i, segment in enumerate(self.segments):
@@ -143,10 +145,11 @@ class FlatLayout:
         return found
 
     def runs(self, start: int, end: int, groups: Sequence[int], joined: bool = True) -> list[Run]:
-        """What an optimizer sees of a range: one run for each of its groups, with the padding behind the segments.
+        """Returns the runs that an optimizer sees in a range: neighbouring segments of one group, with the padding
+        after each segment.
 
         Args:
-            groups: by segment, the optimizer's group; below 0: none.
+            groups: the optimizer's group of each segment; negative: none.
             joined: False: one run for each segment, without padding.
         """
         align = max(1, ALIGN_BYTES // self.dtype.itemsize)
@@ -181,12 +184,12 @@ def _atom_of(spec: Spec, atom: Atom) -> int:
 
 
 def up(value: int, multiple: int) -> int:
-    """The next multiple."""
+    """Rounds up to the next multiple."""
     return -(-value // multiple) * multiple
 
 
 def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> tuple[int, list[int]]:
-    """The shortest shard found, and the segments' offsets."""
+    """Returns the shortest shard length found, and the segments' offsets."""
     total = sum(up(size, align) for size in sizes)
     low, high = up(-(-total // world_size), align), max(align, total)
     low = max(low, align)
@@ -194,8 +197,8 @@ def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> t
     if found is not None:
         return low, found
     best, at = high, _offsets(sizes, atoms, align, world_size, high)
-    assert at is not None  # one shard holds everything
-    while low + align < best:  # not quite monotone, but whatever fits is right
+    assert at is not None  # a single shard holds everything
+    while low + align < best:  # fitting is not quite monotone in the length, but any length that fits is valid
         middle = up((low + best) // 2, align)
         if middle >= best:
             break
@@ -205,7 +208,7 @@ def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> t
         else:
             best, at = middle, found
     for atom in {each for each, size in zip(atoms, sizes, strict=True) if each < size}:
-        shard = up(low, math.lcm(align, atom))  # where a segment spans several shards, they must be whole atoms
+        shard = up(low, math.lcm(align, atom))  # a segment that spans several shards needs shards of whole atoms
         found = _offsets(sizes, atoms, align, world_size, shard) if shard < best else None
         if found is not None:
             best, at = shard, found
@@ -213,7 +216,7 @@ def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> t
 
 
 def _offsets(sizes: list[int], atoms: list[int], align: int, world_size: int, shard: int) -> list[int] | None:
-    """Offsets with shards of this length; None if they do not fit."""
+    """Returns the offsets with shards of this length; None if the segments do not fit."""
     offsets, at = [], 0
     for size, atom in zip(sizes, atoms, strict=True):
         start = _fit(at, size, atom, align, shard)
@@ -225,7 +228,7 @@ def _offsets(sizes: list[int], atoms: list[int], align: int, world_size: int, sh
 
 
 def _fit(at: int, size: int, atom: int, align: int, shard: int) -> int | None:
-    """The first place from ``at`` on where no shard's end cuts an atom; None: there is none with such shards."""
+    """Returns the first offset from ``at`` on where no shard boundary splits an atom; None if there is none."""
     cut = (at // shard + 1) * shard
     if atom == 1 or at + size <= cut:
         return at
@@ -233,5 +236,5 @@ def _fit(at: int, size: int, atom: int, align: int, shard: int) -> int | None:
         return cut if size <= shard else None
     tries = range(at, min(cut, at + math.lcm(align, atom)), align)
     start = next((place for place in tries if (cut - place) % atom == 0), cut)
-    cuts = -(-(start + size) // shard) - start // shard - 1  # inside the segment
+    cuts = -(-(start + size) // shard) - start // shard - 1  # shard boundaries inside the segment
     return None if cuts > (1 if start < cut else 0) and shard % atom else start

@@ -1,7 +1,7 @@
-"""What a model keeps on each rank, as it is and as it would be at another stage or on other ranks; and what it sends.
+"""Reports and predicts the memory of a model on each rank, at this or another stage or world size, and its traffic.
 
-The plan is a rehearsal: the very buckets, gradients and units of a step on torch's meta device, which has shapes and no
-memory, over a communicator that moves nothing. So it follows from the layouts and types alone.
+The prediction is a rehearsal: it runs a step's real buckets, gradients and units on torch's meta device, which has
+shapes and no memory, over a communicator that moves nothing. So the result follows from the layouts and types alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.validation import expects, whole
 
 _META = torch.device("meta")
-_STEPS = 2  # from the second on parameters are brought ahead, and the pool has what it needs
+_STEPS = 2  # from the second step on, parameters are prefetched and the pool has reached its size
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Memory:
 
     Attributes:
         parameters: in the type of forward and backward; a shard at stage 3.
-        master: weights of the optimizer, where they are not the parameters.
-        gradients: what is kept for the optimizer.
-        optimizer: its state.
-        buffers: the module's.
-        transient: memory that reductions and accumulation borrow during a step, and that stays for the next.
-        gathered: the most that was whole at one time at stage 3.
+        master: the optimizer's weights, if they are not the parameters.
+        gradients: the gradients that are kept for the optimizer.
+        optimizer: the optimizer's state.
+        buffers: the module's buffers.
+        transient: memory that reductions and accumulation use during a step, and that stays allocated for the next.
+        gathered: at stage 3, the largest size of parameters that were unsharded at the same time.
     """
 
     parameters: int
@@ -58,12 +58,13 @@ class Memory:
 
     @property
     def resident(self) -> int:
-        """Between two steps, without what was borrowed."""
+        """Bytes between two steps, without transient memory."""
         return self.parameters + self.master + self.gradients + self.optimizer + self.buffers
 
     @property
     def peak(self) -> int:
-        """During a step, if all was at its most at one time; without activations and autograd's own gradients."""
+        """Bytes during a step if every kind peaks at the same time; without activations and autograd's own
+        gradients."""
         return self.resident + self.transient + self.gathered
 
     def __str__(self) -> str:
@@ -74,10 +75,10 @@ class Memory:
 
 @expects("memory", model=MODULE, optimizer=OPTIMIZER)
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """Bytes that this rank holds now, from the buffers themselves; a plain model's too.
+    """Returns the bytes that this rank holds now, measured from the buffers themselves; the model may be plain, too.
 
     Args:
-        optimizer: None: those that were sharded with the model.
+        optimizer: None: the optimizers that were sharded with the model.
     """
     flat = sharded_model_of(model)
     totals: Counter[str] = Counter()
@@ -104,11 +105,12 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 def predict(
     model: nn.Module, stage: int, world_size: int, optimizer: torch.optim.Optimizer | None = None, **how: Any
 ) -> Memory:
-    """Bytes that a rank would hold after two steps, to the byte what `memory` says then. Nothing is allocated.
+    """Returns the bytes that a rank would hold after two steps, exactly as `memory` would then report. Allocates
+    nothing.
 
     Args:
-        model: plain, on any device, meta too; or sharded, at whatever stage.
-        optimizer: over the model's parameters; None: those that were sharded with it.
+        model: a plain model on any device, meta included; or a sharded model at any stage.
+        optimizer: over the model's parameters; None: the optimizers that were sharded with it.
         how: see `Plan`.
     """
     return Plan(model, stage, world_size, optimizer, **how).memory
@@ -117,8 +119,9 @@ def predict(
 def traffic(
     model: nn.Module, stage: int, world_size: int, optimizer: torch.optim.Optimizer | None = None, **how: Any
 ) -> dict[str, int]:
-    """Collectives of one step on a rank, by kind, and the bytes of their messages (the whole buffer's), in the steady
-    state: "all_reduce calls", "all_reduce bytes", ... Clipping and a GradScaler add a few bytes, not counted here.
+    """Returns the collectives of one step on a rank in the steady state, by kind, and the bytes of their messages (of
+    the whole buffers): "all_reduce calls", "all_reduce bytes", ... Clipping and a GradScaler add a few bytes, which are
+    not counted.
 
     Args: as of `predict`.
     """
@@ -129,12 +132,13 @@ class Plan:
     """A rehearsal of training in which every parameter is used in every step.
 
     Args:
-        rank: for which rank; shards are of one length, but the optimizer's state covers what is used of them.
-        accumulation: backward passes in a step.
-        no_sync: whether all but the last of them are kept from the wire.
+        rank: the rank to predict; shards have equal length, but the optimizer's state covers only the used elements.
+        accumulation: backward passes per step.
+        no_sync: whether all but the last of these passes run without communication.
         background: whether collectives run beside the computation; None: as in the sharded model, or True.
-        plain: of a plain model: mixed_precision, bucket_cap_mb (25), accumulation_order ("sequential"), atom, offload,
-            reshard_after_forward, broadcast_buffers, as of `ringcomm.shard`. A sharded model has its own.
+        plain: options for a plain model, as of `ringcomm.shard`: mixed_precision, bucket_cap_mb (25),
+            accumulation_order ("sequential"), atom, offload, reshard_after_forward, broadcast_buffers. A sharded model
+            has its own.
     """
 
     @expects(
@@ -161,7 +165,7 @@ class Plan:
         self.stage, self.accumulation, self.no_sync = stage, accumulation, no_sync
         at = rank if rank is not None else 0 if flat is None else min(flat.ranks.rank, world_size - 1)
         self.ranks = _ranks_of(flat, at, world_size, background)
-        self._home: dict[int, tuple[Bucket, int]] = {}  # by id of the model's parameter
+        self._home: dict[int, tuple[Bucket, int]] = {}  # by the id of the model's parameter
         if flat is not None:
             self.units, self.sends = self._units_of_sharded(flat), flat.broadcast_buffers
         else:
@@ -192,7 +196,7 @@ class Plan:
         return units
 
     def _bucket_again(self, bucket: Bucket) -> Bucket:
-        """A bucket for these ranks: the same parameters, laid out anew."""
+        """Returns a bucket for these ranks: the same parameters, laid out anew."""
         specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in bucket.layout.segments]
         layout = FlatLayout.build(specs, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout))
         master = None if bucket.master_device is None else _META
@@ -320,14 +324,14 @@ class Plan:
     def _optimizers(
         self, flat: ShardedModel | None, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[torch.optim.Optimizer, dict[int, int]]]:
-        """Optimizers, each with its group of every parameter, by id."""
+        """Returns the optimizers, each with its group index of every parameter, by id."""
         if flat is not None:
             attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
             return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
 
     def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[Bucket]:
-        """How many optimizers step a bucket; without any, as if there was one of all parameters."""
+        """Counts the optimizers that step each bucket; without optimizers, assumes one over all parameters."""
         homes = [{self._home[key][0] for key in numbers if key in self._home} for numbers in optimizers]
         return Counter(bucket for each in homes or [{*self.buckets}] for bucket in each)
 
@@ -373,7 +377,7 @@ def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _atom_of(layout: FlatLayout) -> Atom:
-    """What the layout's shards do not cut."""
+    """Returns the unit that the layout's shard boundaries do not split."""
     segments = layout.segments
     if all(segment.atom == 1 for segment in segments):
         return "element"
@@ -387,7 +391,7 @@ def _atom_of(layout: FlatLayout) -> Atom:
 
 
 class _Still:
-    """A communicator of one rank among many, which moves nothing."""
+    """A communicator of one rank among many that moves nothing."""
 
     def __init__(self, rank: int, world_size: int, engine: str) -> None:
         self.rank, self.world_size, self.engine, self.device = rank, world_size, engine, "meta"
@@ -402,17 +406,17 @@ class _Still:
         return self
 
     def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def wait(self) -> None:
-        """Nothing was started."""
+        """Returns at once, because nothing was started."""
 
 
 class _StillRanks(DataParallelGroup):
-    """Ranks over it, whose memory is on the meta device."""
+    """Ranks over a `_Still` communicator, with memory on the meta device."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Shapes alone."""
+        """Returns a tensor with a shape and no memory."""
         return torch.empty(numel, dtype=dtype, device=_META)
 
 

@@ -1,4 +1,5 @@
-"""Models that were built on the meta device: each unit gets memory, is initialised in it, and is cut, one at a time."""
+"""Initialises models that were built on the meta device: each unit in turn gets memory, is initialised and is
+sharded."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from ringcomm.data_parallel.unit import Unit
 
 InitFn = Callable[[nn.Module], Any]
-_NAMED = 5  # parameters in an error
+_NAMED = 5  # most parameters named in an error
 
 
 def real_device(module: nn.Module) -> torch.device:
-    """The device of a module's parameters; of a module on meta alone the one that this process computes on."""
+    """Returns the device of a module's parameters; for a module entirely on meta, the device that this process
+    computes on."""
     known = next((p.device for p in module.parameters() if not p.is_meta), None)
     if known is not None or all(False for _ in module.parameters()):
         return known or torch.device("cpu")
@@ -34,12 +36,12 @@ def real_device(module: nn.Module) -> torch.device:
 
 
 def device_of(comm: Communicator, module: nn.Module) -> torch.device:
-    """Where parameters on meta get their memory."""
+    """Returns the device where parameters on meta get their memory."""
     return real_device(module) if "," in comm.device else torch.device(comm.device)
 
 
 def unmade(value: torch.Tensor) -> float | int:
-    """What fills a tensor that nobody has initialised."""
+    """Returns the value that fills a tensor that was not initialised."""
     if value.is_floating_point() or value.is_complex():
         return math.nan
     return 0 if value.dtype == torch.bool else torch.iinfo(value.dtype).max
@@ -49,7 +51,7 @@ def is_unmade(value: torch.Tensor) -> bool:
     """Whether nothing was written into a tensor since it was filled with `unmade`."""
     floats = value.is_floating_point() or value.is_complex()
     empty = value.isnan() if floats else value == unmade(value)
-    return bool(empty.any() and (empty | (value == 0)).all())  # zeros are padding of a parameter that is cut
+    return bool(empty.any() and (empty | (value == 0)).all())  # zeros are the padding of a sharded parameter
 
 
 def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
@@ -62,7 +64,7 @@ def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
 
 
 def give_memory(p: nn.Parameter, name: str, device: torch.device, rank: int) -> None:
-    """Turns a parameter on meta into one on a device, without values of its own yet; the same object."""
+    """Turns a parameter on meta into one on a device, still without values; it stays the same object."""
     twin = nn.Parameter(torch.empty((), dtype=p.dtype, device=device).expand(p.shape), p.requires_grad)
     twin.__dict__.update(p.__dict__)
     twin.__class__ = type(p)
@@ -76,10 +78,10 @@ def give_memory(p: nn.Parameter, name: str, device: torch.device, rank: int) -> 
 
 
 class Waiting:
-    """The submodules with parameters or buffers on meta, children first: in the order of their construction.
+    """The submodules with parameters or buffers on meta, children first, in the order of their construction.
 
     Args:
-        init: called for each of them; None: its own `reset_parameters`. False: none is initialised.
+        init: called for each of them; None: its own `reset_parameters`. False: no submodule is initialised.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Waiting:
                 self._reset_of(name, m)
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
-        for m in self.recurrent:  # until they have memory: `give_memory` needs parameters without weak references
+        # Until they have memory, because `give_memory` needs parameters without weak references.
+        for m in self.recurrent:
             m._flat_weight_refs = []
 
     def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
@@ -114,7 +117,7 @@ class Waiting:
         self._reset_of("", m)()
 
     def initialise(self, units: Sequence[Unit]) -> None:
-        """Gives every unit memory in turn, initialises it, and keeps this rank's part; a collective."""
+        """Gives each unit memory in turn, initialises it, and keeps this rank's part; a collective."""
         if not self.modules:
             return
         self._make_buffers()
@@ -128,7 +131,7 @@ class Waiting:
                 bucket.close(send=self.init is not None)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
-        for name, m in self.modules:  # with buffers alone
+        for name, m in self.modules:  # modules that have only buffers
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)
 
@@ -137,7 +140,8 @@ class Waiting:
             bucket.open()
 
     def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
-        """Once for each parameter: of modules that share theirs the first counts."""
+        """Initialises a module unless its parameters were initialised already: of modules that share parameters the
+        first counts."""
         mine = _ids(m)
         if self.params.intersection(mine):
             self._open([homes[key] for key in mine if key in homes])
@@ -172,10 +176,10 @@ class Waiting:
                 self.buffers.append((m, key, new))
 
     def left_in(self, flat: ShardedModel, earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
-        """What is to be loaded before the first forward pass; None: nothing.
+        """Returns what must be loaded before the first forward pass; None: nothing.
 
         Args:
-            earlier: what was left in parts of the model.
+            earlier: what was left to load in parts of the model.
         """
         places = [(bucket, i) for bucket in flat.buckets for i, p in enumerate(bucket.params) if id(p) in self.params]
         found = [Unmade(places, self.buffers)] if self.init is None and self.modules else []
@@ -186,14 +190,14 @@ class Waiting:
 
 
 class Unmade:
-    """Parameters and buffers that were on meta, of which nobody has said yet what they are."""
+    """Parameters and buffers that came from meta and have no values yet."""
 
     def __init__(self, places: list[tuple[Bucket, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self.places, self.buffers = places, buffers
         self._versions = [made._version for _, _, made in buffers]
 
     def check(self, ranks: DataParallelGroup, module: nn.Module, call: str) -> None:
-        """Raises where something was not written yet; a collective."""
+        """Raises if a parameter or buffer was not written yet; a collective."""
         flags = torch.tensor([int(self._is_written(*place)) for place in self.places] or [1], dtype=torch.uint8)
         flags = flags.to(self.places[0][0].device) if self.places else flags
         ranks.reduce_over_all(flags, "max")
@@ -224,7 +228,7 @@ def _is_untouched(now: Any, made: Any, version: int) -> bool:
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every submodule once, after those inside it, as constructors make them."""
+    """Yields every submodule once, after the submodules inside it, in the order in which constructors make them."""
     names = {id(m): name for name, m in module.named_modules()}
     seen: set[int] = set()
 

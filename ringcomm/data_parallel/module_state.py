@@ -1,5 +1,5 @@
-"""`state_dict()` and `load_state_dict()` of a module whose parameters are in buckets: the ordinary ones, in the
-master weights' type."""
+"""`state_dict()` and `load_state_dict()` of a module whose parameters are in buckets: state dicts look like those of
+a plain module, in the master weights' type."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from ringcomm.data_parallel.unit import Unit
 
 Places = dict[int, tuple["Bucket", int]]
-_done = WeakTensorKeyDictionary()  # tensors of state dicts that are whole
+_done = WeakTensorKeyDictionary()  # tensors of state dicts that are already unsharded
 
 
 def keep_ordinary_state(flat: ShardedModel) -> None:
-    """Puts the hooks on the module that was wrapped, and on the modules of its units."""
+    """Installs the hooks on the module that was wrapped, and on the modules of its units."""
     for unit in flat.units:
         for module in unit.modules:
             keep_state_of(module, unit, flat.buckets if module is flat.module else unit.buckets)
 
 
 def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> None:
-    """Puts the hooks for these buckets on a module of a unit that holds their parameters."""
+    """Installs the hooks for these buckets on a unit's module that holds their parameters."""
     if buckets:
         after = module.register_state_dict_post_hook(_Hook(_after_state_dict, buckets))
         before = module.register_load_state_dict_pre_hook(_Hook(_before_load, buckets))
@@ -38,13 +38,14 @@ def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> N
 
 
 class _Hook:
-    """A function of buckets and what torch passes to a module's hook. In a copy of the module it does nothing."""
+    """A hook that calls a function with its buckets and with torch's arguments. In a copy of the module it does
+    nothing."""
 
     def __init__(self, function: Callable[..., None], buckets: Sequence[Bucket]) -> None:
         self.function, self.buckets = function, buckets
 
     def __call__(self, *args: Any) -> None:
-        """Runs it."""
+        """Calls the function."""
         self.function(self.buckets, *args)
 
     def __reduce__(self) -> Any:
@@ -52,11 +53,11 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """A copy's parameters are ordinary."""
+    """Does nothing, because a copy's parameters are ordinary."""
 
 
 def _names(module: nn.Module, buckets: Sequence[Bucket], prefix: str) -> dict[str, tuple[Bucket, int]]:
-    """Every name in a state dict that is a parameter of the buckets; tied ones have several."""
+    """Returns every name in a state dict that is a parameter of the buckets; a tied parameter has several."""
     places: Places = {id(p): (bucket, i) for bucket in buckets for i, p in enumerate(bucket.params)}
     named = module.named_parameters(remove_duplicate=False)
     return {prefix + name: places[id(p)] for name, p in named if id(p) in places}
@@ -65,12 +66,13 @@ def _names(module: nn.Module, buckets: Sequence[Bucket], prefix: str) -> dict[st
 def _after_state_dict(
     buckets: Sequence[Bucket], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Puts whole parameters in. Where they are not whole here it is a collective, and they are copies: torch refuses to
-    write into them, as into every tensor of inference mode, for what is written would not reach the model."""
+    """Puts unsharded parameters into the state dict. If they are sharded, this is a collective, and the results are
+    copies in inference mode, so that torch refuses to write into them: such writes would not reach the model."""
     del metadata
     wholes: dict[Bucket, torch.Tensor] = {}
     for name, (bucket, i) in _names(module, buckets, prefix).items():
-        if name not in state or state[name].requires_grad or state[name] in _done:  # keep_vars; done by one inside
+        # Keep_vars, or done by an inner module.
+        if name not in state or state[name].requires_grad or state[name] in _done:
             continue
         if not (bucket.separate or bucket.stage == LAST_STAGE):
             state[name] = with_own_storage(state[name])
@@ -93,7 +95,7 @@ def _before_load(
     strict: bool,
     *lists: list[str],
 ) -> None:
-    """Takes this rank's part of every parameter that fits; torch reports the others."""
+    """Takes this rank's part of every parameter whose shape fits; torch reports the others."""
     del strict, lists
     if metadata.get("assign_to_params_buffers", False):
         raise InvalidArgumentError(
@@ -104,10 +106,10 @@ def _before_load(
     names = {name: (bucket, i) for name, (bucket, i) in named.items() if state.get(name) is not bucket.params[i]}
     fits = {name: at for name, at in names.items() if name in state and _fits(state[name], at)}
     if len(fits) < sum(name in state for name in names):
-        for name in fits:  # nothing is changed where something does not fit
+        for name in fits:  # nothing is changed if any parameter does not fit
             state[name] = names[name][0].params[names[name][1]]
         return
-    if not fits:  # done by the module around
+    if not fits:  # done by the outer module
         return
     for bucket in buckets:
         bucket.adopt_writes("load_state_dict")

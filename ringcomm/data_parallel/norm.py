@@ -1,6 +1,6 @@
 """
-The norm of all gradients, with bits that depend on the gradients alone: not on their order, nor on how they are cut
-into buckets, fragments and shards, nor on the world size. So clipping is the same for every stage of sharding.
+The norm of all gradients. Its bits depend on the gradients alone: not on their order, on the split into buckets,
+fragments and shards, or on the world size. So clipping is the same for every stage of sharding.
 
     1. top = the largest magnitude of all ranks: exact in any order.
     2. An element becomes v = |x / scale|^p in float64, at most 1; `scale` comes from `top`, so v from x and top alone.
@@ -9,9 +9,9 @@ into buckets, fragments and shards, nor on the world size. So clipping is the sa
     4. Integers of all ranks are added: exact in any order. Their sum, and its root, become float64 with their errors
        added back: the nearest numbers, but for what lies within 2^-50 of the middle of two.
 
-The sum is off by at most 2^-90 of itself per element, and by what rounding v costs: nothing for p = 1, nor for p = 2
-but of float64, 2^-53 there. Splitting summands before adding them is the reproducible summation of Demmel and Nguyen,
-"Fast Reproducible Floating-Point Summation", 2013.
+The error of the sum is at most 2^-90 of itself per element, plus the error of rounding v: none for p = 1, none for p =
+2 except in float64, where it is 2^-53. Splitting summands before adding them is the reproducible summation of Demmel
+and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
 
 FOLD_BITS = (45, 91)
-"""The integers of an element count 2^-45 and 2^-91."""
+"""An element's two integers count units of 2^-45 and 2^-91."""
 LIMB_BITS = 30
-"""A sum of integers travels as high * 2^30 + low."""
+"""A sum of integers is sent as high * 2^30 + low."""
 MOST_ELEMENTS = 1 << 40
-"""Beyond this the dropped rests could reach 2^-50 of the sum."""
+"""With more elements than this, the dropped rests could reach 2^-50 of the sum."""
 _RUN = 256  # integers of at most 2^45 whose sum is exact in a float64
-_CHUNK = {"cpu": 1 << 16}  # elements in flight, so that temporaries stay in a cache; else:
+_CHUNK = {"cpu": 1 << 16}  # elements at a time, so that temporaries stay in cache; on other devices:
 _DEVICE_CHUNK = 1 << 22
 _WIRE = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_MAGNITUDE = (1 << 63) - 1  # a float64 without its sign; these bits are ordered as the numbers are, with NaN on top
-_SMALLEST = -200.0  # a power of two that is zero to every fold
-_LARGEST = 3000.0  # one that is infinite even times the smallest float64
+_MAGNITUDE = (1 << 63) - 1  # masks the sign of a float64; the remaining bits order like the numbers, with NaN on top
+_SMALLEST = -200.0  # a power of two that every fold treats as zero
+_LARGEST = 3000.0  # a power of two that stays infinite even times the smallest float64
 
 
 def total_norm(
@@ -54,25 +54,26 @@ def total_norm(
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """
-    The p-norm of all elements of all ranks: (sum of |x|^p)^(1/p), with the same bits however they are distributed.
+    Returns the p-norm of all ranks' elements, (sum of |x|^p)^(1/p), with the same bits however they are distributed.
 
     Args:
         tensors: this rank's fragments, disjoint from those of other ranks; none on a rank that holds nothing.
         norm_type: p > 0; inf: the largest magnitude; 0: how many elements are not zero.
         comm: the ranks; None: this process alone.
-        count: elements of all ranks together, the same on all; only checked, bits do not depend on it.
-        dtype: of the result. None: float64 if any rank has a float64 fragment, else float32; finding out waits for the
-            device.
-        device: of the result and of what travels, the same kind on all ranks. None: that of ``comm``, the CPU if it
+        count: number of elements of all ranks together, the same on all ranks; it is only checked and does not affect
+            the bits.
+        dtype: type of the result. None: float64 if any rank has a float64 fragment, else float32; finding out waits for
+            the device.
+        device: of the result and of the messages, the same kind on all ranks. None: that of ``comm``, or the CPU if it
             serves several; without ``comm`` that of the first tensor.
     Shapes:  any; returns one number, shape ().
-    Dtypes:  float32, float64, float16, bfloat16, mixed as they come.
+    Dtypes:  float32, float64, float16, bfloat16; they may be mixed.
     Order:   none: sums are exact.
     Cost:    two passes over the elements, two all_reduces of at most 32 bytes (p = 0 and inf: one of each).
-    Returns: the norm, on every rank. NaN if there is a NaN; else inf if there is an infinity or the norm is past the
-             largest number of the type; p = 0 counts NaN and infinity as elements.
-    Raises:  InvalidArgumentError: no such norm, or fewer than this rank's elements counted. DtypeError: other elements.
-             UnsupportedError: more than 2^40 elements.
+    Returns: the norm, on every rank. NaN if an element is NaN; else inf if an element is infinite or the norm exceeds
+             the type's largest number. For p = 0, NaN and infinity count as nonzero elements.
+    Raises:  InvalidArgumentError: an invalid norm_type, or a count below this rank's number of elements. DtypeError:
+             elements of another type. UnsupportedError: more than 2^40 elements.
     """
     p, rank = float(norm_type), 0 if comm is None else comm.rank
     _check(tensors, p, count, rank)
@@ -119,9 +120,9 @@ def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> 
 
 
 def _place(tensors: Sequence[torch.Tensor], comm: Communicator | None) -> torch.device:
-    """Where the few numbers of all ranks meet."""
+    """Returns the device on which the ranks' few numbers are combined."""
     if comm is not None:
-        served = comm.device.split(",")  # several over a process group; a rank without tensors must choose alike
+        served = comm.device.split(",")  # several over a process group; a rank without tensors must choose the same
         return torch.device("cpu" if EMULATED or "cpu" in served else served[0])
     return tensors[0].device if len(tensors) else torch.device("cpu")
 
@@ -148,7 +149,7 @@ def _spans(x: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
 
 
 def _largest(parts: Iterable[torch.Tensor], place: torch.device) -> torch.Tensor:
-    """Of this rank, float64, shape (); NaN if there is one."""
+    """Returns this rank's largest magnitude, float64, shape (); NaN if there is one."""
     each = [torch.zeros((), dtype=torch.float64, device=place)]
     for x in parts:
         here = _C.abs_max(*_spans(x)) if _native(x) else torch.linalg.vector_norm(x, math.inf)
@@ -160,7 +161,7 @@ def _largest(parts: Iterable[torch.Tensor], place: torch.device) -> torch.Tensor
 
 
 def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.Tensor:
-    """The four limbs of this rank, int64: high and low of the first integers, high and low of the second."""
+    """Returns this rank's four limbs, int64: high and low of the first integers, high and low of the second."""
     limbs = torch.zeros(4, dtype=torch.int64, device=top.device)
     for x in parts:
         here = fold_native(x, float(top)) if p == 2 and _native(x) else fold_torch(x, p, top.to(x.device))
@@ -169,7 +170,8 @@ def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.T
 
 
 def fold_native(x: torch.Tensor, top: float) -> torch.Tensor:
-    """The limbs of a contiguous tensor on the CPU, p = 2. A top of inf or NaN decides the norm alone: zeros."""
+    """Returns the limbs of a contiguous tensor on the CPU, p = 2. If top is inf or NaN it decides the norm alone,
+    and the limbs are zeros."""
     if not math.isfinite(top):
         return torch.zeros(4, dtype=torch.int64)
     spans, dtype = _spans(x)
@@ -177,8 +179,8 @@ def fold_native(x: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def fold_torch(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
-    """The limbs of a tensor of shape (n,) anywhere, any p > 0; the same numbers as `fold_native`, though limbs of one
-    number may differ. Nothing waits for a device."""
+    """Returns the limbs of a tensor of shape (n,) on any device, for any p > 0. They represent the same numbers as
+    `fold_native`'s, though the limbs of one number may differ. Does not wait for a device."""
     limbs = torch.zeros(4, dtype=torch.int64, device=x.device)
     for chunk in x.split(_CHUNK.get(x.device.type, _DEVICE_CHUNK)):
         rest = torch.zeros(-(-chunk.numel() // _RUN) * _RUN, dtype=torch.float64, device=x.device)
@@ -194,7 +196,7 @@ def fold_torch(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
-    """|x / scale|^p of float64, at most 1; the scale is the power of two above top where p is 1 or 2, else top."""
+    """Returns |x / scale|^p in float64, at most 1. The scale is the power of two above top if p is 1 or 2, else top."""
     if p not in (1.0, 2.0):
         ratio = x.abs() / top
         return torch.where(ratio > 0, _exp2((_log2(ratio) * p).clamp(_SMALLEST, 0.0)), 0.0)
@@ -204,44 +206,46 @@ def _powers(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
 
 
 def _root(limbs: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
-    """(sum of all)^(1/p) * scale, float64, from the limbs of all ranks."""
+    """Returns (sum of all)^(1/p) * scale, float64, from the limbs of all ranks."""
     total = error = torch.zeros((), dtype=torch.float64, device=limbs.device)
     for fold, bits in reversed(list(enumerate(FOLD_BITS))):
         high, low = limbs[2 * fold], limbs[2 * fold + 1]
-        high, low = high + (low >> LIMB_BITS), low & ((1 << LIMB_BITS) - 1)  # now the number alone decides both
+        # Normalise: each number has exactly one pair of limbs.
+        high, low = high + (low >> LIMB_BITS), low & ((1 << LIMB_BITS) - 1)
         for limb, exponent in ((low, -bits), (high & 0xFFFF, LIMB_BITS - bits), (high >> 16 << 16, LIMB_BITS - bits)):
             part = limb.double() * 2.0**exponent
             before, total = total, total + part
             kept = total - before
-            error = error + ((before - (total - kept)) + (part - kept))  # what the sum has lost
+            error = error + ((before - (total - kept)) + (part - kept))  # the rounding error of the sum
     total = total + error
     if p not in (1.0, 2.0):
-        third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))  # the whole may be out of range
+        third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))  # the product may be out of range
         return third * top * third * third
     first, second = _halves(torch.frexp(top).exponent.long())
     return (_sqrt(total) if p == 2 else total) * first * second
 
 
 # ---- elementary functions ------------------------------------------------------------------------------------------
-# From correctly rounded operations, so that an element has the same bits anywhere. Those of libraries differ between
-# processors, and between the vectorised part of a tensor and its last elements.
+# They use only correctly rounded operations, so that an element gives the same bits everywhere. Libraries' versions
+# differ between processors, and between the vectorised part of a tensor and its last elements.
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^e, e of int64 between -1022 and 1023."""
+    """Returns 2^e for int64 e between -1022 and 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _halves(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two factors of 2^e, which may be out of range itself."""
+    """Returns two factors of 2^e, because 2^e itself may be out of range."""
     half = exponent >> 1
     return _power_of_two(half), _power_of_two(exponent - half)
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Of float64 at least 1/4: that of a library, which may be off in its last bit, and a step of Newton's method."""
+    """Returns the root of float64 at least 1/4: a library's root, which may be off in its last bit, corrected by a
+    step of Newton's method."""
     root = x.sqrt()
-    head = root * 134217729.0  # 2^27 + 1: Dekker's two halves of a number
+    head = root * 134217729.0  # times 2^27 + 1: splits a number into two halves as Dekker does
     head = head - (head - root)
     tail, square = root - head, root * root
     lost = ((head * head - square) + 2 * head * tail) + tail * tail
@@ -249,7 +253,7 @@ def _sqrt(x: torch.Tensor) -> torch.Tensor:
 
 
 def _log2(x: torch.Tensor) -> torch.Tensor:
-    """Of positive float64: exponent + log(m), by the series of the area tangent of z = (m-1) / (m+1)."""
+    """Returns the logarithm of positive float64: exponent + log(m), by the series of artanh of z = (m-1) / (m+1)."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2, mantissa)
@@ -261,7 +265,7 @@ def _log2(x: torch.Tensor) -> torch.Tensor:
 
 
 def _exp2(y: torch.Tensor) -> torch.Tensor:
-    """2^y of float64 between -1000 and 1000: the power series for the fraction, times a power of two."""
+    """Returns 2^y for float64 y between -1000 and 1000: the power series for the fraction, times a power of two."""
     whole = torch.floor(y + 0.5)
     fraction = (y - whole) * math.log(2)  # at most 0.347
     series = torch.full_like(y, 1 / math.factorial(13))

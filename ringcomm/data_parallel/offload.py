@@ -1,4 +1,4 @@
-"""Offload: gradients follow the master weights into the host's memory, bucket by bucket while backward runs on."""
+"""Offload: each bucket's gradient is copied to the master weights in host memory while backward continues."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ringcomm.data_parallel.bucket import Bucket
 
 
 def _version(bucket: Bucket) -> tuple[int, int]:
-    """Of the reduced gradient, which may move to other memory."""
+    """Returns the version of the reduced gradient and of its memory, which may change."""
     reduced = bucket.gradient.reduced
     return reduced.data_ptr(), reduced._version
 
 
 class HostGradients:
-    """This rank's part of the gradients of buckets whose master weights lie in the host's memory, for the optimizer.
+    """Host copies of this rank's gradients, for the optimizer, of buckets whose master weights are in host memory.
 
-    From a device they come on a stream of their own, into pinned memory.
+    From a device they are copied on a separate stream into pinned memory.
     """
 
     def __init__(self) -> None:
         self._copies: dict[Bucket, torch.Tensor] = {}
-        self._versions: dict[Bucket, tuple[int, int]] = {}  # of the gradients that the copies were made from
+        self._versions: dict[Bucket, tuple[int, int]] = {}  # versions of the gradients that were copied
         self._streams: dict[torch.device, Any] = {}
 
     def place(self, buckets: list[Bucket]) -> None:
-        """Makes the memory anew."""
+        """Allocates the copies anew."""
         self._versions.clear()
         self._copies = {
             bucket: torch.empty_like(bucket.master, pin_memory=bucket.device.type == "cuda")
@@ -36,7 +36,7 @@ class HostGradients:
         }
 
     def reduced(self, bucket: Bucket) -> None:
-        """A bucket was reduced: its gradient sets off, if changes that come later are noticed."""
+        """Starts to copy a bucket's reduced gradient, if later changes of it can be noticed."""
         if bucket in self._copies and bucket.gradient.uses_placeholders:
             self._fetch(bucket)
 
@@ -52,12 +52,12 @@ class HostGradients:
             copy.copy_(bucket.gradient.reduced, non_blocking=True)
 
     def note(self, bucket: Bucket) -> None:
-        """The copy has what the gradient has."""
+        """Records that the copy equals the gradient."""
         self._versions[bucket] = _version(bucket)
 
     def refresh(self) -> None:
-        """Fetches what has changed since, and at stage 0 everything: there `p.grad` is an ordinary tensor, and nobody
-        notices what is written into `p.grad.data`."""
+        """Copies the gradients that changed since. At stage 0 it copies all of them, because there `p.grad` is an
+        ordinary tensor, and writes into `p.grad.data` cannot be noticed."""
         for bucket in self._copies:
             gradient = bucket.gradient
             changed = self._versions.get(bucket) != _version(bucket)
@@ -65,22 +65,22 @@ class HostGradients:
                 self._fetch(bucket)
 
     def bring_back(self) -> None:
-        """The gradients follow what was changed in the copies."""
+        """Copies changes of the host copies back to the gradients."""
         for bucket, copy in self._copies.items():
             if bucket.gradient.has_reduced:
                 bucket.gradient.reduced.copy_(copy)
                 self.note(bucket)
 
     def arrive(self) -> None:
-        """Waits for all that have set off."""
+        """Waits for all copies that were started."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
-        """A bucket's gradient here; None: the bucket is not offloaded."""
+        """Returns a bucket's gradient in host memory; None: the bucket is not offloaded."""
         return self._copies.get(bucket)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host's memory."""
+        """Bytes of host memory."""
         return sum(copy.nbytes for copy in self._copies.values())

@@ -1,14 +1,14 @@
-"""The user's own optimizer over a sharded model: it shows the model's parameters, and works on shards inside of step().
+"""Attaches the user's own optimizer to a sharded model: users see the model's parameters, and step() works on shards.
 
-Between two steps `optimizer.param_groups` holds what the user has passed. For the time of step() this rank's part of
-the buckets takes the place of the sharded model's parameters:
+Between two steps `optimizer.param_groups` holds what the user passed. During step() this rank's parts of the buckets
+replace the sharded model's parameters:
 
     element-wise optimizers     one long parameter for each run of segments of one parameter group
     other optimizers, stage 0   the model's own parameters, where these are the master weights
-    other optimizers            each parameter that lies on this rank, in its shape
+    other optimizers            each parameter that lies on this rank, in its own shape
 
-The state of shards is kept here. `optimizer.state` answers by the model's parameters with whole values, and
-`state_dict()` is the ordinary one.
+This module keeps the state of the shards. `optimizer.state` maps the model's parameters to unsharded values, and
+`state_dict()` has torch's usual form.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _REFUSED = {
 _SUM = "which adds up over all parameters in step()"
 _REFUSED_FROM_STAGE_1 = {
     "LBFGS": "whose line search needs all parameters in one place",
-    "Prodigy": _SUM,  # and all whose name begins with it
+    "Prodigy": _SUM,  # and all classes whose names begin with it
     "DAdapt": _SUM,
 }
-_CLIPS_BY = {  # options that make a class of this name divide by the norm of all gradients
+_CLIPS_BY = {  # options with which a class of this name divides by the norm of all gradients
     "Lamb": ("max_grad_norm", "pre_norm"),
     "LAMB": ("max_grad_norm", "pre_norm"),
     "FusedLAMB": ("max_grad_norm",),
     "Adan": ("max_grad_norm",),
 }
-_watching: list[Any] = []  # the handle of the hook on every optimizer's step, once there is one
-_watches = 0  # models that were wrapped: what an optimizer was looked at after need not be looked at again
-_told: set[type] = set()  # classes of optimizers that were warned of
+_watching: list[Any] = []  # the handle of the hook on every optimizer's step, once registered
+_watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
+_told: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
 
 
@@ -64,13 +64,13 @@ _lock = threading.Lock()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every element is updated from its own gradient and state alone, so that shards may cut tensors."""
+    """Whether each element's update depends only on its own gradient and state, so that shards may split tensors."""
     owner = _steps_by(optimizer)
     return _is_torchs(owner) and owner.__name__ in _ELEMENTWISE
 
 
 def _steps_by(optimizer: torch.optim.Optimizer) -> type:
-    """The class that has the optimizer's step()."""
+    """Returns the class that defines the optimizer's step()."""
     return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
 
 
@@ -79,7 +79,7 @@ def _is_torchs(cls: type) -> bool:
 
 
 def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> None:
-    """Raises for what no shard can serve at a stage."""
+    """Raises for an optimizer that cannot be sharded at a stage."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer"
@@ -106,7 +106,8 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: str, rank: int) -> None:
-    """Raises for an optimizer that has nothing of a module; a frozen stage of a pipeline has one over nothing."""
+    """Raises for an optimizer with none of the module's parameters. A frozen pipeline stage may have an optimizer
+    without parameters."""
     known, has = {id(p) for p in module.parameters()}, [p for each in optimizer.param_groups for p in each["params"]]
     trains = has or any(p.requires_grad for p in module.parameters())
     if trains and not any(id(p) in known for p in has):
@@ -117,7 +118,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: st
 
 
 def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer needs all parameters on every rank; None: it does not, as far as its class tells."""
+    """Returns why an optimizer needs all parameters on every rank; None if its class shows no such need."""
     for cls in type(optimizer).__mro__:
         for name, why in _REFUSED_FROM_STAGE_1.items():
             if cls.__name__.startswith(name):
@@ -129,7 +130,7 @@ def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _tell(optimizer: torch.optim.Optimizer) -> None:
-    """Warns once of a class that nobody here knows."""
+    """Warns once about a class of optimizers that is not torch's."""
     kind = type(optimizer)
     with _lock:
         if _is_torchs(_steps_by(optimizer)) or kind in _told:
@@ -146,8 +147,8 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
-    """What an optimizer is attached to; one over parameters that it cannot step by itself is attached now. None: to
-    nothing."""
+    """Returns the `ShardedOptimizer` attached to an optimizer, or None. An optimizer that cannot step its parameters
+    by itself is attached now."""
     found: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if found is not None:
         return found
@@ -159,7 +160,7 @@ def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
-    """The states that this rank holds."""
+    """Returns the states that this rank holds."""
     attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if attached is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
@@ -168,9 +169,9 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
 
 
 def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> None:
-    """Attaches an optimizer to a model, or one that is attached to others to this one too.
+    """Attaches an optimizer to a model. An optimizer that is attached to other models is attached to this one as well.
 
-    Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: no shard can serve it.
+    Raises:  InvalidArgumentError: it has none of the model's parameters. UnsupportedError: it cannot be sharded.
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
     refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
@@ -187,7 +188,8 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
 
 
 def watch_optimizers() -> None:
-    """From now on an optimizer over parameters that it cannot step by itself is attached at its first step."""
+    """Installs a hook that attaches optimizers at their first step, if they cannot step their parameters by
+    themselves."""
     global _watches
     with _lock:
         _watches += 1
@@ -196,7 +198,7 @@ def watch_optimizers() -> None:
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer that is not attached is looked at once; its options are compared at every step."""
+    """Checks once whether an unattached optimizer must be attached; compares its options at every step."""
     del args, kwargs
     now = (_watches, len(optimizer.param_groups))
     if optimizer.__dict__.get("_ringcomm_seen") != now:
@@ -210,13 +212,13 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _flats_of(param_groups: list[dict[str, Any]]) -> list[ShardedModel]:
-    """The models that have some of the parameters."""
+    """Returns the models that have some of the parameters."""
     places = (place_of(p) for group in param_groups for p in group["params"])
     return [*dict.fromkeys(place.flat for place in places if place is not None)]
 
 
 def _needs_shards(flat: ShardedModel) -> bool:
-    """Whether an optimizer cannot step the model's own parameters."""
+    """Whether an optimizer cannot step the model's own parameters directly."""
     return flat.stage > 0 or any(bucket.separate for bucket in flat.buckets)
 
 
@@ -225,14 +227,14 @@ def _needs_shards(flat: ShardedModel) -> bool:
 
 @dataclass
 class Entry:
-    """What stands in the optimizer during step() for some of the model's parameters.
+    """The parameter that the optimizer sees during step() in place of some of the model's parameters.
 
     Attributes:
-        values, address: the part of the master weights that ``param`` is, and where it lies.
+        values, address: the part of the master weights that ``param`` covers, and its address.
     """
 
     bucket: Bucket
-    start: int  # in the bucket's buffer
+    start: int  # offset in the bucket's buffer
     end: int
     segments: tuple[int, ...]
     param: nn.Parameter
@@ -241,19 +243,19 @@ class Entry:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the model's own parameter."""
+        """Whether ``param`` is the model's own parameter."""
         return self.param is self.bucket.params[self.segments[0]]
 
 
 class ShardedOptimizer:
-    """An optimizer over parameters of wrapped models, and others that stay as they are.
+    """An optimizer over parameters of wrapped models, and possibly other parameters that stay as they are.
 
     Attributes:
         flats: the wrapped models.
         places: by group of the optimizer, the wrapped models' parameters.
-        plain: by group, those that the optimizer steps as they are, by their place among the group's: frozen ones, and
-            those of no wrapped model.
-        entries: what stands for ``places`` during step().
+        plain: by group, the indices of the parameters that the optimizer steps as they are: frozen parameters, and
+            parameters of no wrapped model.
+        entries: the entries that replace ``places`` during step().
         inside: by group, the optimizer's parameters during step().
         state: the optimizer's state during step().
     """
@@ -263,8 +265,8 @@ class ShardedOptimizer:
         self.flats: list[ShardedModel] = []
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
-        self._stepped: dict[Bucket, set[int]] = {}  # who ever had a gradient in a step
-        self._whole: dict[Bucket, dict[int, State]] = {}  # state that is by parameter now, until the next step
+        self._stepped: dict[Bucket, set[int]] = {}  # segments that ever had a gradient in a step
+        self._whole: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
         self._seen = WholeStates(self)  # `optimizer.state` between two steps
         self._working = False
         self._loading: dict[Bucket, BucketState] = {}
@@ -286,7 +288,8 @@ class ShardedOptimizer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """It holds this, so that both go when users drop it."""
+        """The user's optimizer. The optimizer references this object and not the reverse, so that both are freed
+        when users drop it."""
         found = self._optimizer()
         assert found is not None
         return found
@@ -298,11 +301,11 @@ class ShardedOptimizer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets with parameters of the optimizer."""
+        """The buckets that contain parameters of the optimizer."""
         return list(self._mine)
 
     def _find(self, call: str) -> None:
-        """Looks up where the optimizer's parameters are."""
+        """Finds the buckets and segments of the optimizer's parameters."""
         groups = self.optimizer.param_groups
         for flat in _flats_of(groups):
             refuse_unusable(self.optimizer, call, flat.ranks.rank, flat.stage)
@@ -322,7 +325,7 @@ class ShardedOptimizer:
             _tell(self.optimizer)
 
     def _join(self) -> None:
-        """The wrapped models hear of the optimizer."""
+        """Registers the optimizer with the wrapped models."""
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
@@ -336,7 +339,7 @@ class ShardedOptimizer:
         return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
 
     def _others_were_wrapped(self) -> bool:
-        """Whether a model was wrapped since that has some of the parameters."""
+        """Whether a model with some of the parameters was wrapped since the last check."""
         before, self._watches = self._watches, _watches
         return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
 
@@ -352,7 +355,8 @@ class ShardedOptimizer:
         self._line_up()
 
     def _line_up(self) -> None:
-        """By group of the optimizer, what it has in step(): what stays in its order, then the shards."""
+        """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
+        shards."""
         own = {id(entry.param) for entry in self.entries if entry.is_own}
         self.inside = [
             [p for k, p in enumerate(params) if k in plain or id(p) in own]
@@ -378,7 +382,7 @@ class ShardedOptimizer:
                 yield owners[i], start, end, (i,)
 
     def _tensors(self, bucket: Bucket, stage: int) -> Iterator[tuple[int, int, int]]:
-        """Segments that lie on this rank at a stage."""
+        """Yields the segments that lie on this rank at a stage."""
         for fragment in bucket.layout.fragments(*bucket.owned(stage), empty=True):
             segment = bucket.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
@@ -389,7 +393,7 @@ class ShardedOptimizer:
             yield fragment.segment, segment.offset, segment.end
 
     def refuse_stage(self, call: str, stage: int) -> None:
-        """Raises where the optimizer cannot go to a stage."""
+        """Raises if the optimizer cannot move to a stage."""
         refuse_unusable(self.optimizer, call, self.flat.ranks.rank, stage)
         if not self.elementwise:
             for bucket in self._mine:
@@ -408,8 +412,8 @@ class ShardedOptimizer:
         return Entry(bucket, start, end, segments, param, values, values.data_ptr())
 
     def separate(self, kind: Callable[[Bucket, int], Hashable]) -> None:
-        """Cuts entries where neighbouring segments are of different kinds, such as with and without a gradient: each
-        then has its own count of steps, and one without a gradient is left out of a step."""
+        """Splits entries where neighbouring segments differ in ``kind``, such as with and without a gradient. Each
+        part then has its own step count, and a part without a gradient is left out of a step."""
         entries: list[Entry] = []
         for entry in self.entries:
             stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.bucket))]
@@ -433,22 +437,23 @@ class ShardedOptimizer:
     # ---- between two steps ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Takes notice of what has happened since: a step that raised, new parameters, state that was put in."""
+        """Handles what changed since the last step: a step that raised, new parameters, newly assigned state."""
         self._recover()
         if self._ids != self._ids_now() or self._others_were_wrapped():
             self.rebuild()
 
     def _recover(self) -> None:
-        """After a step that raised, the model gets what that has changed before, as in plain torch."""
+        """After a step that raised, copies the values that it had changed into the model, as in plain torch."""
         if self._working:
             self.after_step()
         self.adopt_state()
 
     def rebuild(self, states: dict[Any, State] | None = None) -> None:
-        """Looks up the parameters anew, after a change of the optimizer's groups or of the models' buckets.
+        """Finds the parameters again after a change of the optimizer's groups or of the models' buckets.
 
         Args:
-            states: what `take_state` gave before that change; None: the buckets are the same, and it is asked now.
+            states: what `take_state` returned before that change; None: the buckets are unchanged, and `take_state` is
+                called now.
         """
         for flat in _flats_of(self.optimizer.param_groups):
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
@@ -469,7 +474,7 @@ class ShardedOptimizer:
         self.close()
 
     def take_state(self) -> dict[Any, State]:
-        """The whole state of the models' parameters, to be given to `rebuild`; a collective."""
+        """Takes the unsharded state of the models' parameters out, to be passed to `rebuild`; a collective."""
         self._recover()
         states: dict[Any, State] = {}
         for bucket in self._mine:
@@ -481,7 +486,7 @@ class ShardedOptimizer:
         return states
 
     def detach(self) -> None:
-        """Makes the optimizer a plain one, with the whole state; a collective. Before its models are unwrapped."""
+        """Makes the optimizer a plain one with unsharded state, before its models are unwrapped; a collective."""
         states = self.take_state()
         for flat in self.flats:
             flat.remove_optimizer(self)
@@ -496,7 +501,7 @@ class ShardedOptimizer:
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
         self.optimizer.__dict__.pop("_ringcomm_seen", None)
-        self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # memory goes now
+        self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
         self.places, self._sharded, self._stepped = [], {}, {}
         self.state = defaultdict(dict)
         self.host = HostGradients()
@@ -504,20 +509,21 @@ class ShardedOptimizer:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def place_of(self, p: Any) -> tuple[Bucket, int] | None:
-        """Where a parameter is whose state is in shards."""
+        """Returns the place of a parameter whose state is sharded."""
         return self._sharded.get(id(p))
 
     def _known(self) -> set[int]:
-        """Ids of the keys of `state` that are parameters."""
+        """Returns the ids of the keys of `state` that are parameters."""
         return {*chain.from_iterable(self._ids), *self._shards}
 
     def has_state(self, key: Any) -> bool:
-        """Whether a key of `optimizer.state` is there; the same on every rank."""
+        """Whether `optimizer.state` has a key; the answer is the same on every rank."""
         place = self._sharded.get(id(key))
         return self._has_state(*place) if place is not None else id(key) not in self._shards and key in self.state
 
     def parameters_with_state(self) -> Iterator[Any]:
-        """The keys of the optimizer's state, by the model's parameters; known on every rank."""
+        """Yields the keys of the optimizer's state as the model's parameters; known on every rank without
+        communication."""
         yield from filter(self.has_state, chain.from_iterable(self.outside))
         known = self._known()
         yield from [key for key in self.state if id(key) not in known]
@@ -527,7 +533,8 @@ class ShardedOptimizer:
         return i in self._stepped[bucket] if whole is None else bool(whole.get(i))
 
     def whole_state(self, bucket: Bucket) -> dict[int, State]:
-        """The whole state of a bucket's parameters; what is written into it counts. A collective from stage 1 on."""
+        """Returns the unsharded state of a bucket's parameters; writes into it are kept. A collective at stages 1 to
+        3."""
         if bucket not in self._whole:
             found = self._gathered(bucket)
             self._whole[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
@@ -544,13 +551,13 @@ class ShardedOptimizer:
         return BucketState.gathered(bucket, pieces, self._stepped[bucket])
 
     def clear_state(self) -> None:
-        """Forgets all state; no collective."""
+        """Discards all state; not a collective."""
         self.state.clear()
         self._whole.clear()
         self._stepped = {bucket: set() for bucket in self._mine}
 
     def close(self) -> None:
-        """Gives every rank its part of the state that is by parameter."""
+        """Converts state that is kept by parameter to shards: every rank keeps its part."""
         for bucket in list(self._whole):
             states = {i: state for i, state in self._whole[bucket].items() if state}
             self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
@@ -570,8 +577,8 @@ class ShardedOptimizer:
         self.optimizer.state = self._seen if self._sharded else self.state
 
     def adopt_state(self) -> None:
-        """Takes over another mapping that was put in the place of `optimizer.state`, by parameter, as
-        load_state_dict() does."""
+        """Takes over a mapping by parameter that was assigned to `optimizer.state`, for example by
+        load_state_dict()."""
         found = self.optimizer.state
         if found is self._seen or (found is self.state and not self._sharded):
             return
@@ -588,7 +595,7 @@ class ShardedOptimizer:
         self._show_state()
 
     def before_state_dict(self) -> None:
-        """Puts the whole state in, of which torch makes the ordinary state dict; a collective."""
+        """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
         self.settle()
         states: dict[Any, Any] = {}
         for bucket in self._mine:
@@ -611,7 +618,8 @@ class ShardedOptimizer:
         self._show_state()
 
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Checks the state of sharded parameters, and keeps it from torch, which would cast it to the model's type."""
+        """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
+        type."""
         self.settle()
         groups = state_dict["param_groups"]
         expected, got = [len(params) for params in self.outside], [len(group["params"]) for group in groups]
@@ -636,13 +644,13 @@ class ShardedOptimizer:
         return {**state_dict, "state": rest}
 
     def after_load(self) -> None:
-        """torch has loaded the rest."""
+        """Puts in the sharded parameters' state after torch has loaded the rest."""
         loading, self._loading = self._loading, {}
         self.adopt_state()
         self._whole.clear()
         for bucket, whole in loading.items():
             self._put(bucket, whole)
-        self._enter()  # some optimizers bring an older state into their own form
+        self._enter()  # some optimizers convert an older state
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
         finally:
@@ -652,7 +660,8 @@ class ShardedOptimizer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, the optimizer has what it has in step(), with gradients if the user has not set them to None."""
+        """Inside the block, the optimizer has the parameters of step(), with gradients unless the user has set them
+        to None."""
         self._take_in()
         self._begin_work()
         try:
@@ -661,7 +670,7 @@ class ShardedOptimizer:
             self._leave()
 
     def _take_in(self) -> None:
-        """What users have changed since the last step counts."""
+        """Takes over what users have changed since the last step."""
         self.settle()
         for bucket in self._mine:
             bucket.gradient.adopt_user_grads("step")
@@ -677,7 +686,7 @@ class ShardedOptimizer:
         self._enter()
 
     def _enter(self) -> None:
-        """The shards take the place of the model's parameters."""
+        """Replaces the model's parameters by the shards."""
         self._working = True
         self._forget_whole_gradients()
         for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
@@ -690,16 +699,16 @@ class ShardedOptimizer:
                 entry.param.grad = self._gradient_of(entry) if has else None
 
     def _gradient_of(self, entry: Entry) -> torch.Tensor:
-        """Its part of the reduced gradient."""
+        """Returns an entry's part of the reduced gradient."""
         bucket, host = entry.bucket, self.host.of(entry.bucket)
         reduced = bucket.gradient.reduced if host is None else host
         return reduced[entry.start - bucket.start : entry.end - bucket.start].view(entry.values.shape)
 
     def _leave(self) -> None:
-        """The model's parameters come back, with whatever step() has set them to."""
+        """Puts the model's parameters back, with the values that step() has set."""
         self._working = False
         self._forget_whole_gradients()
-        if self.optimizer.state is not self.state:  # step() has put in another
+        if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
         moved = [entry for entry in self.entries if entry.param.data_ptr() != entry.address]
         for entry in moved:
@@ -714,12 +723,13 @@ class ShardedOptimizer:
         self._show_state()
 
     def _forget_whole_gradients(self) -> None:
-        """A step may change the gradients that it is given."""
+        """Drops cached unsharded gradients, because a step may change the gradients that it gets."""
         for flat in self.flats:
             flat.ranks.read = None
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begins the step; where it has a closure, after each call of that, which sees the model's parameters."""
+        """Begins the step. With a closure it begins after each call of the closure, which sees the model's
+        parameters."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin_step()
@@ -753,17 +763,18 @@ class ShardedOptimizer:
                 self._stepped[bucket] |= bucket.gradient.has & mine
 
     def after_step(self) -> None:
-        """The model gets what the step has computed."""
+        """Copies the result of the step to the model."""
         self._leave()
         works = [(bucket, bucket.publish()) for bucket in self._mine]
         for bucket, work in works:
             bucket.unit.flat.timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
-        """Raises for gradients that no reduction has seen: the step would leave them out."""
+        """Raises for gradients that were not reduced, because the step would ignore them."""
         for bucket, mine in self._mine.items():
             ranks, gradient = bucket.ranks, bucket.gradient
-            if ranks.joining is not None and ranks.joining.shadowing:  # go with the others' next reduction
+            # They are added to the other ranks' next reduction.
+            if ranks.joining is not None and ranks.joining.shadowing:
                 continue
             if gradient.has_reduced and not gradient.has_local:
                 continue
@@ -777,20 +788,20 @@ class ShardedOptimizer:
     # ---- options --------------------------------------------------------------------------------------------------
 
     def _options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of every group."""
+        """Returns the hyperparameters of every group."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; with ``set_to_none=False`` they become zeros, as in torch."""
+        """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
         self.settle()
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
                     flat.ranks.announce("zero_grad", flat.number_of(self))
         zero_grad = type(self.optimizer).zero_grad
-        torchs = zero_grad is torch.optim.Optimizer.zero_grad  # which asks for nothing but `p.grad`
+        torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
             zero_grad(self.optimizer, set_to_none=set_to_none)
         for bucket in self._mine:
@@ -798,13 +809,14 @@ class ShardedOptimizer:
 
 
 class _Hooks:
-    """What puts `Attached` between an optimizer and its users."""
+    """The hooks that connect an optimizer to its `ShardedOptimizer`."""
 
     def __init__(self, attached: ShardedOptimizer) -> None:
         optimizer = attached.optimizer
         self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
         after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # the others see the model's parameters
+        # Other hooks then see the model's parameters.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         self._handles = [
             self._before,
             after,
@@ -813,19 +825,20 @@ class _Hooks:
             optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
             optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
         ]
-        here = weakref.ref(optimizer)  # an optimizer that held itself would stay until the collector comes
+        # Weak, because a reference cycle would keep the optimizer alive until garbage collection.
+        here = weakref.ref(optimizer)
         optimizer.register_step_pre_hook = partial(self._register_before, here)
         optimizer.zero_grad = partial(_zero_grad, here)
 
     def remove(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is a plain one again."""
+        """Makes the optimizer a plain one again."""
         for handle in self._handles:
             handle.remove()
         for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
             delattr(optimizer, name)
 
     def _register_before(self, here: weakref.ref[torch.optim.Optimizer], hook: Callable[..., Any]) -> Any:
-        """Other hooks before a step come before ours: they see the model's parameters."""
+        """Registers other pre-step hooks before ours, so that they see the model's parameters."""
         optimizer = here()
         assert optimizer is not None
         handle = type(optimizer).register_step_pre_hook(optimizer, hook)
@@ -834,20 +847,20 @@ class _Hooks:
 
 
 def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
-    """Forgets the gradients."""
+    """Discards the gradients."""
     optimizer = here()
     assert optimizer is not None
     optimizer._ringcomm.zero_grad(set_to_none)
 
 
 def _place_of(p: Any) -> tuple[Bucket, int] | None:
-    """Where a parameter of a wrapped model is that is trained."""
+    """Returns the place of a wrapped model's trained parameter."""
     place = place_of(p)
     return None if place is None or not place.bucket.trainable else (place.bucket, place.index)
 
 
 def _like(p: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter with the attributes that the user has given to another."""
+    """Returns a parameter with these values and with the attributes that the user set on ``p``."""
     param = nn.Parameter(values)
     kept = {k: v for k, v in vars(p).items() if not k.startswith("_ringcomm")}
     param.__dict__.update(kept)
@@ -861,7 +874,7 @@ def _cut_state(value: Any, param: torch.Tensor, piece: slice) -> Any:
 
 
 def _in_master_type(bucket: Bucket, state: Any) -> Any:
-    """A parameter's state as torch leaves it, cast to the parameter's type, in the type of the master weights."""
+    """Casts a parameter's state, which torch has cast to the parameter's type, to the master weights' type."""
     if not isinstance(state, dict):
         return state
     narrow, wide = bucket.types.compute, bucket.types.master
@@ -872,8 +885,8 @@ def _in_master_type(bucket: Bucket, state: Any) -> Any:
 
 
 def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State:
-    """A parameter's state for a plain optimizer: on the parameter's device, in its type where that of the master
-    weights is another."""
+    """Returns a parameter's state for a plain optimizer: on the parameter's device, and in the parameter's type if
+    the master weights have another."""
     on_host = not (settings.get("capturable") or settings.get("fused"))
     wide, own = bucket.types.master, bucket.dtype
     return {
@@ -885,8 +898,8 @@ def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State
 
 
 def _loaded(bucket: Bucket, state: State, on_device: bool) -> State:
-    """A parameter's state as torch loads it, where the parameter is a master weight. What is no float keeps its type:
-    it may be quantised."""
+    """Returns a parameter's state as torch would load it if the parameter were the master weight. Values that are
+    not floats keep their type, because they may be quantised."""
     device = bucket.master.device
 
     def one(key: Any, value: Any) -> Any:

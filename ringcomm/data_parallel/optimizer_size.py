@@ -1,4 +1,4 @@
-"""How large an optimizer's state is for a parameter, from one step on a tiny one."""
+"""Finds the size of an optimizer's state for a parameter by stepping a tiny parameter once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 from ringcomm.errors import UnsupportedError
 
-_LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # of the tiny parameter's dimensions: no two alike
+_LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # dimensions of the tiny parameter: all different
 _OWN = ("state", "param_groups", "defaults", "zero_grad", "step", "add_param_group")
 
 
 def state_nbytes(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of the state of one parameter after its first step.
+    """Returns the bytes of one parameter's state after its first step.
 
-    A tiny parameter of as many dimensions is stepped once by a copy of the optimizer. Of its state what has the
-    parameter's dimensions grows with them, and what has one element stays.
+    A copy of the optimizer steps a tiny parameter with the same number of dimensions once. State with the parameter's
+    dimensions grows with the parameter; state with one element does not.
 
     Args:
-        group: of the optimizer's parameter groups.
+        group: index of the optimizer's parameter group.
     Raises:  UnsupportedError: state of a shape that does not follow from the parameter's.
     """
     tiny = _LENGTHS[: len(shape)]
@@ -55,10 +55,10 @@ def _state_of(optimizer: torch.optim.Optimizer, group: int, tiny: Sequence[int],
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in vars(optimizer).items() if not k.startswith("_ringcomm") and k not in _OWN})
     for name in [name for name in vars(twin) if name.startswith("_optimizer_")]:
-        delattr(twin, name)  # hooks
+        delattr(twin, name)  # they are hooks
     options = {**optimizer.param_groups[group], "params": [param]}
     if options.get("capturable"):
-        options["capturable"] = False  # is for GPUs, and keeps the same
+        options["capturable"] = False  # only for GPUs; the state is the same without it
     twin.__setstate__({"state": defaultdict(dict), "param_groups": [options], "defaults": dict(optimizer.defaults)})
     param.grad = torch.zeros_like(param)
     twin.step()

@@ -1,4 +1,5 @@
-"""An optimizer's state between its two forms: by parameter, as torch keeps it, and by bucket, as the shards do."""
+"""Converts an optimizer's state between two forms: by parameter, as torch keeps it, and by bucket, as shards keep
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ringcomm.data_parallel.optimizer import ShardedOptimizer
 
 State = dict[str, Any]
-_MOMENTS = {  # torch's names of what has a value for each element
+_MOMENTS = {  # torch's names of state with one value per element
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
     *("sum", "prev", "step_size", "ax"),
 }
@@ -36,10 +37,10 @@ class Piece(Protocol):
 
 @dataclass
 class BucketState:
-    """The whole state of a bucket.
+    """The unsharded state of a bucket.
 
     Attributes:
-        alike: state of one value for each element, such as moments, as long as the bucket's buffer.
+        alike: state with one value per element, such as moments, in tensors as long as the bucket's buffer.
         other: by segment, everything else: counters, factored moments.
         present: segments that have any state.
         holders: by key of ``alike``, the segments that have it.
@@ -53,10 +54,10 @@ class BucketState:
 
     @staticmethod
     def gathered(bucket: Bucket, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> BucketState:
-        """From every rank's pieces; a collective.
+        """Builds the state from every rank's pieces; a collective.
 
         Args:
-            stepped: segments that had a gradient in a step: the others have no state, whoever travels with them.
+            stepped: segments that had a gradient in a step: other segments have no state, even if their entry has.
         """
         owned: dict[str, torch.Tensor] = {}
         other: dict[int, State] = {}
@@ -89,10 +90,10 @@ class BucketState:
 
     @staticmethod
     def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> BucketState:
-        """From the state of each parameter.
+        """Builds the state from the state of each parameter.
 
         Args:
-            checked: whether moments must be of their parameter's shape.
+            checked: whether moments must have their parameter's shape.
         """
         found = BucketState(bucket, present=set(parameters))
         for i, state in parameters.items():
@@ -111,7 +112,7 @@ class BucketState:
         return found
 
     def piece(self, start: int, end: int, segments: tuple[int, ...], param: torch.Tensor) -> State:
-        """The state of the part from ``start`` to ``end``."""
+        """Returns the state of the part from ``start`` to ``end``."""
         here = [i for i in segments if i in self.present]
         if not here:
             return {}
@@ -133,13 +134,14 @@ class BucketState:
         return state
 
     def kind(self, i: int) -> tuple[object, ...]:
-        """What parameters that travel together must have in common: whether there is state, and its counters."""
+        """Returns what parameters in one entry must have in common: whether they have state, and their counters."""
         others = sorted(self.other.get(i, {}).items())
         counters = [(key, v.item() if torch.is_tensor(v) else v) for key, v in others if _is_number(v)]
         return (i in self.present, *counters)
 
     def of_parameter(self, i: int, copy: bool = True) -> State:
-        """The state of one parameter, in its shape; without ``copy`` what every element has is a part of ours."""
+        """Returns the state of one parameter, in its shape; without ``copy``, per-element state is a view of this
+        object's."""
         if i not in self.present:
             return {}
         segment = self.bucket.layout.segments[i]
@@ -159,16 +161,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_alike(key: str, value: Any, param: Any) -> bool:
-    """Whether a state has a value for each element; a tensor of a class of its own, such as a quantised one, may not
-    be cut."""
+    """Whether a state has one value per element. A tensor of a subclass, such as a quantised one, is not counted,
+    because it may not be possible to split it."""
     known = (
         key in _MOMENTS if param.shape == () else key != "step"
-    )  # a parameter without dimensions has its counters' shape
+    )  # a parameter without dimensions has the same shape as its counters
     return known and type(value) is torch.Tensor and tuple(value.shape) == tuple(param.shape)
 
 
 def check_shape(key: str, value: Any, name: str, shape: Sequence[int], rank: int) -> None:
-    """Refuses what another parameter's state must be: moments of another shape, or values of this one's number."""
+    """Raises for state that must belong to another parameter: moments of another shape, or other state with as many
+    values as the parameter."""
     if not torch.is_tensor(value) or tuple(value.shape) == tuple(shape):
         return
     if key in _MOMENTS or 1 < value.numel() == math.prod(shape):
@@ -183,7 +186,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def unpacked(payload: bytes, device: torch.device) -> Any:
-    """What a rank has sent: tensors of its device come to this one's, those of the host stay there."""
+    """Decodes a rank's message: tensors of that rank's device move to this rank's, host tensors stay on the host."""
 
     def place(storage: Any, where: str) -> Any:
         return storage if where == "cpu" else storage.to(device=device)
@@ -198,8 +201,8 @@ def _shared(
     known: set[int],
     holders: dict[str, set[int]],
 ) -> tuple[list[tuple[str, torch.dtype]], dict[int, State], set[int], dict[str, set[int]]]:
-    """What every rank has: the keys of what is alike, in one order; everything else; the segments with any state, and
-    with each key."""
+    """Merges all ranks' knowledge: the keys of per-element state, in one order; all other state; the segments with
+    any state; and the segments with each key."""
     buffer = io.BytesIO()
     torch.save(([(key, value.dtype) for key, value in owned.items()], other, known, holders), buffer)
     keys: dict[str, torch.dtype] = {}
@@ -218,16 +221,17 @@ def _shared(
 
 
 class WholeStates(defaultdict[Any, Any]):
-    """`optimizer.state` of a sharded optimizer between two steps: by the model's parameters, with whole values.
+    """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
 
-    Which parameters have state is known on every rank. Their values are gathered when they are asked for, which is a
-    collective from stage 1 on; what is written into them counts from the next step on, which every rank must have
-    written alike. Other keys are those of the optimizer's own mapping.
+    Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
+    to 3. Writes into them take effect from the next step on; every rank must write the same. Other keys are those of
+    the optimizer's own mapping.
     """
 
     def __init__(self, attached: ShardedOptimizer) -> None:
         super().__init__(dict)
-        self._weak = weakref.ref(attached)  # which holds this, and which the optimizer holds
+        # Weak: the attached object references this one, and the optimizer references the attached object.
+        self._weak = weakref.ref(attached)
 
     @property
     def _attached(self) -> ShardedOptimizer:
@@ -267,42 +271,42 @@ class WholeStates(defaultdict[Any, Any]):
         return self._attached.has_state(key)
 
     def keys(self) -> Any:
-        """Parameters with state."""
+        """Parameters that have state."""
         return KeysView(self)
 
     def values(self) -> Any:
-        """A collective for each."""
+        """Each value is a collective."""
         return ValuesView(self)
 
     def items(self) -> Any:
-        """A collective for each."""
+        """Each value is a collective."""
         return ItemsView(self)
 
     def clear(self) -> None:
-        """Nothing has state."""
+        """Discards all state."""
         self._attached.clear_state()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of a dict."""
+        """Same as dict.update."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """Same as dict.setdefault."""
         return MutableMapping.setdefault(self, key, default)
 
     def popitem(self) -> Any:
-        """As of a dict."""
+        """Same as dict.popitem."""
         return MutableMapping.popitem(self)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """A collective where there is state."""
+        """Returns the state of a key; a collective if there is state."""
         if key in self:
             return self[key]
         return default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """A collective where there is state."""
+        """Removes and returns the state of a key; a collective if there is state."""
         if key not in self and default:
             return default[0]
         found = self.get(key)
@@ -310,7 +314,7 @@ class WholeStates(defaultdict[Any, Any]):
         return found
 
     def copy(self) -> Any:
-        """A plain one."""
+        """Returns a plain dict."""
         return defaultdict(dict, self.items())
 
     def __copy__(self) -> Any:

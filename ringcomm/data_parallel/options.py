@@ -1,7 +1,7 @@
-"""The options of an optimizer, such as its learning rates, which all ranks must have alike.
+"""Compares the options of an optimizer, such as learning rates, between the ranks, which must all have the same.
 
-A checksum of them travels with the message that ends a backward pass. Where the ranks' differ, the next step of an
-optimizer that was passed to `shard` names the first difference; that of another warns once.
+The message that ends a backward pass contains a checksum of the options. If the ranks' checksums differ, the next step
+of an optimizer that was passed to `shard` raises and names the first difference; any other optimizer warns once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ SAME_OPTIONS = (
 
 
 class Options:
-    """What can be compared of an optimizer's options: numbers, flags and names."""
+    """The comparable options of an optimizer: numbers, flags and names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds this
-        self.steps = 0  # that were made while this compared them
-        self.number = 0  # among a model's
-        self._values: list[Any] = []  # of the groups, when the checksum was computed; empty where they may change
+        self._optimizer = weakref.ref(optimizer)  # weak, because the optimizer references this object
+        self.steps = 0  # steps made since this object compares the options
+        self.number = 0  # index among the model's optimizers
+        # Of the groups, when the checksum was computed; empty if they may change unnoticed.
+        self._values: list[Any] = []
         self._checksum = 0
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -40,11 +41,11 @@ class Options:
         return [] if optimizer is None else optimizer.param_groups
 
     def checksum(self) -> int:
-        """Equal where the options, the steps and the optimizer are."""
+        """Returns a checksum that is equal if the options, the steps and the optimizer are equal."""
         return (self.number + 1) * (self._checksum_of_options() + self.steps)
 
     def _checksum_of_options(self) -> int:
-        """Below 2^32; computed anew when one has changed."""
+        """Returns a checksum below 2^32; it is computed again when an option has changed."""
         values = [*chain.from_iterable(map(dict.values, self._groups()))]
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return self._checksum
@@ -55,7 +56,7 @@ class Options:
         return self._checksum
 
     def lines(self) -> list[str]:
-        """What the ranks must have alike, a line for each option."""
+        """Returns what must be equal on all ranks, one line per option."""
         return [f"{self.steps} steps"] + [
             f"{key}={value!r} in the optimizer's group {number}"
             for number, group in enumerate(self._groups())
@@ -64,8 +65,9 @@ class Options:
 
 
 class SteppedOptions(Options):
-    """Of an optimizer that steps the models' own parameters, and that nobody has passed to ringcomm: ranks may mean to
-    have others, as those that step a part of the parameters each and send them around. So they are told, not refused.
+    """Options of an optimizer that steps the models' own parameters and was not passed to ringcomm. Ranks may have
+    different options on purpose, for example if each rank steps a part of the parameters and broadcasts them. So a
+    difference gives a warning, not an error.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
@@ -74,7 +76,7 @@ class SteppedOptions(Options):
         self._told = False
 
     def before_step(self) -> None:
-        """The next backward pass of the models compares the options as they are then."""
+        """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
         if not self._told and any(flat.options_differ for flat in flats):
             self._told = True
@@ -104,7 +106,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _fact(value: Any) -> Any:
-    """A value that can be compared between ranks; None: it cannot, or only by waiting for a device."""
+    """Returns a value that can be compared between ranks; None if there is none, or only after waiting for a device."""
     if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
         return float(value)
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():

@@ -1,4 +1,5 @@
-"""How a module is cut into units and buckets: by its structure alone, the same at every stage and on every rank."""
+"""Partitions a module into units and buckets. The partition depends only on the module's structure, so it is the
+same at every stage and on every rank."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ from ringcomm.data_parallel.shard_spec import part_of, renew_parts
 from ringcomm.data_parallel.unit import Unit
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
-LATENCY_SHARE = 0.25  # of a reduction's time, at the bucket size chosen
-HOST_SECONDS = 2e-4  # of Python for each bucket and step, which count as latency
-PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the messages that are timed
-LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20  # larger blocks come from the system anew each time
+LATENCY_SHARE = 0.25  # largest share of latency in a reduction's time, at the chosen bucket size
+HOST_SECONDS = 2e-4  # Python time per bucket and step; it counts as latency
+PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the timed messages
+# The allocator takes larger blocks from the system anew each time.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class BucketBuilder:
-    """What all units of a model have in common."""
+    """The settings that all units of a model share."""
 
     ranks: DataParallelGroup
     stage: int
@@ -38,13 +40,14 @@ class BucketBuilder:
     master_device: torch.device | None
     optimizer_group: Mapping[int, int]  # by id of the parameter
     kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
-    send: bool = True  # whether all ranks get the first one's values
-    device: torch.device | None = None  # where parameters on meta get their memory
+    send: bool = True  # whether all ranks get the first rank's values
+    device: torch.device | None = None  # where parameters on meta get memory
 
     def unit(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
     ) -> Unit:
-        """A unit with its buckets: one for each element type, whether trained, and device, and bucket."""
+        """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
+        are in different buckets."""
         buckets = [bucket for some in self._alike(params) for bucket in self._buckets(some)]
         return Unit(name, modules, buckets, reshard)
 
@@ -60,7 +63,7 @@ class BucketBuilder:
         return (MixedPrecision(reduce_dtype=self.precision.reduce_dtype) if kept else self.precision).types_of(p.dtype)
 
     def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[Bucket]:
-        """In order, at most ``bucket_bytes`` each unless one parameter is more."""
+        """Makes the buckets in order, each at most ``bucket_bytes`` unless a single parameter is larger."""
         types = self._types(params[0][1])
         each = types.compute.itemsize
         cut: list[list[tuple[str, nn.Parameter]]] = [[]]
@@ -74,7 +77,8 @@ class BucketBuilder:
     def _group(self, params: list[tuple[str, nn.Parameter]]) -> Bucket:
         types = self._types(params[0][1])
         specs = [Spec(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
-        narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)  # its alignment holds for both
+        # Its alignment is valid for both types.
+        narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
         layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
         by_name = dict(params)
         ordered = [by_name[segment.name] for segment in layout.segments]
@@ -94,12 +98,12 @@ class BucketBuilder:
 def named_parameters(
     module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = (), meta: bool = False
 ) -> list[tuple[str, nn.Parameter]]:
-    """A module's parameters, each once, under the first of its names; without frozen ones of a class of their own, such
-    as quantised weights, which stay as they are on every rank.
+    """Returns a module's parameters, each once, under its first name. Frozen parameters of a subclass, such as
+    quantised weights, are left out; they stay as they are on every rank.
 
     Args:
         meta: whether they may be on the meta device.
-    Raises: InvalidArgumentError: one that is wrapped already. UnsupportedError: one without memory.
+    Raises:  InvalidArgumentError: a parameter that is already wrapped. UnsupportedError: a parameter without memory.
     """
     for name, each in module.named_modules():
         if isinstance(each, nn.parallel.DistributedDataParallel):
@@ -131,7 +135,7 @@ def named_parameters(
 
 
 def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str, rank: int) -> None:
-    """Raises for two parameters in the same memory: each would get memory of its own."""
+    """Raises if two parameters share memory, because wrapping would give each its own memory."""
     plain = [(name, p) for name, p in params if place_of(p) is None and not p.is_meta and p.numel() and p.data_ptr()]
     where = [(p.device, p.data_ptr(), p.data_ptr() + p.nbytes if p.is_contiguous() else 0, name) for name, p in plain]
     ordered = sorted(where, key=lambda each: (str(each[0]), *each[1:3]))
@@ -144,20 +148,20 @@ def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str,
 
 
 def _is_opaque(p: torch.Tensor) -> bool:
-    """Whether a parameter's values may not be what its memory says."""
+    """Whether a parameter's values may differ from the contents of its memory."""
     plain = type(p) in (nn.Parameter, torch.Tensor) and type(p.data) is torch.Tensor
     return not p.requires_grad and not plain
 
 
 def kept_in_their_type(module: nn.Module) -> frozenset[int]:
-    """Ids of the parameters of batch norms: torch computes those in the type of their running statistics."""
+    """Returns the ids of batch norms' parameters: torch computes those in the type of the running statistics."""
     kind = nn.modules.batchnorm._BatchNorm
     return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
 
 
 def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:
-    """What ranks must agree on, a line for each parameter, and for each buffer where rank 0's are sent; those whose
-    names are ``ignored`` may differ."""
+    """Returns the facts that ranks must agree on: one line per parameter, and one per buffer if rank 0's buffers are
+    sent. Names in ``ignored`` may differ."""
     params = [
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
         for name, p in module.named_parameters()
@@ -176,11 +180,11 @@ def _place(p: torch.Tensor) -> str:
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
+    """Returns the repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
     outermost ModuleLists and Sequentials.
 
-    Not what the data may pick, and another rank's data pick otherwise: children called "experts", and what lies inside
-    of the members of a ModuleDict, but for the only list among them, as in nanoGPT.
+    Modules that only some ranks may run, depending on their data, are left out: children called "experts", and
+    everything inside the members of a ModuleDict, unless its only list is there, as in nanoGPT.
     """
     found: list[tuple[str, nn.Module]] = []
 
@@ -190,7 +194,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         only = sum(isinstance(child, lists) for child in each.children()) == 1
         for key, child in each.named_children():
             path = f"{name}.{key}" if name else key
-            if isinstance(child, torch.jit.ScriptModule):  # which takes no hooks, and does not change its class
+            if isinstance(child, torch.jit.ScriptModule):  # it accepts no hooks, and its class cannot be changed
                 continue
             if listed and any(True for _ in child.parameters()):
                 found.append((path, child))
@@ -209,7 +213,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def runs_of(
     blocks: Sequence[tuple[str, nn.Module]], owned: Mapping[int, str], least_bytes: int
 ) -> list[tuple[str, list[nn.Module]]]:
-    """Neighbouring blocks, joined until a run has ``least_bytes`` of parameters.
+    """Joins neighbouring blocks until each run has ``least_bytes`` of parameters.
 
     Args:
         owned: by id, the parameters that lie in one block alone.
@@ -227,13 +231,13 @@ def runs_of(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled a module, by either of its forms."""
+    """Whether torch.compile has compiled a module, in either of its two forms."""
     return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
-    """Parameters that lie in one block and nowhere else in the module: tied ones belong to the whole. id -> block, of
-    blocks inside each other the innermost."""
+    """Returns the parameters that lie in one block and nowhere else in the module, as id -> block; of nested blocks
+    the innermost. Tied parameters used outside belong to the whole module."""
     uses: dict[int, int] = {}
     for each in module.modules():
         for p in each._parameters.values():
@@ -254,9 +258,11 @@ def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> 
 
 
 def measured_bucket_bytes(ranks: DataParallelGroup) -> int:
-    """The message from which on latency is a small part of a reduction's time; the same on every rank. A collective.
+    """Returns the message size from which on latency is a small part of a reduction's time; the same on every rank. A
+    collective.
 
-    Two sizes are timed: time = a + b * bytes, with a the latency. The least size with a <= LATENCY_SHARE of the time.
+    Two sizes are timed to fit time = a + b * bytes, where a is the latency. The result is the smallest size with a <=
+    LATENCY_SHARE of the time.
     """
     import time
 

@@ -1,4 +1,4 @@
-"""Where a parameter of a wrapped model lies: the one attribute that wrapping leaves on a parameter."""
+"""The place of a wrapped model's parameter: the only attribute that wrapping leaves on a parameter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """Where a parameter lies: segment ``index`` of a bucket of a model. The parameter does not keep them alive, and a
-    copy of it does not have this."""
+    """The place of a parameter: segment ``index`` of a bucket of a model. The references are weak, so the parameter
+    keeps neither alive. A copy of the parameter does not have a place."""
 
     __slots__ = ("_flat", "_group", "data", "index")
 
     def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
         self._flat, self._group, self.index = weakref.ref(flat), weakref.ref(bucket), index
-        self.data: Any = None  # at stage 3, what views share that were made since the last `p.data = other`
+        self.data: Any = None  # at stage 3, the memory shared by views made since the last `p.data = other`
 
     @property
     def flat(self) -> ShardedModel:
@@ -29,14 +29,14 @@ class Place:
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket."""
+        """The bucket that contains the parameter."""
         found = self._group()
         assert found is not None
         return found
 
     @property
     def alive(self) -> bool:
-        """Whether the model still exists, and is wrapped."""
+        """Whether the model still exists and is wrapped."""
         flat = self._flat()
         return flat is not None and not flat.unwrapped
 
@@ -46,10 +46,10 @@ class Place:
         return self.bucket.names[self.index]
 
     def __reduce__(self) -> Any:
-        return set, ()  # nothing, of a class that torch.load takes with weights_only=True
+        return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
 
 
 def place_of(p: Any) -> Place | None:
-    """The place of a wrapped model's parameter; None for anything else, also for a view of one."""
+    """Returns the place of a wrapped model's parameter; None for anything else, including a view of a parameter."""
     place: Place | None = getattr(p, "_ringcomm", None)
     return place if place and place.alive and place.bucket.params[place.index] is p else None

@@ -1,4 +1,5 @@
-"""Which element type computes, which adds up, which travels; and loss scaling that all ranks agree on."""
+"""Mixed precision: the element types of computation, accumulation and communication; and loss scaling that all ranks
+agree on."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Element types of training; None leaves the module's own.
+    """Element types of training; None keeps the module's own type.
 
     Attributes:
-        param_dtype: of the parameters in forward and backward. The optimizer works on master weights in
-            ``master_dtype``, kept where the optimizer's state is.
-        reduce_dtype: of gradients on the wire. 16-bit and 8-bit floats add up in float32 on the way and round once;
-            8 bits are scaled by each parameter's largest magnitude on any rank, keep 3 (e4m3) or 2 (e5m2) bits of
-            fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None: the type of the
+        param_dtype: type of the parameters in forward and backward. The optimizer works on master weights in
+            ``master_dtype``, which are on the device of the optimizer's state.
+        reduce_dtype: type of gradients when they are sent. 16-bit and 8-bit floats are added in float32 and rounded
+            once. 8-bit gradients are scaled by each parameter's largest magnitude on any rank; they keep 3 (e4m3) or 2
+            (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
+            the type of the master weights.
             master weights.
-        output_dtype: of what the module returns.
+        output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
             type.
@@ -58,7 +60,7 @@ class MixedPrecision:
             )
 
     def types_of(self, dtype: torch.dtype) -> Types:
-        """The types of a parameter of ``dtype``."""
+        """Returns the types of a parameter of ``dtype``."""
         if not dtype.is_floating_point:
             return Types(dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -68,8 +70,8 @@ class MixedPrecision:
         return Types(compute, master, self.reduce_dtype or master)
 
     def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
-        """``value`` with its floating point tensors in ``dtype``. A container without others is the same object, so
-        that what is appended to it counts."""
+        """Returns ``value`` with its floating point tensors in ``dtype``. A container that needs no cast is returned
+        as the same object, so that later appends to it are seen."""
         if dtype is None:
             return value
         from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -86,7 +88,8 @@ class MixedPrecision:
 
 
 def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
-    """A MixedPrecision, or what a policy of torch's says: its ``reduce_dtype`` of None means ``param_dtype``.
+    """Returns a MixedPrecision; converts a policy of torch's, in which a ``reduce_dtype`` of None means
+    ``param_dtype``.
 
     Raises: InvalidArgumentError: something else. UnsupportedError: a ``buffer_dtype``.
     """
@@ -108,7 +111,7 @@ def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
 
 @dataclass(frozen=True)
 class Types:
-    """Element types of one parameter: of forward and backward, of the optimizer, of gradients on the wire."""
+    """The element types of one parameter: in forward and backward, in the optimizer, and of gradients when sent."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -116,24 +119,24 @@ class Types:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's loss scaler, whose ranks agree: when a gradient overflows on one rank, every rank skips the step.
+    """torch's loss scaler with agreement between ranks: if a gradient overflows on one rank, every rank skips the step.
 
-    torch's own looks at this rank's gradients alone, which are a shard from ZeRO-1 on; an optimizer of `ringcomm.shard`
-    refuses it there.
+    torch's own scaler checks only this rank's gradients, which are a shard from stage 1 on; an optimizer of
+    `ringcomm.shard` refuses it there.
 
-    Where a pipeline's last stage alone calls `scale`, in its loss, the ranks of the other stages begin with the same
-    scale by themselves.
+    If only a pipeline's last stage calls `scale`, in its loss, the ranks of the other stages start with the same
+    initial scale.
     """
 
-    _guessed = False  # whether nobody has called scale() here
-    _agreed = False  # whether it is known that a rank of the pipeline has
+    _guessed = False  # whether scale() was not called on this rank
+    _agreed = False  # whether it is known that a rank of the pipeline has called scale()
 
     @expects("GradScaler", device=that("a kind of device, such as 'cpu'", lambda kind: torch.device(kind).type == kind))
     def __init__(self, device: str = "cpu", *args: Any, **kwargs: Any) -> None:
         super().__init__(device, *args, **kwargs)
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's."""
+        """Same as torch's."""
         self._guessed = False
         return super().scale(outputs)
 
@@ -145,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _refuse_unscaled(self, flats: Sequence[ShardedModel]) -> None:
-        """Raises where no rank has called scale(), or not this one, and no other stage's may have."""
+        """Raises if no rank has called scale(), or if this rank has not and is not a part of a pipeline."""
         pipelined = next((flat for flat in flats if _has_stages(flat)), None)
         scaled = not self._guessed
         if pipelined is not None and not self._agreed:
@@ -186,6 +189,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _has_stages(flat: ShardedModel) -> bool:
-    """Whether the ranks have stages of a pipeline."""
+    """Whether the ranks run stages of a pipeline."""
     mesh = flat.ranks.mesh
     return mesh is not None and any(n > 1 for name, n in zip(mesh.names, mesh.shape, strict=True) if name == "pp")

@@ -1,9 +1,10 @@
-"""Random numbers that are a function of (seed, name, position) and of nothing else.
+"""Random numbers that depend only on (seed, name, position).
 
-Element i of a tensor comes from a counter, so any fragment of it can be drawn anywhere, in any order, and has the bits
-that the whole has there: what a model starts with, and what its dropout drops, do not depend on the number of ranks,
-the stage, the shard or the order of construction. Only integers and the four operations and roots of IEEE arithmetic
-are used, each rounded once, so the bits do not depend on the device or its vector instructions either.
+Each element is drawn from its own counter, so any fragment of a tensor can be drawn anywhere, in any order, with the
+bits that it has in the whole tensor. A model's initial values and its dropout masks therefore do not depend on the
+number of ranks, the stage, the shard or the order of construction. Only integers and IEEE additions, multiplications,
+divisions and roots, each rounded once, are used, so the bits do not depend on the device or its vector instructions
+either.
 
 The counters are those of Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; 2011).
 """
@@ -26,9 +27,9 @@ from ringcomm.validation import FUNCTION, INTEGER, TEXT, expects, number, whole
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by each round
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key in each round
 _ROUNDS = 10
-_CHUNK = 1 << 16  # elements at a time: temporaries of half a MiB each stay in the cache
+_CHUNK = 1 << 16  # elements at a time, so that temporaries of half a MiB each stay in cache
 _HIGH, _LOW, _DROPOUT = range(3)  # streams of 32-bit words under one key
 
 Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,9 +41,10 @@ Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @expects("key", seed=INTEGER, name=TEXT, index=INTEGER)
 def key(seed: int, name: str, index: int = 0) -> int:
-    """64 bits from a seed, a name and an index: the same in every process and version, different for any difference.
+    """Returns 64 bits derived from a seed, a name and an index: the same in every process and version, different for
+    any difference.
 
-    Args:    index: such as the step, or the number of a micro-batch.
+    Args:    index: for example the step, or the number of a micro-batch.
     """
     text = f"{seed}/{index}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"ringcomm").digest(), "little")
@@ -50,23 +52,23 @@ def key(seed: int, name: str, index: int = 0) -> int:
 
 @expects("generator", seed=INTEGER, name=TEXT, index=INTEGER, device=DEVICE)
 def generator(seed: int, name: str, index: int = 0, device: Any = "cpu") -> torch.Generator:
-    """A generator of torch of its own for (seed, name, index), where a function of torch asks for one.
+    """Returns a torch generator seeded from (seed, name, index), for functions of torch that take a generator.
 
-    What it draws depends on the order of the draws, as with any of torch's; on the cpu torch uses 32 bits of the key.
+    Its numbers depend on the order of the draws, as with any torch generator; on the cpu torch uses 32 bits of the key.
     """
     return torch.Generator(device).manual_seed(key(seed, name, index))
 
 
 def philox(counter: Counter, key: int) -> Counter:
-    """Philox4x32-10: four words for each counter.
+    """Returns Philox4x32-10: four words for each counter.
 
-    Args:    key: 64 bits, the first word of the key the lower ones.
+    Args:    key: 64 bits; its lower half is the first word of Philox's key.
     Returns: four tensors like those of ``counter``.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, key >> 32
     for _ in range(_ROUNDS):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # all 64 bits; int64 wraps
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the full 64-bit products; int64 wraps
         c0, c1, c2, c3 = _upper(second) ^ c1 ^ k0, second & _MASK, _upper(first) ^ c3 ^ k1, first & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
@@ -78,7 +80,7 @@ def _upper(product: torch.Tensor) -> torch.Tensor:
 
 @expects("words", key=whole(0, (1 << 64) - 1), start=whole(), count=whole(), stream=whole(), device=DEVICE)
 def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = None) -> torch.Tensor:
-    """Words start to start + count - 1 of a stream, each uniform over 32 bits.
+    """Returns words start to start + count - 1 of a stream, each uniform over 32 bits.
 
     Returns: int64 of shape (count,).
     """
@@ -98,12 +100,13 @@ def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = N
 def uniform_(
     tensor: torch.Tensor, seed: int, name: str, start: int = 0, *, low: float = 0.0, high: float = 1.0
 ) -> torch.Tensor:
-    """Fills ``tensor`` with uniform numbers of [low, high).
+    """Fills ``tensor`` with uniform numbers in [low, high).
 
     Args:
-        start: where the tensor begins in the whole one that (seed, name) names; elements count in row-major order.
+        start: the offset of ``tensor`` in the whole tensor that (seed, name) identifies; elements count in row-major
+            order.
     Shapes:  any, empty too.
-    Dtypes:  floating point. float64 has 53 random bits, the others 24, which are the upper ones of these; computed in
+    Dtypes:  floating point. float64 has 53 random bits, the others have the upper 24 of these; values are computed in
              float64, rounded once to float32, and from that to a narrower type. Rounding may reach ``high``.
     Cost:    one pass; temporaries of a few MiB.
     Returns: ``tensor``.
@@ -118,25 +121,26 @@ def uniform_(
 
 @expects("normal_", tensor=TENSOR, mean=number(), std=number(), seed=INTEGER, name=TEXT, start=whole())
 def normal_(tensor: torch.Tensor, mean: float, std: float, seed: int, name: str, start: int = 0) -> torch.Tensor:
-    """Fills ``tensor`` with normal numbers, by inversion: one word (float64: two) for each, none beyond 6.4 (8.3) std.
+    """Fills ``tensor`` with normal numbers by inversion: each uses one word (float64: two), and none exceeds 6.4 (8.3)
+    std.
 
     Args, shapes, dtypes, cost, returns: as in `uniform_`.
     """
 
     def draw(words_of: Words, wide: bool) -> torch.Tensor:
         bits = 52 if wide else 32
-        below = (_bits(words_of, bits).double() + 0.5) * 2.0**-bits  # never 0 or 1, and exact
+        below = (_bits(words_of, bits).double() + 0.5) * 2.0**-bits  # exact, and never 0 or 1
         return _quantile(below) * std + mean
 
     return _fill("normal_", tensor, key(seed, name), start, draw)
 
 
 Words = Callable[[int], torch.Tensor]
-"""The words of a stream for the elements that are drawn now."""
+"""Returns the words of a stream for the elements that are drawn now."""
 
 
 def _bits(words_of: Words, bits: int) -> torch.Tensor:
-    """Integers of 32 to 63 random bits, the first 32 those of a narrower type."""
+    """Returns integers of 32 to 63 random bits; their first 32 bits are those of a narrower type."""
     high = words_of(_HIGH)
     return high if bits == 32 else (high << (bits - 32)) | (words_of(_LOW) >> (64 - bits))
 
@@ -174,7 +178,7 @@ def _check(call: str, tensor: torch.Tensor) -> None:
 
 
 # ---- the inverse of the normal distribution ----------------------------------------------------------------------
-# Wichura's AS 241 (Applied Statistics 37, 1988): one quotient of polynomials for the middle, two for the tails.
+# Wichura's AS 241 (Applied Statistics 37, 1988): one quotient of polynomials for the centre, two for the tails.
 
 _MIDDLE = (
     (
@@ -209,7 +213,8 @@ _FAR_TAIL = (
 
 
 def _quantile(below: torch.Tensor) -> torch.Tensor:
-    """What a standard normal number is below with a probability of (0, 1); relative error about 1e-15. float64."""
+    """Returns the standard normal quantile for a probability in (0, 1), in float64; the relative error is about
+    1e-15."""
     centered = below - 0.5
     middle = centered * _quotient(0.180625 - centered * centered, _MIDDLE)
     outside = centered.abs() > 0.425
@@ -225,7 +230,8 @@ def _quotient(x: torch.Tensor, coefficients: tuple[Sequence[float], Sequence[flo
 
 
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
-    """Lowest power first. A product and a sum apart: a device must not join them into one rounding."""
+    """Evaluates a polynomial, lowest power first. Product and sum are separate, so that a device cannot fuse them
+    into one rounding."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient
@@ -233,7 +239,7 @@ def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
 
 
 def _log(x: torch.Tensor) -> torch.Tensor:
-    """The natural logarithm. torch's own differs in the last bit from device to device, and so would what follows."""
+    """Returns the natural logarithm. torch's own differs in the last bit between devices, and so would the results."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2, mantissa)
@@ -251,24 +257,26 @@ def dropout(x: torch.Tensor, p: float, seed: int, name: str, offset: int = 0, *,
     """Sets elements of ``x`` to zero with probability ``p``, and scales the others by 1 / (1 - p).
 
     Args:
-        p: from 0 to 1, taken to 2^-32.
-        offset: where ``x`` begins in the whole tensor, in row-major order: every fragment gets its part of one mask.
-        index: such as the step: another mask for each.
+        p: from 0 to 1, in steps of 2^-32.
+        offset: the offset of ``x`` in the whole tensor, in row-major order: every fragment gets its part of the same
+            mask.
+        index: for example the step; each index gives another mask.
     Shapes:  any, empty too.
     Dtypes:  floating point; a kept element is scaled in ``x``'s own arithmetic and rounded once.
-    Cost:    the mask is drawn again in backward: nothing is kept in between.
-    Returns: a new tensor; ``x`` itself where ``p`` is 0.
+    Cost:    the mask is drawn again in backward, so nothing is saved for it.
+    Returns: a new tensor; ``x`` itself if ``p`` is 0.
     """
     _check("dropout", x)
     return x if p == 0 else _Dropout.apply(x, float(p), key(seed, name, index), offset)
 
 
 class _Dropout(torch.autograd.Function):
-    """Linear in x, with a mask that its counters give again: backward is the same function of the gradient."""
+    """Multiplies by a mask that can be drawn again from its counters, so backward applies the same function to the
+    gradient."""
 
     @staticmethod
     def forward(x: torch.Tensor, p: float, key: int, offset: int) -> torch.Tensor:
-        """x / (1 - p) where a word is at least p, else 0."""
+        """Returns x / (1 - p) where a word is at least p, else 0."""
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         flat, scale = x.reshape(-1), 0.0 if p == 1 else 1 / (1 - p)
         for begin, part in _chunks(result.view(-1)):
@@ -279,13 +287,13 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Numbers only."""
+        """Saves numbers only, no tensors."""
         del output
         _, ctx.p, ctx.key, ctx.offset = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """The same elements, by the same scale."""
+        """Scales the gradients of the elements that were kept, and zeroes the others."""
         return _Dropout.apply(gradient, ctx.p, ctx.key, ctx.offset), None, None, None
 
 
@@ -293,7 +301,7 @@ class _Dropout(torch.autograd.Function):
 
 
 class Values(Protocol):
-    """What a parameter starts with."""
+    """The distribution of a parameter's initial values."""
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
         """Fills a fragment that begins at element ``start`` of the parameter ``name``."""
@@ -301,12 +309,12 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """One value for every element."""
 
     value: float
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """Fills ``tensor``, wherever it begins."""
+        """Fills ``tensor``; ``start`` does not matter."""
         del seed, name, start
         with torch.no_grad():
             return tensor.fill_(self.value)
@@ -319,20 +327,20 @@ class Uniform:
     bound: float
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """`uniform_`."""
+        """Calls `uniform_`."""
         return uniform_(tensor, seed, name, start, low=-self.bound, high=self.bound)
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal, but zero at the positions ``zeros``."""
+    """Normal, but zero at the positions in ``zeros``."""
 
     mean: float
     std: float
     zeros: range = range(0)
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """`normal_`, and the zeros."""
+        """Calls `normal_`, and writes the zeros."""
         normal_(tensor, self.mean, self.std, seed, name, start)
         begin, end = (min(max(edge - start, 0), tensor.numel()) for edge in (self.zeros.start, self.zeros.stop))
         if begin < end:
@@ -343,23 +351,24 @@ class Normal:
 
 
 Rule = Callable[[str, nn.Parameter, nn.Module], "Values | None"]
-"""From a parameter's name, itself and the module that has it to what it starts with; None: as its module does it."""
+"""Maps a parameter's name, the parameter and its module to its initial distribution; None: the module's own."""
 
 
 @expects("init_parameters", module=MODULE, seed=INTEGER, fn=FUNCTION, prefix=TEXT)
 def init_parameters(module: nn.Module, seed: int, fn: Rule | None = None, *, prefix: str = "") -> dict[str, Values]:
-    """Fills every parameter of ``module``, each from the seed and its name alone.
+    """Fills every parameter of ``module`` from the seed and the parameter's name alone.
 
-    The same parameter of the same model gets the same bits whatever was built before it, and on whatever rank or stage.
-    One that has several names goes by the first in alphabetical order. Buffers stay as they are.
+    The same parameter of the same model gets the same bits, regardless of what was built before it, and on any rank and
+    stage. A parameter with several names uses the first in alphabetical order. Buffers stay as they are.
 
     Args:
-        fn: asked first, for each parameter. None, or where it gives None: the distributions that torch's own modules
-            start with: linear, convolution, embedding, norm, recurrent, attention, PReLU.
-        prefix: in front of every name, such as "layers.3.", where ``module`` is a part of the model.
-    Returns: by name with prefix, what filled each; ``fill(fragment, seed, name, start)`` fills a part of it elsewhere.
-    Raises:  InvalidArgumentError: a parameter of a module that torch does not have, and no ``fn`` for it; or one
-             without memory. Nothing was filled.
+        fn: asked first for each parameter. If it is None or returns None, the distribution is that of torch's own
+            modules: linear, convolution, embedding, norm, recurrent, attention, PReLU.
+        prefix: put before every name, for example "layers.3." if ``module`` is a part of the model.
+    Returns: by name with prefix, the distribution that filled each parameter; ``fill(fragment, seed, name, start)``
+             fills a part of it elsewhere.
+    Raises:  InvalidArgumentError: a parameter of a module that is not torch's, without an ``fn`` for it; or one without
+             memory. In both cases nothing was filled.
     """
     found = {
         prefix + name: (p, _values(prefix + name, p, owner, local, fn)) for name, p, owner, local in _named(module)
@@ -372,7 +381,7 @@ def init_parameters(module: nn.Module, seed: int, fn: Rule | None = None, *, pre
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
-    """(name, parameter, its module, its name there), each parameter once, in alphabetical order."""
+    """Returns (name, parameter, its module, its name in that module) for each parameter once, in alphabetical order."""
     every = [
         (f"{path}.{local}" if path else local, p, owner, local)
         for path, owner in module.named_modules(remove_duplicate=False)
@@ -402,7 +411,7 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def _usual(p: torch.Tensor, owner: nn.Module, local: str) -> Values | None:
-    """The distribution that the module's own reset_parameters draws from."""
+    """Returns the distribution that the module's own reset_parameters draws from."""
     if isinstance(owner, _RECURRENT):
         return Uniform(1 / math.sqrt(owner.hidden_size))
     if isinstance(owner, nn.MultiheadAttention):
@@ -412,7 +421,7 @@ def _usual(p: torch.Tensor, owner: nn.Module, local: str) -> Values | None:
     if isinstance(owner, _NORMS):
         return Constant(1.0 if local == "weight" else 0.0)
     if isinstance(owner, nn.modules.linear.NonDynamicallyQuantizableLinear) and local == "bias":
-        return Constant(0.0)  # of an attention's output
+        return Constant(0.0)  # an attention's output bias
     if isinstance(owner, _FAN_IN):
         fan_in = owner.weight.shape[1] if isinstance(owner, nn.Bilinear) else math.prod(owner.weight.shape[1:])
         return Uniform(1 / math.sqrt(fan_in)) if fan_in else Constant(0.0)
@@ -423,7 +432,7 @@ def _usual(p: torch.Tensor, owner: nn.Module, local: str) -> Values | None:
 
 
 def _attention(p: torch.Tensor, local: str) -> Values:
-    """Glorot and Bengio's bounds, over both sides of the matrix as it is stored."""
+    """Returns Glorot and Bengio's bounds, over both dimensions of the matrix as it is stored."""
     if local == "in_proj_bias":
         return Constant(0.0)
     inputs, outputs = (math.prod(p.shape[1:]), p.shape[0] * math.prod(p.shape[2:]))

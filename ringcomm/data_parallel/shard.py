@@ -1,4 +1,5 @@
-"""`ringcomm.shard`: one call makes a model and its optimizer train at any ZeRO stage; `restage` changes it later."""
+"""`ringcomm.shard`: wraps a model and its optimizer for training at any ZeRO stage; `restage` changes the stage
+later."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | No
 )
 def shard(
     module: _Module,
-    optimizer: _Optimizer = None,  # type: ignore[assignment]  # then it is None
+    optimizer: _Optimizer = None,  # type: ignore[assignment]  # then _Optimizer is None
     stage: int | None = None,
     comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
@@ -80,42 +81,47 @@ def shard(
     offload: bool | str | torch.device = False,
     init_fn: InitFn | Literal[False] | None = None,
 ) -> tuple[_Module, _Optimizer]:
-    """Lets a module and its optimizer train over all ranks; every stage gives the same bits.
+    """Wraps a module and its optimizer for training over all ranks; every stage gives the same bits.
 
-    Afterwards plain ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``, ``state_dict()`` and
-    ``load_state_dict()`` are the ordinary ones; every rank calls them alike. Clip with `ringcomm.clip_grad_norm_`.
+    Afterwards ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``, ``state_dict()`` and
+    ``load_state_dict()`` are used as usual; every rank must call them in the same order. Clip with
+    `ringcomm.clip_grad_norm_`.
 
     Args:
-        optimizer: of torch.optim, over parameters of the module. Element-wise ones work on flat shards, others on
-            whole tensors dealt out to the ranks. None: it comes later, by `shard` again or by its first step.
-        stage: 0 nothing is sharded (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or that of a
-            module that is wrapped already. Of such a module the optimizer is taken, and other arguments are refused.
-        comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair: over those that share
-            the shards, over those that hold the same one.
-        mesh: in place of ``comm``: of `init_mesh`, whose axes are known by name; or torch's, of which one axis shards,
-            and of two the first replicates and the second shards.
-        units: modules whose parameters travel together, or their classes; None: the blocks of the module's lists,
-            joined while they are small; where all of it is less than a bucket, the module itself. What is in no unit
+        optimizer: a torch.optim optimizer over parameters of the module. Element-wise optimizers work on flat shards,
+            others on whole tensors that are distributed over the ranks. None: it is attached later, by another call of
+            `shard` or at its first step.
+        stage: 0 shards nothing (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or the stage of a
+            module that is already wrapped. For such a module only the optimizer is attached, and other arguments are
+            refused.
+        comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair of communicators: one
+            over the ranks that share the shards, one over the ranks that hold the same shard.
+        mesh: in place of ``comm``: a mesh of `init_mesh`, whose axes are known by name; or torch's, in which a single
+            axis shards, or the first of two axes replicates and the second shards.
+        units: modules, or their classes, whose parameters are communicated together; None: the blocks of the module's
+            lists, joined while they are small; if the module is smaller than a bucket, the module itself. Parameters
+            outside all units belong to the module's own unit.
             belongs to the module itself.
-        bucket_cap_mb: MiB of a message; None: from which on latency is a small part of its time, as measured now.
-        reshard_after_forward: whether stage 3 lets go of a unit between forward and backward.
+        bucket_cap_mb: size of a message in MiB; None: the size at which latency becomes a small part of its time,
+            measured now.
+        reshard_after_forward: whether stage 3 frees a unit's parameters between forward and backward.
         broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
             training.
-        accumulation: how the backward passes between two reductions are added: "sequential", or "tree", with which the
-            bits do not depend on how a power of two of passes is dealt out to a power of two of ranks.
-        atom: what a shard's end must not cut: "element", "row", "tensor" or a number of elements; None: what the
-            optimizer needs.
-        offload: True: master weights and the optimizer's state in the host's memory, and the step there.
-        init_fn: initialises a submodule whose own parameters or buffers are on the meta device, in place; children come
-            before their parents. All ranks get rank 0's values. At stage 3 one unit is whole at a time. Of a model that
-            `ringcomm.parallelize` has cut it gets the submodules as they were before, whole. None:
-            ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises
-            where some are missing.
-    Order:   the mean of a gradient is canonical: bits depend neither on the stage nor on units and buckets.
-    Cost:    on the wire 2 (W-1)/W of the parameters each step; stage 3 once (W-1)/W more.
+        accumulation: how backward passes between two reductions are added: "sequential", or "tree". With "tree" the
+            bits do not depend on how a power of two of passes is distributed over a power of two of ranks.
+        atom: the unit that a shard boundary must not split: "element", "row", "tensor" or a number of elements; None:
+            what the optimizer needs.
+        offload: True: the master weights, the optimizer's state and the step are on the host.
+        init_fn: initialises, in place, a submodule whose own parameters or buffers are on the meta device; children
+            come before their parents. All ranks get rank 0's values. At stage 3 one unit is unsharded at a time. If
+            `ringcomm.parallelize` has split the model, it gets the submodules as they were before. None:
+            ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises if
+            some are missing.
+    Order:   the mean of a gradient is canonical: its bits depend neither on the stage nor on units and buckets.
+    Cost:    each step sends 2 (W-1)/W times the parameters' bytes; stage 3 sends another (W-1)/W.
     Returns: the module and the optimizer, the same objects.
     Raises:  InvalidArgumentError: a wrong argument, a wrapped module, foreign parameters. UnsupportedError: an
-             optimizer that no shard can serve. MismatchError: the ranks have different modules.
+             optimizer that cannot be sharded. MismatchError: the ranks have different modules.
     """
     flat = sharded_model_of(module)
     wish = _Wish(
@@ -133,7 +139,7 @@ def shard(
 
 @dataclass(frozen=True)
 class _Wish:
-    """The arguments of `shard` that say how."""
+    """The arguments of `shard` that configure how the module is wrapped."""
 
     stage: int
     units: Units
@@ -147,12 +153,13 @@ class _Wish:
     init_fn: bool
 
     def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
-        """What ranks must agree on, a line for each argument."""
+        """Returns the facts that ranks must agree on, one line per argument."""
         named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
         return [f"{name}={value}" for name, value in named.items()]
 
     def refuse_other(self, flat: ShardedModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
-        """Refuses what a module was not wrapped with. What is left out is as it was."""
+        """Raises for arguments that differ from those with which the module was wrapped. Omitted arguments are not
+        compared."""
         defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
         over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
         found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
@@ -198,7 +205,7 @@ def _wrap(
     )
     units = units_of(module, builder, params, blocks, wish.reshard_after_forward, wish.units is None)
     waiting.initialise(units)
-    later = optimizer is None  # it may come later, as with fully_shard
+    later = optimizer is None  # it may be attached later, as with fully_shard
     flat = ShardedModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
     for unit in units:
         for each in unit.modules:
@@ -220,7 +227,8 @@ def _checked(
     wish: _Wish,
     asks: list[str],
 ) -> list[tuple[str, nn.Parameter]]:
-    """The module's parameters, if it and the optimizer can be sharded and all ranks ask for the same."""
+    """Returns the module's parameters, after checking that it and the optimizer can be sharded and that all ranks
+    ask for the same."""
     if optimizer is not None:
         refuse_unusable(optimizer, "shard", ranks.rank, wish.stage)
     for each in [module, *units]:
@@ -243,7 +251,7 @@ def _checked(
 
 
 def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, nn.Parameter]]) -> list[str]:
-    """What ranks must agree on of an optimizer, a line for each parameter group."""
+    """Returns the facts about an optimizer that ranks must agree on, one line per parameter group."""
     names = {id(p): name for name, p in params}
     kind = type(optimizer).__name__
     return [
@@ -253,7 +261,7 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
 
 
 def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) -> bool:
-    """Whether everything fits into a bucket: one message then takes the place of several short ones."""
+    """Whether all parameters fit into one bucket, so that one message replaces several short ones."""
     return wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap
 
 
@@ -265,10 +273,10 @@ def units_of(
     reshard: bool,
     join: bool,
 ) -> list[Unit]:
-    """The units of a module: runs of its blocks, and last the module itself with what is in no block.
+    """Returns the units of a module: runs of its blocks, and last the module itself with the parameters in no block.
 
     Args:
-        join: whether small blocks are joined to runs of a bucket.
+        join: whether to join small blocks into runs of a bucket's size.
     """
     blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
     owned = owned_by_one(blocks, module)
@@ -332,9 +340,9 @@ def _wrapped(module: nn.Module, call: str) -> ShardedModel:
 def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int) -> None:
     """Moves a sharded module and its optimizer's state to another stage, between two steps; a collective.
 
-    Training goes on with the same bits. Gradients are forgotten, as by ``zero_grad()``.
+    Training continues with the same bits. Gradients are dropped, as by ``zero_grad()``.
 
-    Cost:    an all-gather of what was sharded. For a moment every rank holds the optimizer's whole state.
+    Cost:    an all-gather of what was sharded. Every rank temporarily holds the optimizer's whole state.
     Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own. MismatchError: the ranks
              name different stages.
     """
@@ -349,17 +357,18 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
 
 @expects("unshard", module=MODULE, optimizer=OPTIMIZER)
 def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-    """Makes a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, and all its optimizers, plain
-    ones again, between two steps; a collective.
+    """Unwraps a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, and all its optimizers,
+    between two steps; a collective.
 
-    Parameters and ``p.grad`` become whole tensors with memory of their own, in the type that the module was built in,
-    with the master weights' values. Optimizers keep their whole state. The module can be changed and wrapped anew.
+    Parameters and ``p.grad`` become unsharded tensors with their own memory, in the type that the module was built in,
+    with the master weights' values. Optimizers keep their whole state. The module can be changed and wrapped again.
 
     Args:
-        optimizer: is looked at to be one of the module's; None: no look.
+        optimizer: checked to be one of the module's; None: no check.
     Cost:    an all-gather of what was sharded; every rank holds everything.
-    Returns: the module; of DistributedDataParallel the one inside.
-    Raises:  InvalidArgumentError: the module is not wrapped, or is a part of what was; the optimizer is not its own.
+    Returns: the module; for DistributedDataParallel the module inside.
+    Raises:  InvalidArgumentError: the module is not wrapped, or is only a part of a wrapped module; or the optimizer is
+             not its own.
              UnsupportedError: inside of `join`.
     """
     from ringcomm.data_parallel.ddp import DistributedDataParallel
@@ -386,7 +395,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 @expects("stage_of", module=MODULE)
 def stage_of(module: nn.Module) -> int:
-    """The stage of a sharded module."""
+    """Returns the stage of a sharded module."""
     return _wrapped(module, "stage_of").stage
 
 
@@ -394,7 +403,7 @@ def stage_of(module: nn.Module) -> int:
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
-    reduces the sums. Stages 2 and 3 hold whole gradients meanwhile."""
+    reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
     with _wrapped(module, "no_sync").no_sync():
         yield
 
@@ -402,10 +411,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 @expects("whole", module=MODULE)
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. No call of
-    the module gathers them again, so each rank may evaluate, or generate, as much as it likes.
+    """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. Calls of the
+    module inside gather nothing, so ranks may evaluate or generate any number of times.
 
-    What is written into them counts, as it does outside: write the same on every rank.
+    Writes into the parameters are kept, as they are outside: write the same values on every rank.
     """
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}

@@ -1,5 +1,5 @@
-"""Which part of a larger tensor a parameter of this rank is: what tensor parallel layers and pipelines leave on it, for
-norms and checkpoints to read."""
+"""Describes which part of a larger tensor this rank's parameter is. Tensor parallel layers and pipelines attach it
+to parameters; norms and checkpoints read it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringcomm.mesh import Mesh
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter's place in the tensor of the whole model.
+    """A parameter's place in the whole model's tensor.
 
     Attributes:
-        dim: along which the whole was cut; None: it was not.
-        extent: of the whole along ``dim``.
-        pieces: (start, length) along ``dim`` of the whole, in the order in which they lie here. What lies behind them
-            is padding, and zero.
-        names: in the whole model, where they are others than here; the first is the one in checkpoints.
-        copy: whether another stage of a pipeline has the same values, and counts and saves them.
+        dim: dimension along which the whole tensor was split; None: it was not split.
+        extent: size of the whole tensor along ``dim``.
+        pieces: (start, length) along ``dim`` of the whole, in the order in which they lie here. Elements after them are
+            zero padding.
+        names: names in the whole model, if they differ from the names here; checkpoints use the first.
+        copy: whether another pipeline stage has the same values, and counts and saves them.
         staged: whether other ranks have other parameters of the model.
     """
 
@@ -42,18 +42,18 @@ class ShardSpec:
 
     @property
     def is_partial(self) -> bool:
-        """Whether this rank's parameters are not those of the whole model."""
+        """Whether this rank's parameters are only a part of the whole model's."""
         return self.is_cut or self.copy or self.staged
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole tensor, from the shape here."""
+        """Returns the shape of the whole tensor, from the shape here."""
         if self.dim is None:
             return tuple(shape)
         return (*shape[: self.dim], self.extent, *shape[self.dim + 1 :])
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """What a box of the tensor here is in the whole, along ``dim``: from which of the box's elements on, from which
-        of the whole's, and how many. Padding is left out."""
+        """Yields, for a box of the tensor here, its intervals along ``dim`` in the whole tensor: the start in the
+        box, the start in the whole tensor, and the length. Padding is left out."""
         assert self.dim is not None
         first, last, at = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
         for start, length in self.pieces:
@@ -67,7 +67,7 @@ PLAIN = ShardSpec()
 
 
 def part_of(p: torch.Tensor) -> ShardSpec:
-    """A parameter's place; `PLAIN` where nothing was cut."""
+    """Returns a parameter's place; `PLAIN` if it was not split."""
     return getattr(p, "_ringcomm_part", PLAIN)
 
 
@@ -78,7 +78,7 @@ def is_primary_copy(p: torch.Tensor, mesh: Mesh | None) -> bool:
 
 
 def take(whole: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a new one, padded with zeros to ``length`` along the dimension."""
+    """Returns a copy of this rank's part of a whole tensor, padded with zeros to ``length`` along the dimension."""
     assert part.dim is not None
     made = whole.new_empty(*whole.shape[: part.dim], length, *whole.shape[part.dim + 1 :])
     copy_part(made, whole, part)
@@ -86,7 +86,7 @@ def take(whole: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
 
 
 def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: ShardSpec) -> None:
-    """Writes this rank's part of a whole tensor into its own, and zeros into the padding."""
+    """Copies this rank's part of a whole tensor into ``mine``, and writes zeros into the padding."""
     assert part.dim is not None
     at = 0
     for start, count in part.pieces:
@@ -96,8 +96,8 @@ def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: ShardSpec) -> None:
 
 
 def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
-    """Raises for parameters that other ranks have the rest of, where nothing says which ranks: ``what`` would be this
-    rank's alone."""
+    """Raises for parameters of which other, unknown ranks have the rest, because ``what`` would cover only this
+    rank's part."""
     if any(part_of(p).is_partial for p in params):
         raise InvalidArgumentError(
             f"{call}: got parameters of a pipeline's stage or of tensor parallel layers that no mesh was named for, "
@@ -107,8 +107,8 @@ def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
 
 
 def note(module: nn.Module, key: str, **changes: Any) -> None:
-    """Changes what is known of the place of a module's parameter. The module knows it too, since
-    load_state_dict(assign=True) and to_empty() make other parameters."""
+    """Changes the place of a module's parameter. The module records it too, because load_state_dict(assign=True) and
+    to_empty() create new parameters."""
     p = module._parameters[key]
     assert p is not None
     p._ringcomm_part = replace(part_of(p), **changes)
@@ -116,7 +116,7 @@ def note(module: nn.Module, key: str, **changes: Any) -> None:
 
 
 def renew_parts(modules: Iterable[nn.Module]) -> None:
-    """Tells parameters of these modules their places where they are others than those of `note`."""
+    """Attaches to these modules' parameters the places recorded by `note`, if they differ."""
     for module in modules:
         for key, part in module.__dict__.get("_ringcomm_parts", {}).items():
             p = module._parameters.get(key)

@@ -1,11 +1,11 @@
-"""`p.grad` of a parameter whose gradient is in the ranks' shards: answers like an ordinary gradient.
+"""`p.grad` of a parameter whose gradient is sharded over the ranks: behaves like an ordinary gradient.
 
-What a rank does with it, and what is sent:
+What a rank does with the gradient, and what is sent:
 
-    p.grad.mul_(0.5)                element-wise and in place: each rank works on its piece, nothing is sent
-    p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees it whole
-    p.grad[0] = 0, p.grad.t().t_()  other changes: made on the whole gradient, of which each rank keeps its piece
-    torch._foreach_norm(grads)      one bucket after another, so that one bucket is whole at a time
+    p.grad.mul_(0.5)                element-wise and in place: each rank works on its part, nothing is sent
+    p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees all of it
+    p.grad[0] = 0, p.grad.t().t_()  other changes: made on the gathered gradient, of which each rank keeps its part
+    torch._foreach_norm(grads)      one bucket after another, so that one bucket is gathered at a time
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScal
 
 
 class ShardedGradient(torch.Tensor):
-    """Stands for the gradient of a parameter, and is used as that gradient.
+    """A tensor subclass that represents the gradient of a parameter and can be used as that gradient.
 
-    Shape, type, device and `print` need no other rank. Reading values is a collective: every rank reads the same
-    gradients in the same order, as it calls `backward` and `step`. The gradient is then gathered with its bucket,
-    which stays whole until something changes it or another bucket is read. Operations in place with numbers, or with
-    tensors that fit the gradient's shape, work on this rank's piece and send nothing. Results have the bits that they
-    have at stage 0.
+    Shape, type, device and `print` need no communication. Reading values is a collective: every rank must read the same
+    gradients in the same order, just as it calls `backward` and `step`. The gradient is then gathered with its bucket,
+    which stays gathered until something changes it or another bucket is read. In-place operations with numbers, or with
+    tensors that fit the gradient's shape, work on this rank's part and send nothing. Results have the same bits as at
+    stage 0.
 
-    With mixed precision `p.grad` has the type of the parameter, as torch requires, and the gradient has the type of the
-    master weights: what is read is rounded to the parameter's type, what is changed in place is not rounded.
+    With mixed precision `p.grad` has the type of the parameter, as torch requires, but the gradient itself has the type
+    of the master weights: reads are rounded to the parameter's type, in-place changes are not rounded.
 
-    A view (`p.grad[0]`, `p.grad.view(-1)`) is one too, and what is written into it is written into the gradient. Before
-    the first reduction, inside of `no_sync`, it is this rank's sum alone, and nothing is sent, as in torch's DDP.
+    A view (`p.grad[0]`, `p.grad.view(-1)`) is a ShardedGradient, too, and writes into it change the gradient. Before
+    the first reduction, inside `no_sync`, it is this rank's sum alone, and nothing is sent, as in torch's DDP.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _name: str
-    # Not held, for Python's garbage collector does not see what p.grad holds; but of a gradient that was forgotten.
+    # A weak reference, because Python's garbage collector does not see what p.grad references; strong for a dropped
+    # gradient.
     _owner: Callable[[], GradBuffer | None]
     _index: int
-    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # from the whole gradient to what this is of it
+    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # map the whole gradient to this view
 
     @staticmethod
     def of(p: torch.Tensor, name: str, gradient: GradBuffer, index: int) -> ShardedGradient:
-        """The one that stands for the gradient of ``p``: segment ``index`` of a bucket's gradient."""
+        """Returns the object for the gradient of ``p``: segment ``index`` of a bucket's gradient."""
         return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
 
     @staticmethod
@@ -69,7 +70,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def _home(self) -> GradBuffer:
-        """The gradient of the bucket."""
+        """The bucket's gradient buffer."""
         home = self._owner()
         if home is None:
             raise InvalidArgumentError(
@@ -89,7 +90,7 @@ class ShardedGradient(torch.Tensor):
         if name.startswith("_foreach_"):
             return _by_group(func, args, kwargs)
         if name == "zero_" and isinstance(first, ShardedGradient) and not first._views:
-            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does, which `join` follows
+            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does; `join` follows it
             return first
         if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
             return first._edit(func, args[1:], kwargs)
@@ -100,17 +101,17 @@ class ShardedGradient(torch.Tensor):
     # ---- what it stands for ---------------------------------------------------------------------------------------
 
     def _through(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this is of the whole gradient."""
+        """Applies this view to the whole gradient."""
         for view in self._views:
             whole = view(whole)
         return whole
 
     def _read(self) -> torch.Tensor:
-        """Its values; a collective, unless the bucket was read just now."""
+        """Returns the values; a collective, unless the bucket was read just before."""
         return self._through(self._home.whole(self._index).to(self.dtype))
 
     def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A view, which nothing is read for."""
+        """Returns a view without reading values."""
         if self._home.dtype != self.dtype and name == "view" and args and isinstance(args[0], torch.dtype):
             raise InvalidArgumentError(
                 f"view: rank {self._home.ranks.rank} got {args[0]} for the gradient of {self._name}, which is kept as "
@@ -124,14 +125,14 @@ class ShardedGradient(torch.Tensor):
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
-        owner = partial(_owner_of, self)  # who keeps a view of a gradient keeps the gradient
+        owner = partial(_owner_of, self)  # a view keeps its gradient alive
         what = (self._name, owner, self._index, (*self._views, *steps))
         return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
 
     def _edit(self, func: Any, args: Any, kwargs: Any) -> ShardedGradient:
-        """An element-wise operation in place, on this rank's piece."""
+        """Runs an element-wise in-place operation on this rank's part."""
         gradient = self._home
         piece, start = gradient.piece(self._index)
         cut = partial(self._cut, piece, start)
@@ -140,7 +141,7 @@ class ShardedGradient(torch.Tensor):
         return self
 
     def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
-        """This rank's piece of an argument."""
+        """Returns this rank's part of an argument."""
         if isinstance(x, ShardedGradient):
             if x._home is self._home and x._index == self._index and not x._views:
                 return piece
@@ -151,14 +152,14 @@ class ShardedGradient(torch.Tensor):
         return x.broadcast_to(self.shape).reshape(-1)[start : start + piece.numel()] if x.dim() else x
 
     def _unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """An argument of the parameter's type in the gradient's, where the two differ."""
+        """Casts an argument from the parameter's type to the gradient's, if they differ."""
         return x.to(self._home.dtype) if x.dtype == self.dtype else x
 
     # ---- what torch does not dispatch ------------------------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
-        """The same gradient; what is assigned is copied into it."""
+        """The same gradient; assigned values are copied into it."""
         return self.detach()
 
     @data.setter
@@ -166,11 +167,11 @@ class ShardedGradient(torch.Tensor):
         self.detach().copy_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A read-only copy of the values; a collective."""
+        """Returns a read-only copy of the values; a collective."""
         return _read_only(self.clone().numpy(force=force))
 
     def tolist(self) -> Any:
-        """The values; a collective."""
+        """Returns the values; a collective."""
         return self.clone().tolist()
 
     def __format__(self, spec: str) -> str:
@@ -194,12 +195,12 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self._name}, sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# torch.nn.utils then takes the kernels that it takes for the gradients of stage 0; torch does so for its DTensor too.
+# With this, torch.nn.utils uses the same kernels as for the gradients of stage 0; torch registers its DTensor here too.
 _foreach_supported_types.append(ShardedGradient)
 
 
 def _read_only(array: Any) -> Any:
-    """What is written into a copy would be lost."""
+    """Makes the array read-only, because writes into a copy would be lost."""
     array.flags.writeable = False
     return array
 
@@ -217,7 +218,7 @@ def _read(values: Any) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation writes into; those of torch.distributed do not say it."""
+    """Returns the tensors that an operation writes into; torch.distributed's operations do not declare theirs."""
     if func.namespace == "c10d":
         return tree_leaves(args[0]) if func._schema.name.endswith("_") else []
     if not func._schema.is_mutable:
@@ -230,7 +231,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 
 
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation that writes: on whole gradients, of which each rank keeps its piece."""
+    """Runs an operation that writes: on gathered gradients, of which each rank keeps its part."""
     bases: dict[tuple[GradBuffer, int], torch.Tensor] = {}
     name = func._schema.name.split("::")[1]
     if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
@@ -247,7 +248,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
             if key not in bases:
                 bases[key] = x._home.whole(x._index).clone()
             whole = x._through(bases[key])
-            replaced[id(whole)] = x, whole  # held, so that no other object gets its id
+            replaced[id(whole)] = x, whole  # keeps `whole` alive, so that no other object gets its id
             return whole
         return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
 
@@ -265,7 +266,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_group(func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch._foreach_...`: one bucket after another, so that one bucket is whole at a time."""
+    """Runs `torch._foreach_...` one bucket after another, so that one bucket is gathered at a time."""
     everything = (args, kwargs)
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     homes: dict[GradBuffer | None, list[int]] = {}
@@ -280,7 +281,7 @@ def _by_group(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows(func: Any, values: Any, some: list[int]) -> Any:
-    """Of an operation's arguments those rows of the lists; `scalars` may be a tensor of one number for each row."""
+    """Selects the given rows from an operation's lists; `scalars` may be a tensor with one number per row."""
     if isinstance(values, dict):
         return {name: _row(x, some, name) for name, x in values.items()}
     names = [each.name for each in func._schema.arguments]
@@ -315,7 +316,8 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """torch.amp.GradScaler's division by the loss scale: every rank hears of an overflow in any rank's piece."""
+    """Runs torch.amp.GradScaler's division by the loss scale; an overflow in one rank's part is reported to every
+    rank."""
     homes = dict.fromkeys(x._home for x in grads if isinstance(x, ShardedGradient))
     func([x._home.piece(x._index)[0] if isinstance(x, ShardedGradient) else x for x in grads], found_inf, inv_scale)
     for home in homes:

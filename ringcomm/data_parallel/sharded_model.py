@@ -1,17 +1,19 @@
-"""A module whose parameters live in buckets: what happens in forward and backward, at every stage.
+"""A module whose parameters are in buckets: the work around forward and backward, at every stage.
 
     stage   parameters   gradients               optimizer   when a bucket is reduced
-    0       whole        whole                   whole       its gradients and those of all buckets before it are there
+    0       whole        whole                   whole       its gradients and those of all earlier buckets have arrived
     1       whole        whole until reduced     shard       the same
     2       whole        shard                   shard       the same, or backward has passed the units
     3       shard        shard                   shard       backward has passed its unit
 
-Every rank reduces in the same order, whatever its own gradients' order of arrival. At the end of a backward pass all is
-reduced and waited for; which parameters no rank has used is agreed with one message of a byte for each.
+Every rank reduces in the same order, whatever the order in which its own gradients arrive. At the end of a backward
+pass all buckets are reduced and waited for; one message with a byte per parameter tells which parameters any rank has
+used.
 
-Nothing is put into the graph of autograd. A gradient's arrival is seen by hooks on the nodes that accumulate it, the
-way back through the units by hooks on the gradients of their outputs. At stage 3 saved parameters are kept as a
-reference to their unit, which is gathered when a node asks for them, wherever the graph is entered.
+Nothing is added to autograd's graph. Hooks on the nodes that accumulate gradients see a gradient's arrival, and hooks
+on the gradients of the units' outputs follow backward through the units. At stage 3 autograd saves a reference to a
+parameter's unit in place of the parameter; the unit is gathered when a node asks for the value, wherever the graph is
+entered.
 """
 
 from __future__ import annotations
@@ -49,23 +51,24 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
 CHECKSUM_NBYTES = 4
-HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1  # of the optimizers' options, and whether there are reentrant checkpoints
+# Checksum of the optimizers' options, and whether there are reentrant checkpoints.
+HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
 _STAGES_1_AND_2 = (
     "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
     "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
 )
-_COLLECTIVES = {  # by stage, for the note on an error
+_COLLECTIVES = {  # by stage, for the note added to an error
     0: "forward in training where the module has buffers, and backward",
     1: _STAGES_1_AND_2,
     2: _STAGES_1_AND_2,
     3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
     "gradient",
 }
-IN_FLIGHT = 2  # reductions at stages 2 and 3, each with a whole buffer of its own
+IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own whole buffer
 
 
 class _Calling(threading.local):
-    """The models of stage 3 whose calls run in this thread."""
+    """The stage 3 models that have calls running in this thread."""
 
     flats: Sequence[ShardedModel] = ()
 
@@ -75,21 +78,21 @@ _calling = _Calling()
 
 @dataclass
 class BackwardPass:
-    """What a pass of autograd has done so far. At its end a new one takes its place.
+    """The state of the current pass of autograd. At its end a new one replaces it.
 
     Attributes:
-        scheduled: whether its end is to be noticed: something of it has come.
-        end: what autograd calls then, and lets go of when the pass raises.
-        task: autograd's number for it.
-        accumulates: whether it is one of backward, not of torch.autograd.grad.
-        makes_graph: whether it does, by create_graph.
-        reached: the units that it has come to and not passed.
+        scheduled: whether the pass has begun, so that its end must be noticed.
+        end: the callback that autograd calls at the end, and drops if the pass raises.
+        task: autograd's number for the pass.
+        accumulates: whether it was started by backward, not by torch.autograd.grad.
+        makes_graph: whether it runs with create_graph.
+        reached: the units that it has reached and not passed.
         passed: at stage 2, the buckets of the units that it has passed.
-        arrived: by bucket, the parameters whose gradients have come on this rank. The last one is added when something
-            else comes in the same thread: that costs less than a second hook.
+        arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
+            next event comes in the same thread, which costs less than a second hook.
         launched: the buckets whose reduction has begun.
-        next: where in the order of buckets the first one is that is not launched.
-        in_flight: those of the launched buckets that were not waited for.
+        next: the index, in the order of buckets, of the first bucket that is not launched.
+        in_flight: the launched buckets that were not waited for yet.
     """
 
     scheduled: bool = False
@@ -106,7 +109,7 @@ class BackwardPass:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has raised, and nobody has noticed."""
+        """Whether the pass has raised without being cleaned up."""
         return self.scheduled and self.end() is None
 
 
@@ -114,7 +117,7 @@ class ShardedModel:
     """The state of a wrapped module.
 
     Args:
-        units: in the order of forward; the last one is the module itself with what is in no other unit.
+        units: in the order of forward; the last one is the module itself with the parameters in no other unit.
         broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
         composed: whether it was made by `fully_shard`, before its optimizer.
     """
@@ -133,7 +136,7 @@ class ShardedModel:
         if stage > 0 and ranks.world_size > 1:
             _advise_against_max_norm(module, ranks)
         self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
-        ranks.order = 0  # some ranks may still have those of a model that is gone on others
+        ranks.order = 0  # some ranks may still have the value of a model that others have dropped
         self.units, self.root = list(units), units[-1]
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         for number, bucket in enumerate(self.buckets):
@@ -141,35 +144,35 @@ class ShardedModel:
         self._set_order()
         self.device = self.buckets[0].device
         self.broadcast_buffers = broadcast_buffers
-        self.communication_seconds = 0.0  # this thread's time in the calls and waits of collectives
+        self.communication_seconds = 0.0  # this thread's time in calls and waits of collectives
         self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
-        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # they came in this order on every rank
-        self.stepped: set[Options] = set()  # of optimizers that came or stepped since the last message
-        self.options_differ = False  # whether a backward pass found that ranks have others, until a step has looked
-        self._heard: torch.Tensor | None = None  # on a device, the last message's header
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # attached in this order on every rank
+        self.stepped: set[Options] = set()  # of optimizers attached or stepped since the last message
+        self.options_differ = False  # whether a backward pass found different options on the ranks; a step resets it
+        self._heard: torch.Tensor | None = None  # on a device, the header of the last message
         self.sync = True
-        self.decided: bool | None = None  # whether the next backward pass reduces, where forward decides as in torch
-        self._awaits = False  # whether there was a forward pass since the last backward pass that reduces
-        self.held = False  # whether parameters stay whole, and nothing is reduced: inside of `interleaved`
-        self.leaf: int | None = None  # the micro-batch that a backward pass inside is a part of
-        self._leaves = 0  # how many there were
+        self.decided: bool | None = None  # whether the next backward pass reduces, if forward decided it as in torch
+        self._awaits = False  # whether a forward pass that reduces still waits for its backward pass
+        self.held = False  # inside `interleaved`: parameters stay unsharded, and nothing is reduced
+        self.leaf: int | None = None  # inside `interleaved`: the current micro-batch
+        self._leaves = 0  # number of micro-batches so far
         self.backward = BackwardPass()
         self.arrivals = _C.Arrivals(torch._C._current_graph_task_id)
-        self._calls = 0  # of units, so far
-        self._depth = 0  # calls of units that are running
-        self._packing: list[Any] = []  # by call that runs: what keeps saved parameters of stage 3, where it was put in
+        self._calls = 0  # number of unit calls so far
+        self._depth = 0  # number of unit calls that are running
+        self._packing: list[Any] = []  # by running call: the hooks for saved parameters at stage 3, if installed
         self._trains = False  # whether the last outermost call had a graph
-        self._forgets = False  # whether a backward pass was since; its graph may be used again until the next one
-        self._reenters: bool | None = None  # whether backward passes have others inside of them; None: unknown
-        self._trained: list[bool] = []  # by parameter, when that was found out
+        self._forgets = False  # whether a backward pass ran; its graph may be used again until the next forward pass
+        self._reenters: bool | None = None  # whether backward passes contain other backward passes; None: unknown
+        self._trained: list[bool] = []  # by parameter: whether it was trained when `_reenters` was determined
         self.keeps_gathered = False  # whether a graph made with create_graph may still need parameters of stage 3
-        self.holders = 0  # how many times the program is inside of `whole`: stage 3 lets go of nothing
+        self.holders = 0  # how many times the program is inside `whole`, during which stage 3 frees nothing
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
-        self.unmade: Unmade | None = None  # values that are to be loaded before the first forward pass
+        self.unmade: Unmade | None = None  # values that must be loaded before the first forward pass
         self._seen: list[Unit] = []  # units of this forward pass
-        self._last: list[Unit] = []  # of the one before
+        self._last: list[Unit] = []  # units of the previous forward pass
         self._handles: list[Any] = []
         self._ignored_buffers: frozenset[str] = frozenset()
         self._look_inside()
@@ -184,16 +187,17 @@ class ShardedModel:
         self.find_homes()
 
     def find_homes(self) -> None:
-        """Groups of stage 3 by the memory of their whole buffer."""
+        """Maps the memory of every stage 3 bucket's whole buffer to its bucket."""
         self._homes = {bucket.whole.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
     def _set_order(self) -> None:
-        """About the order in which backward finishes; the module's own parameters are used at both of its ends."""
+        """Sets the order of reductions: about the order in which backward finishes. The module's own parameters come
+        last, because backward may use them at its beginning and at its end."""
         launched = [*reversed(self.units[:-1]), self.root]
         self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
     def _watch(self, bucket: Bucket) -> None:
-        """Notices the arrival of gradients."""
+        """Installs the hooks that notice the arrival of gradients."""
         here, home = weakref.ref(self), weakref.ref(bucket)
         prepare = partial(_prepare, here, home)
         for i, node in enumerate(bucket.accumulators):
@@ -202,41 +206,41 @@ class ShardedModel:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The module's buffers, that all ranks get from the first one."""
+        """The module's buffers that all ranks get from the first rank."""
         found = [getattr(owner, key, None) for owner, key in self._buffer_places]
         return [buffer for buffer in found if buffer is not None]
 
     def ignore_buffers(self, names: Collection[str]) -> None:
-        """Leaves buffers of these names as they are on each rank."""
+        """Excludes buffers of these names, so that they stay as they are on each rank."""
         self._ignored_buffers = frozenset(names)
         self._look_inside()
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
-        """Those that are attached, and not dropped on this rank."""
+        """The optimizers that are attached and not dropped on this rank."""
         return [attached for attached in (ref() for ref in self._optimizers) if attached is not None]
 
     def add_optimizer(self, attached: ShardedOptimizer) -> None:
-        """Another one is attached."""
+        """Registers an attached optimizer."""
         attached.options.number = len(self._optimizers)
         self._optimizers.append(weakref.ref(attached))
         self.stepped.add(attached.options)
 
     def remove_optimizer(self, attached: ShardedOptimizer) -> None:
-        """One is attached no more."""
+        """Removes an optimizer."""
         del self._optimizers[self.number_of(attached)]
 
     def number_of(self, attached: ShardedOptimizer) -> int:
-        """The number by which all ranks know an optimizer."""
+        """Returns the number by which all ranks know an optimizer."""
         return next(i for i, ref in enumerate(self._optimizers) if ref() is attached)
 
     def optimizer_of(self, number: int) -> ShardedOptimizer | None:
-        """The optimizer of a number; None: it is not attached on this rank, or was dropped."""
+        """Returns the optimizer of a number; None: it is not attached on this rank, or was dropped."""
         return self._optimizers[number]() if number < len(self._optimizers) else None
 
     def shared_optimizers(self) -> list[ShardedOptimizer]:
-        """Those that no rank has dropped, which Python's collector may do at another time on each; the others are
-        attached no more. A collective."""
+        """Returns the optimizers that no rank has dropped, and removes the others. Garbage collection may drop an
+        optimizer at different times on the ranks, so this is a collective."""
         if self._optimizers:
             found = [ref() for ref in self._optimizers]
             kept = torch.tensor([each is not None for each in found], dtype=torch.uint8, device=self.device)
@@ -245,13 +249,14 @@ class ShardedModel:
         return self.optimizers
 
     def _look_inside(self) -> None:
-        """Notes what the module is made of."""
+        """Records the module's submodules and parameters, to notice new ones."""
         self._inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._dicts: list[dict[str, Any]] = [
             *(m._parameters for m in self._inside),
             *(m._modules for m in self._inside),
         ]
-        self._members = _C.addresses(self._dicts)  # all of them are kept, so that no other object gets their addresses
+        # `_dicts` stay referenced, so that no other object gets their addresses.
+        self._members = _C.addresses(self._dicts)
         self._buffer_places = [
             (owner, key)
             for name, owner in self.module.named_modules()
@@ -260,7 +265,7 @@ class ShardedModel:
         ]
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
-        """``call(*args)``, its time counted as communication."""
+        """Calls ``call(*args)`` and counts its time as communication."""
         start = time.perf_counter()
         try:
             return call(*args)
@@ -278,14 +283,14 @@ class ShardedModel:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def begin_call(self, unit: Unit, module: nn.Module) -> None:
-        """A module of a unit is called: its parameters are brought, and the next unit's are sent for."""
+        """Begins a call of a unit's module: gathers its parameters, and prefetches those of the next unit."""
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
         if self._depth == 0 and not recomputing:
             self._begin_outermost(module)
         if module is self.module and not recomputing:
             self.begin_forward()
         grad = torch.is_grad_enabled()
-        if recomputing and grad:  # here, for what comes first may come in a pass inside of this one
+        if recomputing and grad:  # now, because the first gradient may arrive in a pass inside this one
             unit.recomputed = True
             self.begin_backward()
         self._calls += 1
@@ -301,11 +306,11 @@ class ShardedModel:
                 self._gather_ahead(unit)
             else:
                 self.timed(unit.gather)
-        self._start_packing()  # nothing raises from here on: `leave_call` undoes it
+        self._start_packing()  # nothing raises after this; `leave_call` undoes it
         self._depth += 1
 
     def _check_transformed(self, module: nn.Module) -> None:
-        """Refuses views of parameters as arguments of a transform of torch.func: their values stay in shards."""
+        """Raises for views of parameters as arguments of a torch.func transform, because their values stay sharded."""
         for name, p in module.named_parameters():
             inner = p
             while torch._C._functorch.is_functorch_wrapped_tensor(inner):
@@ -318,7 +323,8 @@ class ShardedModel:
                 )
 
     def _begin_outermost(self, module: nn.Module) -> None:
-        """A call that is inside of no other one: what the last backward pass has used up is forgotten."""
+        """Begins a call that is not inside another one: resets the units' records of calls that the last backward
+        pass used."""
         self._trains = torch.is_grad_enabled()
         if self._trains and self._forgets:
             self._forgets = False
@@ -328,8 +334,8 @@ class ShardedModel:
                 self._last, self._seen = self._seen, []
 
     def begin_forward(self) -> None:
-        """The whole module is called."""
-        if self.backward.scheduled:  # the last backward pass raised half-way
+        """Begins a call of the whole module."""
+        if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
         self._check()
         if self.ranks.joining is not None and self.ranks.joining.flat is not self:
@@ -351,8 +357,8 @@ class ShardedModel:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Inside, parameters that are whole stay whole, and forward sends no buffers. Entering sends those that the
-        next forward pass would send."""
+        """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
+        the next forward pass would send."""
         if not self.holders and self.ranks.joining is None:
             self._announce_forward()
             self._sync_buffers = False
@@ -374,7 +380,7 @@ class ShardedModel:
             each.start_gather()
 
     def leave_call(self, done: bool) -> None:
-        """A call has returned, or raised."""
+        """Ends a call that has returned or raised."""
         self._depth -= 1
         self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
@@ -382,8 +388,8 @@ class ShardedModel:
                 self._release(bucket)
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
-        """A call has returned: what was brought goes. Returns the number of the last call that began before, for hooks
-        on the gradients of the output; None: they are of no use."""
+        """Ends a call that has returned, and frees gathered parameters. Returns the number of the last call that has
+        begun, for the hooks on the output's gradients; None: no hooks are needed."""
         recomputing = torch._C._current_graph_task_id() >= 0
         if not recomputing:
             again = unit.reshard_after_forward or not torch.is_grad_enabled()
@@ -394,9 +400,10 @@ class ShardedModel:
         return self._calls if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
 
     def _end_forward(self) -> None:
-        """The whole module returns: what was brought and not used goes."""
+        """Ends the whole module's forward: frees parameters that were gathered and not used."""
         trains = self.sync and torch.is_grad_enabled()
-        self._sync_buffers = trains or (self._sync_buffers and self.holders > 0)  # ranks evaluate as they like there
+        # Ranks may evaluate any number of times inside `whole`.
+        self._sync_buffers = trains or (self._sync_buffers and self.holders > 0)
         for unit in self.units:
             if unit.reshard_after_forward or not torch.is_grad_enabled():
                 self._release(unit)
@@ -408,7 +415,7 @@ class ShardedModel:
     # Saved parameters, at stage 3.
 
     def _start_packing(self) -> None:
-        """Lets autograd keep a reference to a parameter's unit in place of its memory, which goes."""
+        """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
         if self.stage < LAST_STAGE:
             return
         if self._depth == 0:
@@ -418,7 +425,7 @@ class ShardedModel:
         if autograd._saved_tensors_hooks_is_enabled():
             users = autograd._top_saved_tensors_default_hooks(
                 True
-            )  # those of checkpoint see to saved tensors otherwise
+            )  # checkpoint's hooks treat saved tensors differently
             if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
                 pack, unpack = users or (_keep, _kept)
                 hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
@@ -436,8 +443,8 @@ class ShardedModel:
 
     @contextmanager
     def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
-        """Inside, the buckets' parameters can be read, wherever the program is; a collective. Gives whether they stay
-        afterwards, as they do inside of a forward or backward pass."""
+        """Gathers the buckets' parameters for the block, even outside forward and backward; a collective. Yields
+        whether they stay gathered afterwards, as they do inside a forward or backward pass."""
         backward = torch._C._current_graph_task_id() >= 0
         stays = backward or self._depth > 0
         if stays and not backward:
@@ -473,7 +480,7 @@ class ShardedModel:
             )
 
     def send_buffers(self) -> None:
-        """Every rank gets the first one's buffers, in one message for each type."""
+        """Sends the first rank's buffers to every rank, in one message for each type."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in self.buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer.detach())
@@ -481,12 +488,13 @@ class ShardedModel:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.ranks.broadcast(flat)
             for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.data.copy_(values.view(buffer.shape))  # as torch's DDP: graphs that saved it stay usable
+                # As torch's DDP does, so that graphs that saved the buffer remain valid.
+                buffer.data.copy_(values.view(buffer.shape))
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Something of a pass of autograd has come; its end is to be noticed."""
+        """Notices the beginning of a pass of autograd, and registers a callback at its end."""
         if self.backward.scheduled and not self.backward.is_dead:
             return
         if self.backward.is_dead:
@@ -502,7 +510,7 @@ class ShardedModel:
             self._accumulate()
 
     def _accumulate(self) -> None:
-        """The pass is one of backward, not of torch.autograd.grad."""
+        """Records that the pass was started by backward, not by torch.autograd.grad."""
         if not self.backward.accumulates:
             self.backward.accumulates = True
             if self.syncs or self.stage == LAST_STAGE:
@@ -512,15 +520,15 @@ class ShardedModel:
         return any(will_run(node) for bucket in self.order for node in bucket.accumulators)
 
     def reach(self, unit: Unit, number: int) -> None:
-        """Backward has come to the output of a unit's call, or to what it has saved: later calls than the one of this
-        number are done."""
+        """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
+        later number are done."""
         self.begin_backward()
         self._see_to_complete()
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
             self.keeps_gathered = self.stage == LAST_STAGE
         self._pass(number)
-        if unit.first_call is None or unit.first_call > number:  # of a graph that is older than the last backward pass
+        if unit.first_call is None or unit.first_call > number:  # from a graph older than the last backward pass
             unit.first_call = 0
         if not unit.in_backward:
             unit.in_backward = True
@@ -531,14 +539,15 @@ class ShardedModel:
                 each.start_gather()
 
     def _before(self, unit: Unit) -> list[Unit]:
-        """The unit whose forward came before this one's, if it is to be sent for while this one computes."""
+        """Returns, in a list, the unit before this one in forward, if it is to be prefetched while this one
+        computes."""
         if not self.ranks.background:
             return []
         at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
         return self._seen[at - 1 : at] if at else []
 
     def _pass(self, number: int) -> None:
-        """Ends what came after a call in forward, and is done in backward."""
+        """Finishes units that are done in backward, because all their calls come after call ``number`` in forward."""
         done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
             if all(self._is_complete(bucket) for bucket in unit.buckets):
@@ -549,7 +558,7 @@ class ShardedModel:
                 self.flush(unit)
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Whether no gradient of the bucket is still to come in this pass."""
+        """Whether all gradients of the bucket have arrived in this pass."""
         if self.arrivals.adding_elsewhere() == bucket.number:
             return False
         arrived = self.backward.arrived.get(bucket, ())
@@ -558,12 +567,13 @@ class ShardedModel:
         return not any(will_run(node) for i, node in enumerate(bucket.accumulators) if i not in arrived)
 
     def _waits(self, bucket: Bucket) -> bool:
-        """Whether a bucket is reduced at the end of the backward pass alone: its gradients may come more than once."""
+        """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
+        once."""
         unit = bucket.unit
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
     def prepare(self, bucket: Bucket, i: int) -> None:
-        """A parameter's gradient is about to be added to `p.grad`, and that was not expected."""
+        """Called when an unexpected gradient is about to be added to `p.grad`: begins the pass or opens the bucket."""
         backward = self.backward
         if not (backward.scheduled and backward.accumulates) or backward.is_dead:
             self.begin_backward()
@@ -571,7 +581,7 @@ class ShardedModel:
             backward = self.backward
         self._see_to_complete()
         if bucket in backward.launched:
-            self._reenters = bucket.unit.came_twice = True  # from the next pass on it waits
+            self._reenters = bucket.unit.came_twice = True  # from the next pass on the bucket waits until the end
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
@@ -580,11 +590,11 @@ class ShardedModel:
             bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
         task = torch._C._current_graph_task_id()
         if task != backward.task:
-            self._reenters = True  # by a reentrant checkpoint
+            self._reenters = True  # a reentrant checkpoint
         self.arrivals.expected = task
 
     def _see_to_complete(self) -> None:
-        """Where the gradient that this thread has added was the last one of its bucket, the bucket goes on its way."""
+        """If this thread has added the last gradient of a bucket, packs the bucket or starts its reduction."""
         number = self.arrivals.take_complete()
         if number < 0:
             return
@@ -600,7 +610,7 @@ class ShardedModel:
         bucket.gradient.pack(self.held, self.leaf)
 
     def _launch_ready(self) -> None:
-        """Launches what is complete, in the order that all ranks keep."""
+        """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
         while self.backward.next < len(self.order):
             bucket = self.order[self.backward.next]
             arrived = len(self.backward.arrived.get(bucket, ()))
@@ -616,14 +626,14 @@ class ShardedModel:
         if gradient.opened:
             gradient.pack()
         else:
-            gradient.adopt_user_grads("backward", own=True)  # nothing has arrived
+            gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
         self.backward.launched.add(bucket)
         while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
         self.timed(gradient.start_reduce)
         self.backward.in_flight.append(bucket)
-        # The future of a hook may send more, from another thread, at another time on each rank.
+        # A communication hook's future may communicate from another thread, at different times on the ranks.
         if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
             self._settle()
 
@@ -634,7 +644,7 @@ class ShardedModel:
             attached.host.reduced(bucket)
 
     def flush(self, unit: Unit) -> None:
-        """Backward has passed a unit, whose gradients are as complete as they will be."""
+        """Handles a unit that backward has passed: no more gradients will arrive."""
         if not self.backward.accumulates:
             return
         for bucket in reversed(unit.buckets):
@@ -645,13 +655,13 @@ class ShardedModel:
                     self._collect(bucket)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.start_reduce(bucket)
-            else:  # a rank may have left some out
+            else:  # another rank may not have run this unit
                 self.backward.passed.add(bucket)
                 self._launch_ready()
 
     @eager
     def _finish(self) -> None:
-        """End of a pass of autograd."""
+        """Ends a pass of autograd."""
         if not self.backward.accumulates:
             self._reset()
             return
@@ -667,9 +677,9 @@ class ShardedModel:
             raise
 
     def conclude(self) -> None:
-        """All buckets are on their way: waits for them, and shows their gradients."""
+        """Waits for all buckets' reductions and exposes their gradients."""
         if self.syncs:
-            used = self._start_used_params()  # behind all buckets: some ranks have launched them before
+            used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
             while self.backward.in_flight:
                 self._settle()
             self._finish_used_params(used)
@@ -677,13 +687,13 @@ class ShardedModel:
             if bucket.gradient.opened:
                 self._collect(bucket)
             elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
-                bucket.gradient.reconcile()  # the pass has not come to it: what was set to None before stays so
+                bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             bucket.gradient.expose_grads()
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
-        """Starts the message in which every trainable parameter that this rank has a gradient of is a 1. Gives it, the
-        memory in which the host gets the ranks' largest bytes, that of the device, and the work."""
+        """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
+        message, the host memory for the ranks' maximum, the device memory, and the work."""
         said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
         for bucket in self.order:
             has = bucket.gradient.contributed | bucket.gradient.has
@@ -706,13 +716,14 @@ class ShardedModel:
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
         on_cpu = self.device.type == "cpu"
-        if on_cpu and heard == said:  # the common case; checksums have complements, so all ranks' are equal
+        # The common case; all ranks' checksums are equal, because their complements are sent too.
+        if on_cpu and heard == said:
             return
         missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
         if on_cpu:
             values = [*heard]
             self._read_header(values)
-        else:  # the common case does not wait for a device: it reads the header of the backward pass before
+        else:  # the common case does not wait for a device: it reads the header of the previous backward pass
             before, self._heard = self._heard, flags[:HEADER_NBYTES].clone()
             if before is not None:
                 self._read_header(before.tolist())
@@ -720,7 +731,7 @@ class ShardedModel:
         if not values:
             return
         if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
-            self.ranks.order = 0  # on every rank; what the pass has computed is forgotten
+            self.ranks.order = 0  # on every rank; the results of this pass are dropped
             raise MismatchError(
                 f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
                 "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
@@ -731,16 +742,16 @@ class ShardedModel:
             bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
 
     def _options_checksum(self) -> bytes:
-        """Of the optimizers' options; zeros of a rank that has joined, whose options follow the others' at each
-        step."""
+        """Returns the checksum of the optimizers' options, or zeros on a rank that has joined, whose options follow
+        the other ranks' at each step."""
         if self.ranks.joining is not None and self.ranks.joining.shadowing:
             return bytes(2 * CHECKSUM_NBYTES)
         stepped, self.stepped = self.stepped, set()
         return _with_complement(sum(options.checksum() for options in stepped) % (1 << 8 * CHECKSUM_NBYTES))
 
     def _read_header(self, values: list[int]) -> None:
-        """Notes whether the ranks' optimizers have different options, which their next step refuses, and whether any
-        rank has reentrant checkpoints."""
+        """Records whether the ranks' optimizers have different options, so that their next step raises, and whether
+        any rank has reentrant checkpoints."""
         *options, reenters = values[:HEADER_NBYTES]
         self.options_differ |= _differ(options)
         if reenters:
@@ -761,7 +772,7 @@ class ShardedModel:
                 self._release(unit)
 
     def _abandon(self) -> None:
-        """Forgets a backward pass that failed, and all gradients with it."""
+        """Drops a backward pass that failed, and all gradients with it."""
         if self.backward.accumulates:
             self.forget_gradients()
         self.keeps_gathered = False
@@ -780,9 +791,9 @@ class ShardedModel:
 
     @contextmanager
     def interleaved(self) -> Iterator[None]:
-        """A step of forward and backward passes of parts of the module in any order, as in a pipeline: parameters are
-        whole throughout, gradients add up, and one reduction comes at the end (none inside of `no_sync`). `begin_part`
-        says what comes next."""
+        """Runs a step of forward and backward passes of parts of the module in any order, as in a pipeline.
+        Parameters stay unsharded throughout, gradients accumulate, and one reduction comes at the end (none inside
+        `no_sync`). Call `begin_part` before each part."""
         self.begin_forward()
         self._sync_buffers = self.sync and torch.is_grad_enabled()
         for unit in self.units:
@@ -808,14 +819,14 @@ class ShardedModel:
             self._reset()
 
     def begin_part(self, microbatch: int | None) -> None:
-        """Inside of `interleaved`: what follows is a part of this micro-batch's passes; None: of each parameter's
+        """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
         next."""
         self.leaf = microbatch
         self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
 
     def decide(self) -> None:
-        """A forward pass decides whether its backward pass reduces. One inside of `no_sync` leaves that to an earlier
-        one whose backward pass has not come, and so does one that backward runs again."""
+        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
+        again by backward, does not change the decision of an earlier one whose backward pass is still to come."""
         if torch._C._current_graph_task_id() >= 0:
             return
         self._awaits |= self.sync
@@ -823,18 +834,18 @@ class ShardedModel:
 
     @property
     def syncs(self) -> bool:
-        """Whether a backward pass now reduces."""
+        """Whether a backward pass now would reduce."""
         return self.sync if self.decided is None else self.decided
 
     def forget_gradients(self) -> None:
-        """As zero_grad() does."""
+        """Drops the gradients as zero_grad() does."""
         for bucket in self.order:
             for p in bucket.params:
                 p.grad = None
             bucket.gradient.drop()
 
     def restage(self, stage: int) -> None:
-        """Moves everything to another stage."""
+        """Moves all buckets to another stage."""
         if stage and any(bucket.hook is not None for bucket in self.buckets):
             raise UnsupportedError(
                 f"restage: rank {self.ranks.rank} got stage={stage} for a module with a communication hook, which "
@@ -858,7 +869,7 @@ class ShardedModel:
             raise UnsupportedError(
                 f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
             )
-        if self.backward.scheduled:  # the last backward pass raised half-way
+        if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
         if self.unmade is not None:
             self._check_unmade(self.unmade, "unshard")
@@ -871,11 +882,11 @@ class ShardedModel:
             unit.unwrap()
         self.detach()
         self.unwrapped = True
-        for unit in self.units:  # nothing waits for the garbage collector
+        for unit in self.units:  # so that nothing waits for garbage collection
             del unit.flat
 
     def detach(self) -> None:
-        """Takes every hook away; the parameters stay where they are."""
+        """Removes all hooks; the parameters stay where they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -886,7 +897,7 @@ class ShardedModel:
     # ---- what must not change -------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Takes in what was changed of the module since it was wrapped, or refuses it."""
+        """Applies changes that were made to the module since it was wrapped, or raises."""
         new = self._new_parameter()
         if new:
             raise InvalidArgumentError(
@@ -901,7 +912,7 @@ class ShardedModel:
         self._unfreeze()
         with torch._C.DisableTorchFunctionSubclass():
             trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in self.order))]
-        if trained != self._trained:  # a checkpoint of frozen parameters is not noticed
+        if trained != self._trained:  # reentrant checkpoints are not noticed while all their parameters are frozen
             self._trained = trained
             self._reenters = self._reenters or None
 
@@ -912,7 +923,7 @@ class ShardedModel:
         self.unmade = None
 
     def _new_parameter(self) -> str | None:
-        """The name of a parameter that the module did not have. Other modules without parameters may come and go."""
+        """Returns the name of a new parameter, or None. Submodules without parameters may be added and removed."""
         if _C.addresses(self._dicts) == self._members:
             return None
         known = {id(p) for bucket in self.buckets for p in bucket.params}
@@ -923,7 +934,7 @@ class ShardedModel:
         return new
 
     def _unfreeze(self) -> None:
-        """Trains buckets that were frozen and have a parameter that requires a gradient now. All ranks do the same."""
+        """Starts to train frozen buckets in which a parameter now requires a gradient. All ranks must do the same."""
         thawed = [g for g in self.buckets if not g.trainable and any(p.requires_grad for p in g.params)]
         if not thawed:
             return
@@ -938,22 +949,24 @@ class ShardedModel:
 
 @lru_cache
 def _with_complement(checksum: int) -> bytes:
-    """Its bytes, and those of its complement. The largest of each over the ranks tells whether all are equal."""
+    """Returns the checksum's bytes and their complements. The maximum of each over the ranks tells whether all are
+    equal."""
     some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
     return some + bytes(255 - byte for byte in some)
 
 
 def _differ(largest: list[int]) -> bool:
-    """Whether ranks had different checksums: a byte and its complement then add up to more than 255."""
+    """Whether ranks had different checksums: then the maxima of a byte and of its complement add up to more than
+    255."""
     pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
     return any(a + b != 255 for a, b in pairs)
 
 
 def will_run(node: Any) -> bool:
-    """Whether the pass of autograd that is running runs a node."""
+    """Whether the running pass of autograd will execute a node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad of a parameter
+    except RuntimeError:  # happens in torch.autograd.grad of a parameter
         return False
 
 
@@ -974,15 +987,15 @@ def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> Non
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What autograd keeps of a parameter of stage 3, in place of its memory. It must not hold the model, which may hold
-    the graph."""
+    """The object that autograd saves in place of a stage 3 parameter. It must not reference the model, because the
+    model may reference the graph."""
 
     home: weakref.ref[Bucket]
-    number: int  # of the last call when it was saved
+    number: int  # number of the last call when it was saved
     window: Window
 
     def values(self) -> torch.Tensor:
-        """Those of the parameter; a collective where its bucket is not gathered."""
+        """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
         if bucket is None or bucket.unit is None:
             raise RuntimeError(
@@ -993,12 +1006,13 @@ class SavedParameter:
         if torch._C._current_graph_task_id() >= 0:
             bucket.unit.flat.reach(bucket.unit, self.number)
             return bucket.window(self.window)
-        with bucket.unit.flat.borrowing([bucket], bucket.unit.name, "a saved tensor"):  # somebody looks at the graph
+        # Accessed by a program that inspects the graph.
+        with bucket.unit.flat.borrowing([bucket], bucket.unit.name, "a saved tensor"):
             return bucket.window(self.window).clone()
 
 
 def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """What packs saved tensors, and all but parameters of stage 3 with ``pack``."""
+    """Returns a function that packs saved tensors: stage 3 parameters as `SavedParameter`, all others with ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
@@ -1012,12 +1026,12 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
 
 
 def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """The reverse of `_packing`."""
+    """Returns the inverse of `_packing`."""
     return lambda saved: saved.values() if isinstance(saved, SavedParameter) else unpack(saved)
 
 
 def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """As autograd keeps a tensor. It must not be a node's own output, which would hold the node."""
+    """Saves a tensor as autograd does. It must not be a node's own output, because that would keep the node alive."""
     return x.detach(), x._version
 
 
@@ -1031,7 +1045,8 @@ def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
     return x
 
 
-# Hooks that do not hold the model: Python's garbage collector does not see what hooks of nodes hold.
+# These hooks do not reference the model, because Python's garbage collector does not see the references of nodes'
+# hooks.
 
 
 @eager
@@ -1042,15 +1057,15 @@ def _prepare(flat: weakref.ref[ShardedModel], bucket: weakref.ref[Bucket], i: in
 
 
 def flags_numel(buckets: Sequence[Bucket], stage: int) -> int:
-    """Bytes of the message that ends a synchronised backward pass: the header, which parameters were used, and at stage
-    3 the units' order."""
+    """Returns the bytes of the message that ends a synchronised backward pass: the header, the used parameters, and
+    at stage 3 a checksum of the units' order."""
     used = sum(len(bucket.params) for bucket in buckets)
     return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
 
 
 def sharded_model_of(module: nn.Module) -> ShardedModel | None:
-    """The state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that holds such
-    parameters."""
+    """Returns the state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that
+    contains such parameters."""
     for p in module.parameters():
         place = place_of(p)
         if place is not None:

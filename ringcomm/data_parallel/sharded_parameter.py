@@ -1,4 +1,4 @@
-"""A parameter of stage 3 while its values are in the ranks' shards, and views of it.
+"""A stage 3 parameter, and views of it, while its values are sharded over the ranks.
 
 p.shape, p.stride()          answered without values
 p.norm(), p.mul_(2)          the ranks gather the parameter's bucket; what was written is kept; the bucket goes
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from ringcomm.data_parallel.bucket import Bucket
     from ringcomm.data_parallel.sharded_model import ShardedModel
 
-# What can be asked for without values. Getters and setters of attributes are `__get__` and `__set__`.
+# Functions that need no values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
     *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "storage_offset", "is_same_size"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
     *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
 }
-_LIKE = {  # new tensors of the same type and place, and what asks for no more than these
+_LIKE = {  # create tensors like this one, or need only its type and device
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("is_shared", "is_pinned", "is_inference", "is_signed", "retain_grad", "result_type"),
 }
-_STRIDES = {"stride", "is_contiguous", "dim_order"}  # of the values: what stands for them has none
+_STRIDES = {"stride", "is_contiguous", "dim_order"}  # strides of the values, which the placeholder does not have
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
-    *("reduce", "recv", "irecv"),  # of torch.distributed: what they write differs between ranks
+    *("reduce", "recv", "irecv"),  # of torch.distributed: they write different values on each rank
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
 _ARRAYS = {"numpy", "__array__"}  # read-only copies
@@ -49,7 +49,7 @@ _COPIES = _ARRAYS | {"__dlpack__"}
 
 
 class Window(NamedTuple):
-    """Where a view lies in the memory of a bucket that is whole."""
+    """The place of a view in the memory of an unsharded bucket."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -63,7 +63,7 @@ class Window(NamedTuple):
         return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
     def on(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view."""
+        """Returns the view in a whole buffer."""
         found = torch.empty(0, dtype=self.dtype, device=whole.device)
         found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
         found = found.conj() if self.is_conj else found
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
 
 class _Data:
-    """The memory that a parameter and its views share, or shared before `p.data = other`.
+    """The memory that a parameter and its views share, or shared until `p.data = other`.
 
     Attributes:
         piece: this rank's part of the values, once they are no longer the parameter's.
@@ -83,7 +83,7 @@ class _Data:
         self._whole: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
-        """A buffer as the bucket's, with these values; a collective the first time."""
+        """Returns a buffer with the bucket's layout that holds these values; a collective the first time."""
         if self._whole is None:
             layout, ranks, index = self._place.bucket.layout, self._place.flat.ranks, self._place.index
             start, end = layout.shard_range(ranks.rank)
@@ -94,7 +94,7 @@ class _Data:
         return self._whole
 
     def put_back(self) -> None:
-        """`p.data = kept`: the parameter shares the views' memory again, which may have been written into."""
+        """Implements `p.data = kept`: the parameter shares the views' memory again, including writes into the views."""
         bucket = self._place.bucket
         bucket.release()
         replace_data(self._place)
@@ -103,29 +103,29 @@ class _Data:
 
 
 def replace_data(place: Place) -> None:
-    """Before a parameter gets other values as its data: the views that there are keep what it has now."""
+    """Called before a parameter's data is replaced: existing views keep the current values."""
     if place.data is not None:
         place.data.piece = place.bucket.piece(place.bucket.weight, place.index).clone()
     place.data = None
 
 
 class ShardedView(torch.Tensor):
-    """A view of a parameter of stage 3 while it is in shards, also `p.data` and `p.detach()`.
+    """A view of a stage 3 parameter while it is sharded, including `p.data` and `p.detach()`.
 
-    Its shape can be asked for without communication. Whatever needs values collects them first: a collective, which
-    every rank has to call. What is written into it counts, each rank's part of it; write the same on every rank.
+    Its shape needs no communication. Operations that need values gather them first, a collective that every rank must
+    call. Writes into it are kept, by each rank for its own part; write the same values on every rank.
 
-    A view that has a gradient (`p[0]` outside of `torch.no_grad()`) is read as the values that it was made with.
+    A view that has a gradient (`p[0]` outside `torch.no_grad()`) reads the values with which it was made.
     """
 
     _ringcomm: Place
-    _window: Window | None = None  # None: all of the parameter
+    _window: Window | None = None  # None: the whole parameter
     _data: _Data | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after ours
+        if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
             return args[0]
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in ("detach", "alias") or (name == "__get__" and attribute == "data"):
@@ -158,7 +158,7 @@ class ShardedView(torch.Tensor):
         return self._copy().__reduce_ex__(protocol)
 
     def _copy(self) -> torch.Tensor:
-        """The values, as a plain parameter or tensor; a collective."""
+        """Returns the values as a plain parameter or tensor; a collective."""
         place, values = self._ringcomm, self.detach().clone()
         return nn.Parameter(values, self.requires_grad) if self is place.bucket.params[place.index] else values
 
@@ -169,11 +169,11 @@ class ShardedView(torch.Tensor):
 
 
 class ShardedParameter(ShardedView, nn.Parameter):
-    """The class of a parameter of stage 3 while it is in shards."""
+    """The class of a stage 3 parameter while it is sharded."""
 
 
 def _alias(x: Any) -> ShardedView:
-    """The same parameter or view without its history of gradients."""
+    """Returns the same parameter or view, detached from autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
 
@@ -189,16 +189,16 @@ def _note(view: Any, place: Place, window: Window | None, replaced: _Data | None
 
 
 def _like(x: Any) -> torch.Tensor:
-    """A tensor without memory that has the strides of a parameter or view."""
+    """Returns a tensor without memory that has the strides of a parameter or view."""
     if x._window is None:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
     return torch.empty_strided(x.shape, x._window.stride, dtype=x.dtype, device="meta")
 
 
 def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
-    """`p.data = values`: this rank takes its part of them."""
+    """Implements `p.data = values`: this rank keeps its part of them."""
     place: Place = p._ringcomm
-    if not isinstance(p, ShardedView):  # it is whole
+    if not isinstance(p, ShardedView):  # it is unsharded
         with torch._C.DisableTorchFunctionSubclass():
             p.data = values.clone()
         return
@@ -222,7 +222,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a conversion, such as `to`, gives the parameter itself."""
+    """Whether a conversion, such as `to`, returns the parameter itself."""
     if getattr(func, "__name__", "") == "contiguous":
         return _like(args[0]).is_contiguous(*args[1:], **kwargs)
     twin = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
@@ -244,7 +244,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
-    buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # a model after the other, in an order that all ranks have
+    buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
     with ExitStack() as borrowed:
@@ -255,10 +255,10 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
-        if hasattr(result, "wait"):  # of torch.distributed: the values go
+        if hasattr(result, "wait"):  # of torch.distributed; the values are freed after this
             result.wait()
         if name in _ARRAYS:
-            result.flags.writeable = False  # what is written into a copy would be lost
+            result.flags.writeable = False  # writes into the copy would be lost
         originals = {id(values[id(x)]): x for x in given}
         homes = {place.bucket.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
 
@@ -270,7 +270,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             place, window = homes[x.untyped_storage()._cdata], Window.of(x)
             if not (torch.is_grad_enabled() and x.requires_grad):
                 return _view(x.clone(), place, window)
-            x.data = x.detach().clone()  # its node stays the view's: programs look for the parameter's behind it
+            # Keeps the view's autograd node, because programs look for the parameter's node behind it.
+            x.data = x.detach().clone()
             x.__class__ = ShardedView
             return _note(x, place, window)
 
@@ -278,8 +279,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` on the copies that views with a gradient have. What is written into one is written into the
-    parameter too."""
+    """Calls ``func`` on the copies that views with a gradient have. Writes into a copy are also made in the
+    parameter."""
     leaves = tree_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         views = {id(x): x for x in leaves if _has_gradient(x)}
@@ -305,19 +306,20 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         memories = {x.untyped_storage()._cdata: views[key] for key, x in own.items()}
     found, structure = tree_flatten(result)
-    if any(_shares(x, memories) for x in found):  # where they lie in the parameter
+    if any(_shares(x, memories) for x in found):  # find the results' places in the parameter
         args, kwargs = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
         with torch.no_grad():
             there = tree_leaves(func(*args, **kwargs))
         for at, (x, y) in enumerate(zip(found, there, strict=True)):
-            if _shares(x, memories):  # y is a plain tensor where the bucket stays, and of data that was replaced
+            # Y is a plain tensor if the bucket stays gathered, or if it is a view of replaced data.
+            if _shares(x, memories):
                 view = memories[x.untyped_storage()._cdata]
                 found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
     return tree_unflatten(found, structure)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
-    """Whether this is a plain tensor in one of the memories."""
+    """Whether ``x`` is a plain tensor in one of the memories."""
     if not isinstance(x, torch.Tensor) or _has_place(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return x.layout == torch.strided and x.untyped_storage()._cdata in memories
@@ -329,8 +331,7 @@ def _writes(name: str, kwargs: Any) -> bool:
 
 
 def _values(x: Any) -> torch.Tensor:
-    """The values of a parameter that was collected, as the parameter itself if it can be computed with, or of a
-    view."""
+    """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view."""
     window, place, replaced = _window(x), x._ringcomm, _replaced(x)
     whole = place.bucket.whole if replaced is None else replaced.whole()
     if window is not None:
@@ -339,7 +340,7 @@ def _values(x: Any) -> torch.Tensor:
 
 
 def _has_gradient(x: Any) -> bool:
-    """Whether this is a view that autograd follows, or collects a gradient for."""
+    """Whether ``x`` is a view that autograd tracks or accumulates a gradient for."""
     if not isinstance(x, ShardedView) or x._window is None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -347,7 +348,7 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _has_place(x: Any) -> bool:
-    """Whether a tensor is a parameter of stage 3, which may have been collected since, or a view of one."""
+    """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one."""
     return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
 
 
@@ -356,6 +357,6 @@ def _window(x: Any) -> Window | None:
 
 
 def _replaced(x: Any) -> _Data | None:
-    """The memory of a view of what `p.data` was before; None: it shares the parameter's."""
+    """Returns the memory of a view made before `p.data` was replaced; None: it shares the parameter's memory."""
     data = x._data if isinstance(x, ShardedView) else None
     return None if data is None or data is x._ringcomm.data else data

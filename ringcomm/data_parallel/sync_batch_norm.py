@@ -1,6 +1,6 @@
 """Batch normalisation over the batches of all ranks, on every device that the communicator serves.
 
-torch.nn.SyncBatchNorm takes GPU tensors alone, and torch.distributed.
+torch.nn.SyncBatchNorm accepts only GPU tensors, and needs torch.distributed.
 
     forward    count, mean and sum of squared deviations of every rank -> those of the whole batch
     backward   sums of dy and dy * x^ of every rank -> the gradient through the whole batch's mean and variance
@@ -24,22 +24,23 @@ from ringcomm.data_parallel.place import place_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, whole
 
-# Communicators of layers that were unpickled: one for each process group.
+# Communicators of unpickled layers, one per process group.
 _of_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm of any number of dimensions whose statistics in training are those of all ranks' inputs together.
+    """A BatchNorm for any number of dimensions. In training its statistics are those of all ranks' inputs together.
 
-    Ranks may have different batches, also empty ones. In eval, and with one rank, it is torch's BatchNorm.
+    Ranks may have batches of different sizes, including empty ones. In eval, and with one rank, it equals torch's
+    BatchNorm.
 
     Args:
-        comm: the ranks. `convert` gives a communicator of its own to the norms, so that their messages and the
-            gradients' cannot get mixed up.
+        comm: the ranks. `convert` gives the norms their own communicator, so that their messages cannot be confused
+            with those of the gradients.
     Shapes:  (batch, num_features, ...).
     Order:   ranks' statistics are combined in rank order, in float64: the same bits on every rank.
     Cost:    an all_gather of 2 C + 1 float64 in forward, an all_reduce of 2 C in backward; neither overlaps.
-    Raises:  InvalidArgumentError: an input of another shape, or one element in each channel on all ranks together.
+    Raises:  InvalidArgumentError: an input of another shape, or only one element per channel over all ranks.
     """
 
     @expects(
@@ -66,14 +67,14 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
-        self._was_unpickled = False  # and has no ranks since
+        self._was_unpickled = False  # and has had no ranks since
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the ranks, which cannot be pickled: see `_find_ranks`."""
+        """Returns the state without the ranks, which cannot be pickled: see `_find_ranks`."""
         return {**super().__getstate__(), "comm": None, "_was_unpickled": self._was_unpickled or self.comm is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy over the same ranks."""
+        """Returns a copy over the same ranks."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -81,7 +82,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return twin
 
     def _find_ranks(self, device: torch.device) -> None:
-        """What was unpickled is trained over torch's default group, as torch's SyncBatchNorm is."""
+        """Gives an unpickled layer the ranks of torch's default group, as torch's SyncBatchNorm uses."""
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():
             raise InvalidArgumentError(
@@ -100,7 +101,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input, with mean 0 and variance 1 in each channel, times weight plus bias."""
+        """Returns the input normalised to mean 0 and variance 1 in each channel, times weight plus bias."""
         if self.training and self.comm is None and self._was_unpickled:
             self._find_ranks(input.device)
         if not self.training or self.comm is None or self.comm.world_size == 1:
@@ -124,12 +125,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @staticmethod
     @expects("SyncBatchNorm", module=MODULE, comm=COMMUNICATOR)
     def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
-        """The module with its BatchNorms, torch's SyncBatchNorms too, replaced by these; a collective.
+        """Replaces a module's BatchNorms, including torch's SyncBatchNorms, by this class, and returns the module; a
+        collective.
 
-        Parameters and buffers are the same objects. Convert before wrapping.
+        Parameters and buffers stay the same objects. Call it before wrapping the module.
 
         Args:
-            comm: None: that of torch.distributed's default group, else of ``ringcomm.init()``.
+            comm: None: a communicator over torch.distributed's default group, else ``ringcomm.init()``.
         """
         found = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
         if comm is None:
@@ -155,7 +157,7 @@ def _convert(module: nn.Module, comm: Communicator) -> nn.Module:
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
-    """Of a channel's value beside ``x``."""
+    """Returns the shape in which a per-channel value broadcasts against ``x``."""
     return (1, -1) + (1,) * (x.dim() - 2)
 
 
@@ -202,7 +204,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _statistics(x: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, variance, and number of elements, of each channel over all ranks, in float64."""
+    """Returns mean, variance and number of elements of each channel over all ranks, in float64."""
     channels = x.shape[1]
     over = [i for i in range(x.dim()) if i != 1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)

@@ -1,4 +1,4 @@
-"""Modules on the meta device as they were before they were cut: each is initialised whole, one at a time."""
+"""Initialises modules on the meta device in the form that they had before they were split, one at a time."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ALIGNED = 64  # bytes
 
 @dataclass(frozen=True)
 class Uncut:
-    """A module on meta before it was cut.
+    """A module on meta in the form before it was split.
 
     Attributes:
-        module: that was there before; of what stays whole the module itself.
-        comm: the ranks that it is cut over.
+        module: the module before the split; for a module that was not split, the module itself.
+        comm: the ranks over which it is split.
     """
 
     module: nn.Module
     comm: Communicator
 
     def open(self, now: nn.Module, room: Room) -> nn.Module:
-        """The whole module, with memory to be initialised in."""
+        """Returns the unsplit module with memory for its initialisation."""
         if self.module is not now:
             room.house(self.module)
         return self.module
 
     def close(self, now: nn.Module) -> None:
-        """Gives ``now`` this rank's part of rank 0's values; a collective."""
+        """Copies this rank's part of rank 0's values to ``now``; a collective."""
         for key, x in _own(self.module).items():
             mine, part = _own(now)[key].detach(), part_of(_own(now)[key])
             self.comm.broadcast(x.detach(), 0)
@@ -46,10 +46,10 @@ class Uncut:
 
 
 class Room:
-    """Memory for one whole module after the other. A heap that gave each its own would keep the holes.
+    """Memory that is reused for one unsplit module after another. Separate allocations would fragment the heap.
 
     Args:
-        fill: what is written into a tensor before it is initialised.
+        fill: returns the value that is written into a tensor before it is initialised.
     """
 
     def __init__(self, device: torch.device, fill: Callable[[torch.Tensor], float]) -> None:
@@ -57,11 +57,11 @@ class Room:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def house(self, module: nn.Module) -> None:
-        """Gives a module's own tensors on meta memory, until the next module gets it."""
+        """Gives a module's own meta tensors memory, which stays valid until the next call."""
         mine = _own(module)
         sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in mine.values()]
         if self.memory.numel() < sum(sizes):
-            self.memory = self.memory.new_empty(0)  # lets go of the old one first
+            self.memory = self.memory.new_empty(0)  # frees the old memory first
             self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         for (key, x), part in zip(mine.items(), self.memory[: sum(sizes)].split(sizes), strict=True):
             made = part[: x.nbytes].view(x.dtype).view(x.shape)
@@ -73,22 +73,22 @@ class Room:
 
 
 def uncut_of(module: nn.Module) -> Uncut | None:
-    """What a module on meta was before it was cut; None: no other."""
+    """Returns the form of a meta module before it was split; None: it was not recorded."""
     return module.__dict__.get("_ringcomm_uncut")
 
 
 def keep_uncut(module: nn.Module, new: Mapping[int, nn.Module], comm: Communicator) -> None:
-    """Remembers the modules with tensors on meta.
+    """Records the modules with tensors on meta.
 
     Args:
-        new: by id, what takes their place.
+        new: by id, the modules that replace them.
     """
     for each in module.modules():
         now = new.get(id(each), each)
         if any(x.is_meta for x in _own(each).values()):
             now.__dict__["_ringcomm_uncut"] = Uncut(each, comm)
         for key, p in each._parameters.items() if now is not each else ():
-            if p is not None and p is now._parameters[key]:  # stays whole
+            if p is not None and p is now._parameters[key]:  # it is not split
                 each._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
 
 

@@ -1,14 +1,15 @@
-"""A unit: a run of modules whose parameters travel together, and what happens around their calls.
+"""A unit: a run of modules whose parameters are communicated together, and the work around their calls.
 
     forward    gather before the run's first module, release after its last
     backward   gather when the gradient of an output arrives; release and reduce when backward has reached a call that
                came before all calls of the unit
 
-Autograd runs nodes in the reverse order of their creation, so the gradient of an earlier call's output means that later
-calls are done. Nothing stands in the graph itself: the sums of gradients are associated as in the plain module.
+Autograd runs nodes in the reverse order of their creation, so when the gradient of an earlier call's output arrives,
+later calls are done. Nothing is added to the graph itself, so sums of gradients are associated as in the plain module.
 
-A call is taken over in the module's class, in `__call__`: outside of what `torch.compile` and `nn.Module.compile`
-compile, and of a class's own `__call__`. Up to stage 2 parameters are whole and there is nothing to gather.
+A module's call is intercepted in `__call__` of the module's class: outside the code that `torch.compile` and
+`nn.Module.compile` compile, and outside a class's own `__call__`. Up to stage 2 parameters are unsharded, and nothing
+is gathered.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _classes: dict[tuple[type, type], type] = {}
 _lock = threading.Lock()
-_frames = torch._C._dynamo.eval_frame  # of the interpreter: the package torch._dynamo takes long to import
+_frames = torch._C._dynamo.eval_frame  # the interpreter's part; importing the package torch._dynamo takes long
 
 
 def skipped(function: _F) -> _F:
-    """Lets Dynamo run a function as it is, and compile what it calls."""
+    """Makes Dynamo run a function uncompiled, and compile the functions that it calls."""
     return _without_dynamo(function, _frames._FrameAction.DEFAULT)
 
 
 def eager(function: _F) -> _F:
-    """Keeps a function and what it calls from Dynamo. Unlike torch.compiler.disable it costs nothing where nothing is
-    compiled, and does not import the compiler."""
+    """Excludes a function and the functions that it calls from Dynamo. Unlike torch.compiler.disable it costs
+    nothing if nothing is compiled, and does not import the compiler."""
     return _without_dynamo(function, _frames._FrameAction.SKIP)
 
 
 def _without_dynamo(function: _F, inside: Any) -> _F:
-    """Notes on a function's code what Dynamo does with what it calls."""
+    """Sets, on a function's code, how Dynamo treats the functions that it calls."""
     strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, inside)
     _frames.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -58,35 +59,36 @@ def _without_dynamo(function: _F, inside: Any) -> _F:
 
 
 class UnitModule:
-    """What wrapping adds to the class of a unit's module. A copy of the module is one of the plain class; what the
-    module makes of its own class, as a slice of nn.Sequential, is a module without a unit."""
+    """The mixin that wrapping adds to the class of a unit's module. A copy of the module has the plain class; a
+    module that it makes from its own class, such as a slice of nn.Sequential, has no unit."""
 
     @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call, by its unit."""
+        """Calls the module through its unit."""
         unit: Unit | None = self.__dict__.get("_ringcomm_unit")
         call = super().__call__  # type: ignore[misc]
         return call(*args, **kwargs) if unit is None else unit.call(self, call, args, kwargs)
 
     @skipped
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """What `nn.Module.__call__` runs, also where torch.compile or a checkpoint has kept that."""
+        """Runs the module through its unit, even if torch.compile or a checkpoint has stored this method."""
         unit: Unit | None = self.__dict__.get("_ringcomm_unit")
         call = super()._call_impl  # type: ignore[misc]
         return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class that looks at its subclasses hears of those that users make alone."""
+        """Hides the classes that wrapping makes from a base class's own __init_subclass__, which only sees users'
+        classes."""
         if issubclass(cls.__bases__[0], nn.Module):
             super().__init_subclass__(**kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`: the module's own call, without the unit's."""
+        """Same as `nn.Module.compile`: compiles the module's own call, without the unit's."""
         self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What DistributedDataParallel, torch's or ours, asks for of a module that it wraps."""
+        """The names that DistributedDataParallel, torch's or ours, reads from a module that it wraps."""
         if "_ringcomm_unit" not in self.__dict__:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
@@ -107,8 +109,8 @@ class UnitModule:
 
 
 class EqualsPlain(type):
-    """Of the classes that wrapping makes: each equals the plain class, because many programs ask for
-    ``type(module) == nn.Linear`` or look ``type(module)`` up."""
+    """The metaclass of the classes that wrapping makes: each equals its plain class, because many programs compare
+    ``type(module) == nn.Linear`` or use ``type(module)`` as a key."""
 
     def __eq__(cls, other: object) -> bool:
         return isinstance(other, type) and plain_class(cls) is plain_class(other)
@@ -123,12 +125,12 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def plain_class(kind: type) -> Any:
-    """The class that a module had before it was wrapped."""
+    """Returns the class that a module had before it was wrapped."""
     return vars(kind).get("_ringcomm_plain", kind)
 
 
 def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
-    """Gives a module's class what wrapping adds. Its name stays: libraries look for it."""
+    """Adds the mixin to a module's class. The class keeps its name, because libraries look for it."""
     kind = plain_class(type(module))
     with _lock:
         if (added, kind) not in _classes:
@@ -141,10 +143,10 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
 
 
 class Unit:
-    """Modules that are called one after the other, and their buckets.
+    """Modules that are called one after another, and their buckets.
 
     Args:
-        reshard_after_forward: whether stage 3 lets go of the parameters between forward and backward.
+        reshard_after_forward: whether stage 3 frees the parameters between forward and backward.
     """
 
     def __init__(
@@ -152,26 +154,26 @@ class Unit:
     ) -> None:
         self.name, self.modules, self.buckets = name, list(modules), list(buckets)
         self.reshard_after_forward = reshard_after_forward
-        self.asked_reshard: bool | None = None  # of `fully_shard`
+        self.asked_reshard: bool | None = None  # the value passed to `fully_shard`
         self.reshard_after_backward = True
         self.precision: MixedPrecision | None = None  # None: the model's
-        self.forward_prefetch: list[Unit] | None = None  # None: what came next in the last pass
+        self.forward_prefetch: list[Unit] | None = None  # None: the units that followed in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = None  # the number of its first call whose graph is not used up; 0: unknown
+        self.first_call: int | None = None  # number of its first call whose graph is not used up; 0: unknown
         self.in_backward = False
-        self.calls: Counter[nn.Module] = Counter()  # in training, likewise
-        self.checkpointed = False  # whether one of them was without a graph, as reentrant checkpointing makes it
-        self.used_outside = False  # then: whether backward also comes to a parameter outside of its checkpoint
+        self.calls: Counter[nn.Module] = Counter()  # calls in training whose graph is not used up
+        self.checkpointed = False  # whether a call had no graph, as in reentrant checkpointing
+        self.used_outside = False  # with a checkpoint: whether backward also reaches a parameter outside it
         self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
-        self.came_twice = False  # whether a gradient has come twice where this was not expected
-        self.calling: nn.Module | None = None  # whose call runs
-        self.undo: list[Callable[[], Any]] = []  # takes away what wrapping has put on the modules
+        self.came_twice = False  # whether a gradient has unexpectedly come twice
+        self.calling: nn.Module | None = None  # the module whose call is running
+        self.undo: list[Callable[[], Any]] = []  # undo what wrapping did to the modules
         self.flat: ShardedModel
 
     @property
     def repeats(self) -> bool:
-        """Whether the unit's gradients may come in several parts of a backward pass, with other units between: each
-        reentrant checkpoint is a pass of its own inside of it."""
+        """Whether the unit's gradients may come in several parts of a backward pass, with other units in between:
+        each reentrant checkpoint runs its own backward pass inside it."""
         if self.came_twice:
             return True
         hidden = self.checkpointed and self.recomputed is not False
@@ -179,12 +181,12 @@ class Unit:
 
     @property
     def accumulators(self) -> list[Any]:
-        """The nodes of autograd that add up the parameters' gradients."""
+        """The autograd nodes that accumulate the parameters' gradients."""
         return [node for bucket in self.buckets for node in bucket.accumulators]
 
     def forget_calls(self) -> None:
-        """A new forward pass begins, after a backward pass."""
-        if self.checkpointed and self.recomputed is None:  # calls without a graph that are no checkpoints
+        """Resets the records of calls, when a forward pass begins after a backward pass."""
+        if self.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
             self.recomputed = False
         self.first_call, self.checkpointed, self.used_outside = None, False, False
         self.calls.clear()
@@ -197,18 +199,18 @@ class Unit:
         return all(bucket.is_whole for bucket in self.buckets)
 
     def start_gather(self) -> None:
-        """Stage 3: starts to collect the parameters."""
+        """Stage 3: starts to gather the parameters."""
         for bucket in self.buckets:
             bucket.start_gather()
 
     def gather(self) -> None:
-        """Collects the parameters, and waits for them."""
+        """Gathers the parameters, and waits for them."""
         self.start_gather()
         for bucket in self.buckets:
             bucket.finish_gather()
 
     def release(self) -> None:
-        """Lets go of them."""
+        """Frees the other ranks' parameters."""
         for bucket in self.buckets:
             bucket.release()
 
@@ -226,7 +228,7 @@ class Unit:
 
     @skipped
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs ``forward`` of one of the modules, with its parameters."""
+        """Runs ``forward`` of one of the modules, with its parameters gathered."""
         counted = self._begin(module)
         before, self.calling = self.calling, module
         done = False
@@ -241,7 +243,7 @@ class Unit:
 
     @eager
     def _begin(self, module: nn.Module) -> bool:
-        """False inside of a step of a pipeline, where parameters are whole."""
+        """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
         if not self.flat.held:
             self.flat.begin_call(self, module)
         return not self.flat.held
@@ -267,7 +269,7 @@ class Unit:
 
     @eager
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
-        """A call's arguments in the type that the unit computes in."""
+        """Casts a call's arguments to the type in which the unit computes."""
         precision = self.precision or self.flat.precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             return precision.cast((args, kwargs), precision.param_dtype)
@@ -279,8 +281,8 @@ class Unit:
 
 
 def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Registers a hook that runs before the others: backward comes to a unit before it comes to those inside of it,
-    also where it returns what they have returned."""
+    """Registers a hook that runs before the existing ones, so that backward reaches a unit before the units inside
+    it, even if the unit returns the same tensor as an inner unit."""
     x.register_hook(hook)
     hooks = x._backward_hooks
     if hooks is not None and len(hooks) > 1:
@@ -291,14 +293,15 @@ def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
 @eager
 def _reached(unit: weakref.ref[Unit], number: int, _: torch.Tensor) -> None:
-    """Backward has come to the output of a call. The graph does not hold the model, which may hold the graph."""
+    """Tells the model that backward has reached the output of a call. The reference is weak, because the model may
+    reference the graph."""
     here = unit()
     if here is not None:
         here.flat.reach(here, number)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returns, also in dataclasses, mappings and sequences of their own classes."""
+    """Returns the tensors in a module's output, including those in dataclasses, mappings and sequences of any class."""
     if isinstance(output, torch.Tensor):
         return [output]
     found = []

@@ -1,11 +1,11 @@
-"""`ringcomm.ZeroRedundancyOptimizer`: an optimizer whose state and work are dealt out to the ranks, for code whose
-gradients are averaged already.
+"""`ringcomm.ZeroRedundancyOptimizer`: an optimizer whose state and work are distributed over the ranks, for training
+code that already averages its gradients.
 
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = ringcomm.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
 
-Parameters and gradients stay whole and ordinary. A rank's optimizer works on those pieces of them that lie in its shard
-of the flat layout, in their place; an all-gather brings the others.
+Parameters and gradients stay unsharded and ordinary. A rank's optimizer updates, in place, the pieces of them that lie
+in its shard of the flat layout; an all-gather brings the other pieces.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _CALL = "ZeroRedundancyOptimizer"
 
 @dataclass
 class _Piece:
-    """What this rank updates of a parameter."""
+    """The piece of a parameter that this rank updates."""
 
     whole: torch.Tensor  # the parameter
     segment: int
-    start: int  # in the parameter
+    start: int  # offset in the parameter
     end: int
-    offset: int  # in this rank's shard
+    offset: int  # offset in this rank's shard
     param: nn.Parameter  # the piece, in the parameter's memory
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """The same piece of something in the parameter's shape."""
+        """Returns the same piece of a tensor with the parameter's shape."""
         return x if self.end - self.start == x.numel() else x.reshape(-1)[self.start : self.end]
 
     def state(self, whole: State, group: dict[str, Any]) -> State:
-        """The piece's state, from the parameter's."""
+        """Returns the piece's state, given the parameter's."""
         return {key: self._value(key, value, group) for key, value in whole.items()}
 
     def _value(self, key: str, value: Any, group: dict[str, Any]) -> Any:
@@ -67,10 +67,10 @@ class _Piece:
 
 
 class _Buffer:
-    """Parameters of one type on one device, and the layout that deals them out.
+    """Parameters of one type on one device, and the layout that distributes them.
 
     Args:
-        number: by id, a parameter's optimizer group.
+        number: by id, the index of a parameter's optimizer group.
         views: whether the parameters become views of one buffer, which is gathered in place.
     """
 
@@ -107,7 +107,8 @@ class _Buffer:
 
     def show(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
-        for i, p in enumerate(self.params):  # all of them: who owns a part of one must not be alone in raising
+        # All parameters, so that all ranks raise and not only those that own a part of one.
+        for i, p in enumerate(self.params):
             self._check(p, i)
         for piece in self.pieces:
             p = piece.whole
@@ -128,7 +129,7 @@ class _Buffer:
             )
 
     def publish(self) -> None:
-        """Brings the other ranks' pieces; a collective."""
+        """Gathers the other ranks' pieces; a collective."""
         for piece in self.pieces:
             piece.param.grad = None
         if self.ranks.world_size == 1:
@@ -149,7 +150,7 @@ class _Buffer:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def collect(self, state: dict[Any, State], to: int | None) -> list[State] | None:
-        """The parameters' whole state, on rank ``to`` or on all; a collective."""
+        """Gathers the parameters' unsharded state, on rank ``to`` or on all; a collective."""
         alike: dict[int, dict[str, torch.dtype]] = {}
         other: dict[int, State] = {}
         for piece in self.pieces:
@@ -175,7 +176,7 @@ class _Buffer:
     def _shared(
         self, alike: dict[int, dict[str, torch.dtype]], other: dict[int, State]
     ) -> tuple[dict[int, dict[str, torch.dtype]], list[State]]:
-        """By segment, of all ranks: what has a value for each element, and everything else."""
+        """Merges all ranks' knowledge, by segment: the keys of per-element state, and all other state."""
         saved = io.BytesIO()
         torch.save((alike, other), saved)
         keys: dict[int, dict[str, torch.dtype]] = {}
@@ -201,23 +202,24 @@ def _groups(params: Any) -> list[Any]:
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
-    """An optimizer of ``optimizer_class`` over all ranks: each keeps a share of the state and makes its part of a step.
+    """Distributes an optimizer of ``optimizer_class`` over all ranks: each keeps a share of the state and does its part
+    of a step.
 
-    The bits are those of ``optimizer_class`` on one rank. Change ``param_groups`` and learning rates as usual.
+    The bits are those of ``optimizer_class`` on one rank. ``param_groups`` and learning rates can be changed as usual.
 
     Args:
         params: tensors or parameter groups, the same on every rank, with gradients that are the same on every rank, as
-            DistributedDataParallel leaves them.
-        optimizer_class: of torch.optim, or one that updates each tensor by itself. What is not known to work
-            element by element gets whole tensors, dealt out to the ranks.
+            DistributedDataParallel makes them.
+        optimizer_class: a class of torch.optim, or one that updates each tensor separately. A class that is not known
+            to be element-wise gets whole tensors, distributed over the ranks.
         process_group: the ranks; None: the default group.
-        parameters_as_bucket_view: makes the parameters views of flat buffers, which are gathered in place.
-        comm: in place of ``process_group``.
-        **defaults: of ``optimizer_class``.
+        parameters_as_bucket_view: whether the parameters become views of flat buffers, which are gathered in place.
+        comm: a communicator in place of ``process_group``.
+        **defaults: arguments of ``optimizer_class``.
     Cost:    state: 1/W of the optimizer's. A step: one all-gather of the parameters; without
              ``parameters_as_bucket_view`` also a copy of them, and a buffer of their length.
-    Raises:  InvalidArgumentError: parameters in shards already. UnsupportedError: ``overlap_with_ddp``, an optimizer
-             that no shard can serve. MismatchError: the ranks have different parameters.
+    Raises:  InvalidArgumentError: parameters that are already sharded. UnsupportedError: ``overlap_with_ddp``, or an
+             optimizer that cannot be sharded. MismatchError: the ranks have different parameters.
     """
 
     _ready = False
@@ -269,7 +271,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     self.optim.state[piece.param] = piece.state(initial[piece.whole], group)
 
     def _deal_out(self, numbers: Iterable[int]) -> dict[int, list[_Piece]]:
-        """Buffers for these groups, and this rank's pieces of each."""
+        """Makes the buffers for these groups, and returns this rank's pieces of each group."""
         number = {id(p): i for i in numbers for p in self.param_groups[i]["params"]}
         params = [p for i in numbers for p in self.param_groups[i]["params"]]
         for p in params:
@@ -303,7 +305,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; a collective."""
+        """Adds a parameter group; a collective."""
         super().add_param_group(param_group)
         if self._ready:
             number = len(self.param_groups) - 1
@@ -314,9 +316,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters, with the gradients that are in ``p.grad``; a collective.
+        """Updates the parameters with the gradients in ``p.grad``; a collective.
 
-        Returns: what ``closure`` returned, which is called first.
+        Returns: the result of ``closure``, which is called first.
         """
         loss = None
         if closure is not None:
@@ -338,10 +340,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collects the state for `state_dict`, which is good until the next step; a collective.
+        """Gathers the state for `state_dict`, which stays valid until the next step; a collective.
 
         Args:
-            to: the rank that gets it; None: all.
+            to: the rank that gets the state; None: all.
         """
         found: dict[int, State] = {}
         for buffer in self._buffers:
@@ -352,7 +354,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._whole_state = [found[id(p)] for p in self._in_order()] if here else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The ordinary state dict of one ``optimizer_class`` over all parameters.
+        """Returns the usual state dict of one ``optimizer_class`` over all parameters.
 
         Raises: InvalidArgumentError: `consolidate_state_dict` was not called since the last step, or for another rank.
         """
@@ -370,9 +372,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return {"state": {i: state for i, state in enumerate(self._whole_state) if state}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's part of an ordinary state dict.
+        """Loads this rank's part of a usual state dict.
 
-        Raises: InvalidArgumentError: groups of other lengths. ShapeError: state of a parameter of another shape.
+        Raises:  InvalidArgumentError: groups of other lengths. ShapeError: state of a parameter with another shape.
         """
         theirs = state_dict["param_groups"]
         expected, got = ([len(group["params"]) for group in each] for each in (self.param_groups, theirs))
@@ -409,7 +411,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a group, with names as an optimizer takes them."""
+    """Returns a copy of a group, with names in the form that an optimizer takes."""
     names = group.get("param_names")
     params = list(group["params"]) if names is None else list(zip(names, group["params"], strict=True))
     return {**_options(group), "params": params}

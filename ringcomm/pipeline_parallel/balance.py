@@ -1,4 +1,4 @@
-"""Stages of equal load: which of a model's repeated blocks begin one."""
+"""Balances the load of a pipeline's stages: chooses the repeated blocks of a model with which stages begin."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.errors import InvalidArgumentError, shown
 
 BEFORE, BEHIND = "before", "behind"
-"""In loads: what lies before the first block, and behind the last one."""
+"""Keys of loads: of everything before the first block, and of everything after the last one."""
 
 
 def balance(
     model: nn.Module, stages: int, within: str | None = None, seconds: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Where to cut: the names of the blocks with which the second, third, ... stage begins, for `ringcomm.split`.
+    """Returns where to split the model: the names of the blocks with which the second, third, ... stage begins.
 
-    Of all ways to cut the row of blocks that whose heaviest stage is the lightest, and of these that with the least sum
-    of squares. The first stage has what lies before the blocks besides, the last stage what lies behind them.
+    The result is an argument of `ringcomm.split`. It minimises the load of the heaviest stage, and among equals the sum
+    of squares of the loads. The first stage also carries everything before the blocks, the last stage everything after
+    them.
 
     Args:
-        within: the name of the ModuleList or Sequential whose children are the blocks; None: all that the model's
-            outermost ones have.
-        seconds: a load by the name of the block, and of "before" and "behind", as `measure` gives it; None: numbers of
-            parameters, where a tied one counts in each of its places.
+        within: the name of the ModuleList or Sequential whose children are the blocks; None: the blocks of all of the
+            model's outermost ones.
+        seconds: the load of each block by name, and of "before" and "behind", as `measure` returns them; None: numbers
+            of parameters, where a tied parameter counts in each of its places.
     Cost:    stages * blocks^2 steps.
     Raises:  InvalidArgumentError: fewer blocks than stages, or a block without a load.
     """
@@ -55,12 +56,12 @@ def balance(
 
 
 def _cuts(loads: Sequence[float], stages: int) -> list[int]:
-    """Where each stage begins, with the least largest sum, and of these the least sum of squares."""
+    """Returns where each stage begins so that the largest sum is least, and among equals the sum of squares."""
     below = [0.0, *accumulate(loads)]
 
     def best(cost: Callable[[float], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-        """The least cost of all stages, and where they begin."""
-        # of what lies from i on, cut into as many stages as rounds have passed: cost and beginnings
+        """Returns the least total cost of all stages, and where they begin."""
+        # Cost and beginnings for the loads from i on, cut into as many stages as rounds have passed.
         rest: list[tuple[float, list[int]]] = [*((inf, []) for _ in loads), (0.0, [])]
         for _ in range(stages):
             now = [
@@ -78,8 +79,8 @@ def _cuts(loads: Sequence[float], stages: int) -> list[int]:
 
 
 def parameters(model: nn.Module, within: str | None = None) -> dict[str, float]:
-    """Numbers of parameters by block, and of "before" and "behind" them. What is registered between two blocks counts
-    for the earlier one."""
+    """Returns the numbers of parameters by block, and of "before" and "behind" them. Parameters registered between two
+    blocks count for the earlier one."""
     blocks = _blocks(model, within, "parameters")
     found = {name: float(sum(p.numel() for p in block.parameters())) for name, block in blocks}
     inside = {id(each) for _, block in blocks for each in block.modules()}
@@ -96,13 +97,13 @@ def parameters(model: nn.Module, within: str | None = None) -> dict[str, float]:
 def measure(
     model: nn.Module, *args: Any, within: str | None = None, repetitions: int = 3, **kwargs: Any
 ) -> dict[str, float]:
-    """Seconds of the forward and backward passes of each block, and of "before" and "behind" them: the least of
-    ``repetitions``, after one that is not counted.
+    """Returns the seconds of forward plus backward for each block, and for "before" and "behind" them: the least of
+    ``repetitions``, after one warm-up.
 
     Calls ``model(*args, **kwargs)`` and runs backward from the sum of the output's tensors. Gradients are left as they
-    were. A device is waited for at the ends of each block.
+    were. A device is synchronised at the ends of each block.
 
-    Raises:  InvalidArgumentError: a model without repeated blocks, or one of them that is not called once.
+    Raises:  InvalidArgumentError: a model without repeated blocks, or a block that is not called.
     """
     blocks = _blocks(model, within, "measure")
     best: dict[str, float] = {}
@@ -114,14 +115,14 @@ def measure(
 
 
 class _Clock:
-    """Marks on a time line: a block's forward and backward passes lie between two of them."""
+    """Times one pass: notes the times at which each block's forward and backward passes begin and end."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         self.model, self.blocks = model, blocks
         self.marks: dict[tuple[str, str], float] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-        """One pass."""
+        """Runs one pass and returns the seconds of each block."""
         before = {p: p.grad for p in self.model.parameters()}
         handles = [handle for name, block in self.blocks for handle in self._hooked(name, block)]
         try:
@@ -176,7 +177,7 @@ class _Clock:
             begun = marks.get(("back in", name))
             if begun is None:
                 continue
-            # without an input that wants a gradient, a block's backward pass is the end of the whole
+            # Without an input that wants a gradient, the block's backward pass lasts until backward ends.
             found[name] += marks.get(("back out", name), end) - begun
         first, last = names[0], names[-1]
         found[BEFORE] = marks["in", first] - start + end - marks.get(("back out", first), end)

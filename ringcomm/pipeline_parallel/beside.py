@@ -1,8 +1,10 @@
-"""What a module leaves beside the value that it returns: attributes, items of lists, dicts and objects that it has or
-was given, and values written into tensors that it was given.
+"""Records a module's side effects: everything that a call leaves besides its return value. That is: attributes that it
+sets, items that it adds to lists, dicts and objects that it owns or was given, and values that it writes into tensors
+that it was given.
 
-A stage notes what each of its modules has left; the stages behind leave the same when their forward pass comes to that
-module's call. So an auxiliary loss, in an attribute or appended to a list, is there when the model adds it up.
+A stage records the side effects of each of its modules. When the forward pass of a later stage reaches the call of that
+module, the later stage repeats them. So an auxiliary loss that a module stores in an attribute or appends to a list is
+present when the model adds it up.
 """
 
 from __future__ import annotations
@@ -20,26 +22,27 @@ from torch.utils._pytree import tree_map
 
 from ringcomm.errors import InvalidArgumentError
 
-# Attributes of every module, and those in which torch's recurrent layers keep their own parameters once more.
+# Attributes that every module has, and those in which torch's recurrent layers keep their parameters a second time.
 _OWN = {*vars(nn.Module()), "_ringcomm_elsewhere", "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _FOREIGN = ("torch", "ringcomm", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
-"""Packages whose objects are not looked into: what they note is no result of a model."""
-_OPENED = 3  # how deep objects in attributes are looked into; those in arguments: all
+"""Packages whose objects are not inspected, since what they record is not a result of the model."""
+_OPENED = 3  # how many levels of objects in attributes are inspected; objects in arguments are inspected at all levels
 Place = tuple[Any, ...]
-"""Where a container is: the name of a module, or None for the arguments of the call; then keys."""
+"""The location of a container: the name of a module, or None for the arguments of the call, followed by keys."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """One thing that was left.
+    """One side effect of a call.
 
     Attributes:
-        place: of the container.
-        key: in a dict, or the name of an attribute; None: in a list, at its end or (``whole``) as all of it.
-        value: a nest; of ``written`` the tensor.
-        changed: the value is a tensor that was there, and was written into.
-        written: so it is, as an argument of the call.
+        place: the location of the container.
+        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or (``whole``) the
+            value is the list's entire new content.
+        value: a nest; where ``written`` is set, the tensor.
+        changed: the value is a tensor that existed before the call, and the call wrote into it.
+        written: the same, for a tensor that is an argument of the call.
     """
 
     place: Place
@@ -51,37 +54,37 @@ class Left:
 
 
 class Stand:
-    """What stands for a tensor or an object in a nest that is sent."""
+    """Base of the placeholders for tensors and objects in a nest that is sent."""
 
 
 @dataclass(frozen=True)
 class Gone(Stand):
-    """In the place of an item or attribute that was taken away."""
+    """Placeholder of an item or attribute that the call removed."""
 
 
 @dataclass(frozen=True)
 class Given(Stand):
-    """In the place of an object that the module was given: where among the arguments."""
+    """Placeholder of an object that was an argument of the module: its position or name among the arguments."""
 
     key: int | str
 
 
 @dataclass(frozen=True)
 class Kept(Stand):
-    """In the place of an object that stays where it was made: the name of its class, and of the module that made it."""
+    """Placeholder of an object that stays on its rank: the name of its class, and of the module that made it."""
 
     kind: str
     of: str
 
 
 class Lost:
-    """What a later stage has in the place of such an object: all that is done with it raises."""
+    """Replaces a `Kept` object on a later stage; every use of it raises."""
 
     def __init__(self, kept: Kept) -> None:
         vars(self)["kept"] = kept
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Says whose it is."""
+        """Raises an error that names the object's class and the module that made it."""
         kept: Kept = vars(self)["kept"]
         of = f"that {kept.of} of an earlier stage has made" if kept.of else "among the model's inputs of another rank"
         raise InvalidArgumentError(
@@ -98,12 +101,12 @@ class Lost:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether it is a value that can be told as it is."""
+    """Returns whether ``x`` is a plain value, which can be sent as it is."""
     return isinstance(x, _PLAIN)
 
 
 def map_nest(each: Callable[[Any], Any], nest: Any) -> Any:
-    """As torch's ``tree_map``, also in dataclasses."""
+    """Applies ``each`` to the leaves of a nest, like torch's ``tree_map``, and descends into dataclasses too."""
 
     def inside(x: Any) -> Any:
         if is_dataclass(x) and not isinstance(x, (type, Stand)):
@@ -118,7 +121,7 @@ def map_nest(each: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors of a nest, also in dataclasses, mappings, and attributes of plain objects."""
+    """Yields the tensors of a nest, also those in dataclasses, mappings, and attributes of plain objects."""
     seen = set() if seen is None else seen
     if isinstance(x, torch.Tensor):
         yield x
@@ -132,12 +135,12 @@ def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 class Watch:
-    """Notes what the call of a module leaves.
+    """Records the side effects of one call of a module.
 
     Args:
-        containers, inside: modules by name, those around the modules of stages, of which buffers count too, and those
-            of the module that is called.
-        args, kwargs: of the call.
+        containers, inside: modules by name. ``containers`` are the modules around the modules of stages, whose buffers
+            are watched too; ``inside`` are the called module and its submodules.
+        args, kwargs: the arguments of the call.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class Watch:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # where, what, a copy, versions of its tensors
+        self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # place, container, its copy, tensor versions
         self._seen: set[int] = set()
         for name, module in (*containers.items(), *inside.items()):
             self._look((name,), module.__dict__, _OWN, _OPENED)
@@ -157,11 +160,11 @@ class Watch:
         self._args = self._before.pop()
 
     def _look(self, place: Place, x: Any, own: Collection[str] = (), opens: int = 0) -> None:
-        """At a container.
+        """Records the state of a container and of the containers in it.
 
         Args:
-            own: keys that do not count.
-            opens: how deep the attributes of objects in it count too.
+            own: keys to ignore.
+            opens: how many levels of objects in it have their attributes inspected too.
         """
         if id(x) in self._seen:
             return
@@ -178,7 +181,7 @@ class Watch:
             self._before.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
 
     def left(self) -> list[Left]:
-        """What is there now that was not, or that was changed or taken away."""
+        """Returns everything that was added, changed or removed since the watch began."""
         found: list[Left] = []
         for place, container, before, versions in self._before:
             if _is_same(container, before, versions):
@@ -203,7 +206,7 @@ class Watch:
 
 
 def _opens(x: Any) -> bool:
-    """Whether the attributes of an object are looked at."""
+    """Returns whether the attributes of an object are inspected."""
     known = type(x).__module__.partition(".")[0]
     return hasattr(x, "__dict__") and not _is_code(x) and known not in _FOREIGN
 
@@ -222,12 +225,12 @@ def _is_same(now: Any, before: Any, versions: Mapping[Any, int]) -> bool:
 
 
 def version_of(x: Any) -> int:
-    """How often a tensor was written into."""
+    """Returns how often a tensor was written into (0 where torch does not count it)."""
     return x._version if type(x) is torch.Tensor and not x.is_inference() else 0
 
 
 def can_travel(value: Any) -> bool:
-    """Whether a nest has tensors and plain values alone."""
+    """Returns whether a nest contains only tensors and plain values."""
     found = True
 
     def each(x: Any) -> None:
@@ -239,9 +242,9 @@ def can_travel(value: Any) -> bool:
 
 
 def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
-    """The container at a place.
+    """Returns the container at a place.
 
-    Raises: LookupError where there is none.
+    Raises: LookupError where the place does not exist.
     """
     name, *keys = place
     container: Any = {**dict(enumerate(args)), **kwargs} if name is None else model.get_submodule(name).__dict__
@@ -251,7 +254,7 @@ def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], p
 
 
 def leave(container: Any, left: Left, value: Any) -> None:
-    """Leaves ``value`` where the module has left its own."""
+    """Applies the side effect ``left`` to ``container``, with ``value`` as its value."""
     if isinstance(value, Gone):
         container.pop(left.key, None)
     elif left.whole:
@@ -263,7 +266,7 @@ def leave(container: Any, left: Left, value: Any) -> None:
 
 
 def restore(left: Left, container: Any, before: Any) -> None:
-    """Makes a container what it was; a module's attributes but for new ones."""
+    """Gives a container its earlier content back. A module's attributes that were added since stay."""
     if len(left.place) > 1:
         _refill(container, before)
     else:

@@ -1,5 +1,6 @@
-"""Buffers of modules that lie in no stage, such as those of the model itself: every stage runs the code that writes
-into them up to its end, so that the last stage alone has what one process has."""
+"""Keeps the buffers of modules that lie in no stage, such as those of the model itself, alike on all ranks. Every stage
+runs the code that writes into them, but only up to its own end; so the last stage alone has the values of a single
+process."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, find, overwri
 
 
 class Buffers:
-    """Those on this rank. After a batch all ranks have the values of the last stage that has any.
+    """The buffers of cut modules on this rank. After a batch all ranks have the values of the last stage that has any.
 
     Args:
         modules: by name.
-        mine: this rank's stages. Each of them has values of its own in a step.
+        mine: this rank's stages. During a step each of them has its own values.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], mine: Sequence[int], stages: int) -> None:
         self.mine, self.last = mine, stages - 1
         self._places = [(m, key, f"{name}.{key}" if name else key) for name, m in modules.items() for key in m._buffers]
-        self._before: list[tuple[Any, int]] = []  # when the batch began, and their versions
-        self._own: dict[int, list[Any]] = {}  # of this rank's stages but for its last one
-        self._read: set[tuple[int, int]] = set()  # stages, and numbers of those that they have read before their ends
+        self._before: list[tuple[Any, int]] = []  # the buffers when the batch began, and their versions
+        self._own: dict[int, list[Any]] = {}  # the values of each of this rank's stages but its last
+        self._read: set[tuple[int, int]] = set()  # (stage, number of a buffer that it read before its end)
 
     def begin(self) -> None:
-        """A batch."""
+        """Begins a batch: notes versions, and makes a copy of the values for each of this rank's stages."""
         here = self._here()
         self._before = [(x, version_of(x)) for x in here]
         self._own = {stage: [x if x is None else x.clone() for x in here] for stage in sorted(self.mine)[:-1]}
@@ -48,7 +49,8 @@ class Buffers:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[Callable[[Any, Any, Any], None]]:
-        """While a stage runs; gives what is to be told of each function and its arguments."""
+        """Swaps in the stage's values while it runs; gives a function to call with each torch function and its
+        arguments."""
         others = self._here()
         if stage in self._own:
             self._set(self._own[stage])
@@ -69,7 +71,7 @@ class Buffers:
                 self._set(others)
 
     def changed(self) -> list[float]:
-        """By number, 1 for those that the batch has changed here, 0 for others."""
+        """Returns, by buffer number, 1 where the batch changed the buffer here, else 0."""
         now = zip(self._here(), self._before, strict=True)
         return [
             float(x is not old or isinstance(x, ShapeOnlyTensor) or version_of(x) != version)
@@ -78,12 +80,12 @@ class Buffers:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def settle(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
-        """Gives all ranks the values of the last stage; a collective, where one has changed.
+        """Gives all ranks the values of the last stage; a collective where a buffer has changed.
 
         Args:
-            changed: on the last stage; on the ranks' device.
+            changed: the result of `changed` on the last stage's rank, as a tensor on the ranks' device.
             several: whether the batch had several micro-batches.
-        Raises: InvalidArgumentError, on all ranks: a stage has read what a later one writes.
+        Raises: InvalidArgumentError, on all ranks: a stage has read a buffer that a later stage writes.
         """
         numbers, device = [i for i, each in enumerate(changed.tolist()) if each], changed.device
         if not numbers:

@@ -1,5 +1,5 @@
-"""The proof of a schedule: complete, in order, free of deadlock; when each action runs, and how long the ranks are
-idle."""
+"""Proves that a schedule is complete, in order and free of deadlock; computes when each action runs, and how long the
+ranks are idle."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ _GRADIENT = (Kind.BACKWARD, Kind.INPUT)  # send the gradient of their inputs to 
 _LAST = (Kind.BACKWARD, Kind.WEIGHT)  # add to the gradients of the weights, and free the activations
 
 _Done = tuple[bool, int, int]
-"""What others wait for: whether the forward pass (else the gradient of the inputs), stage, micro-batch."""
+"""An event that an action may need: is it a forward pass (else the gradient of the inputs), its stage, its
+micro-batch."""
 
 
 def times(schedule: Schedule, cost: Mapping[Kind, float] = COSTS, latency: float = 0.0) -> list[list[Timed]]:
-    """By rank, every action with its start and end, from time 0. An action starts when its rank is free and what it
-    needs is there: the activations of the stage before, or the gradient of the stage behind. A message between two
-    ranks arrives ``latency`` after its sender's action, whom it does not block.
+    """Returns, by rank, every action with its start and end, from time 0.
 
-    Raises:  InvalidArgumentError where the schedule cannot come to its end, or a time is negative or missing.
+    An action starts when its rank is free and its input has arrived: the activations of the stage before, or the
+    gradient of the stage after. A message between two ranks arrives ``latency`` after the end of the action that sends
+    it, and does not block the sender.
+
+    Raises:  InvalidArgumentError where the schedule cannot finish, or a time is negative or missing.
     """
     _refuse_costs(schedule, cost, latency)
     rows = _simulated(schedule, cost, latency)
@@ -36,9 +39,9 @@ def times(schedule: Schedule, cost: Mapping[Kind, float] = COSTS, latency: float
 
 
 def bubble(schedule: Schedule, cost: Mapping[Kind, float] = COSTS) -> float:
-    """The idle share of the time from the first start to the last end, as the mean over the ranks.
+    """Returns the idle share of the time from the first start to the last end, as the mean over the ranks.
 
-    Raises:  InvalidArgumentError as `times`.
+    Raises:  InvalidArgumentError as `times` does.
     """
     rows = times(schedule, cost)
     whole = max((end for row in rows for _, _, end in row), default=0.0)
@@ -47,9 +50,11 @@ def bubble(schedule: Schedule, cost: Mapping[Kind, float] = COSTS) -> float:
 
 
 def formula(name: str, p: int, m: int, v: int = 1) -> float | None:
-    """The published idle share with p ranks, m micro-batches and v chunks, where a backward pass takes twice as long as
-    a forward pass (and for ``"zero-bubble"`` F, I and W the same). None where none holds: for ``"interleaved"`` with
-    several chunks, and for ``"zero-bubble"``, m must be at least p.
+    """Returns the published idle share for p ranks, m micro-batches and v chunks.
+
+    It assumes that a backward pass takes twice as long as a forward pass (for ``"zero-bubble"``: that F, I and W take
+    equally long). None where no formula applies: ``"interleaved"`` with several chunks, and ``"zero-bubble"``, need m
+    to be at least p.
 
     Raises:  InvalidArgumentError for an unknown name.
     """
@@ -63,13 +68,17 @@ def formula(name: str, p: int, m: int, v: int = 1) -> float | None:
 
 
 def check(schedule: Schedule) -> None:
-    """Proves that the schedule can be run: every stage has one F of each micro-batch and either one B or one I and one
-    W, on the stage's rank, in that order; at each stage gradients come in the order of micro-batches, so their sums
-    have the bits of a plain loop; the two ends of each tag, that is of a stage and a direction, name the micro-batches
-    in one order; and no rank waits for another for ever.
+    """Proves that the schedule can run, or raises.
+
+    * Every stage has, for each micro-batch, one F and either one B or one I and one W, on the stage's rank, in that
+      order.
+    * At each stage gradients are computed in the order of the micro-batches, so that their sums have the bits of a
+      plain loop.
+    * Sender and receiver of each tag (a stage and a direction) name the micro-batches in the same order.
+    * No rank waits for another for ever.
 
     Cost:    a small multiple of the number of actions.
-    Raises:  InvalidArgumentError that names the first thing wrong.
+    Raises:  InvalidArgumentError that names the first fault.
     """
     _refuse_ranks(schedule)
     _refuse_strangers(schedule)
@@ -93,7 +102,7 @@ def _refuse_costs(schedule: Schedule, cost: Mapping[Kind, float], latency: float
 
 
 def _simulated(schedule: Schedule, cost: Mapping[Kind, float], latency: float) -> list[list[Timed]]:
-    """As far as the ranks come: each goes on until it misses something, and again when that is there."""
+    """Runs each rank until an event that it needs is missing, and again once that event is there; returns what ran."""
     last, rank_of = schedule.stages - 1, schedule.rank_of
     rows: list[list[Timed]] = [[] for _ in schedule.rows]
     ends: dict[_Done, float] = {}
@@ -120,7 +129,7 @@ def _simulated(schedule: Schedule, cost: Mapping[Kind, float], latency: float) -
 
 
 def _needs(action: Action, last: int) -> list[_Done]:
-    """What must be there before the action; ``last`` is the last stage."""
+    """Returns the events that must precede the action; ``last`` is the number of the last stage."""
     stage, i = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return [(True, stage - 1, i)] if stage else []
@@ -185,7 +194,7 @@ def _by_stage(schedule: Schedule) -> list[list[Action]]:
 
 
 def _refuse_disorder(schedule: Schedule, by_stage: Sequence[Sequence[Action]]) -> None:
-    """F before B; F before I before W."""
+    """Raises unless F precedes B, and F precedes I, which precedes W."""
     for rank, actions in zip(schedule.rank_of, by_stage, strict=True):
         before: dict[int, Kind] = {}
         for action in actions:
@@ -211,8 +220,11 @@ def _refuse_other_bits(schedule: Schedule, by_stage: Sequence[Sequence[Action]])
 
 
 def _refuse_crossed_messages(schedule: Schedule, by_stage: Sequence[Sequence[Action]]) -> None:
-    """A message is matched by its tag alone, so the receiver must expect a tag's messages in the sender's order. That
-    of gradients is 0, 1, 2, ... at both ends already."""
+    """Raises where a receiver expects a tag's messages in another order than the sender sends them.
+
+    Messages are matched by their tag alone. Gradients need no check: they have the order 0, 1, 2, ... at both ends
+    already.
+    """
     for stage in range(1, schedule.stages):
         sent, expected = (_microbatches(by_stage[s], (Kind.FORWARD,)) for s in (stage - 1, stage))
         if sent != expected:
@@ -222,8 +234,8 @@ def _refuse_crossed_messages(schedule: Schedule, by_stage: Sequence[Sequence[Act
 
 
 def _refuse_deadlock(call: str, schedule: Schedule, reached: Sequence[int]) -> None:
-    """Where a rank did not reach its end: names the circle of ranks of which each waits for the next, or what nobody
-    does."""
+    """Raises where a rank did not reach its end: names the cycle of ranks that wait for one another, or the missing
+    action."""
     rank = next((rank for rank, row in enumerate(schedule.rows) if reached[rank] < len(row)), None)
     if rank is None:
         return
@@ -247,7 +259,8 @@ def _refuse_deadlock(call: str, schedule: Schedule, reached: Sequence[int]) -> N
 
 
 def _missing(schedule: Schedule, action: Action, reached: Sequence[int]) -> tuple[str, int, bool]:
-    """The first that ``action`` needs and that was not done: its name, its rank, and whether it is in the schedule."""
+    """Returns the first event that ``action`` needs and that is missing: its name, its rank, and whether it is
+    scheduled."""
     for forward, stage, i in _needs(action, schedule.stages - 1):
         kinds = (Kind.FORWARD,) if forward else _GRADIENT
         rank = schedule.rank_of[stage]
@@ -260,9 +273,11 @@ def _missing(schedule: Schedule, action: Action, reached: Sequence[int]) -> tupl
 
 
 def table(schedule: Schedule) -> str:
-    """The schedule on a time axis: a line for each rank, a column for each unit of time; a forward pass, I and W
-    take one, a whole backward pass two (``--`` is its second half), ``.`` is idle. The stage is named where a rank
-    has several."""
+    """Returns the schedule as text on a time axis: a line for each rank, a column for each unit of time.
+
+    A forward pass, I and W take one unit; a whole backward pass takes two (``--`` is its second half); ``.`` is idle.
+    The stage is named where a rank has several.
+    """
     rows = times(schedule)
     several = schedule.stages > schedule.world_size
     end = int(max(stop for row in rows for _, _, stop in row))

@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline."""
+"""Splits a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Tie:
     """A parameter that several stages use.
 
     Attributes:
-        names: all of its names in the model, the first one first.
-        uses: of each stage that has it: the module that holds it, and its key there.
+        names: all of its names in the model, the first registered name first.
+        uses: for each stage that uses it, the modules that hold it and its key in each.
     """
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Tie:
 
     @property
     def stages(self) -> list[int]:
-        """In order."""
+        """The stages that use it, in order."""
         return sorted(self.uses)
 
 
@@ -41,10 +41,10 @@ class Stages:
     """A model, and which of its modules belong to which stage; made by `split`.
 
     Attributes:
-        stage_of: by the name of a module that lies in one stage as a whole.
-        first: by stage, the module with which it begins; the first stage begins with the model.
-        ties: parameters of more than one stage.
-        carry: modules whose results go to all later stages.
+        stage_of: the stage of each module that lies entirely in one stage, by the module's name.
+        first: for each stage, the name of the module with which it begins; the first stage begins with the model ("").
+        ties: parameters that more than one stage uses.
+        carry: names of modules whose results go to all later stages.
     """
 
     model: nn.Module
@@ -57,15 +57,15 @@ class Stages:
         return len(self.first)
 
     def names_of(self, stage: int) -> list[str]:
-        """The modules of a stage."""
+        """Returns the names of the modules of a stage."""
         return [name for name, its in self.stage_of.items() if its == stage]
 
 
 class Chain(nn.ModuleList):
-    """Modules one behind the other: what one returns, a tensor or a tuple, are the arguments of the next."""
+    """A sequence of modules: the result of each, a tensor or a tuple, becomes the arguments of the next."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keyword arguments go to the first module."""
+        """Calls the modules in turn; keyword arguments go to the first module."""
         result: Any = args
         for number, module in enumerate(self):
             inputs = result if isinstance(result, tuple) else (result,)
@@ -87,34 +87,37 @@ def _places(at: Any) -> Any:
     order=several("names of submodules", TEXT),
 )
 def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (), order: Sequence[str] = ()) -> Stages:
-    """Cuts a model into stages, for `Pipeline`; nothing is changed yet.
+    """Splits a model into stages, for `Pipeline`; does not change the model yet.
 
         stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
 
-    The order of stages is that in which the model's modules were registered, or that of ``order``, and must be that in
-    which its forward calls them: a pipeline says so where it is not. Each stage runs the model's own forward, in which
-    modules of earlier stages give back tensors that have a shape and no values, up to the first module of the stage:
-    that gets what the stage before has sent. So whatever forward computes from shapes, such as positions and masks,
-    each stage computes; what depends on the model's inputs needs them passed on every rank. A stage that comes to need
-    values that it does not have, such as the weight of another stage's module, says so.
+    The order of the stages is the order in which the model's modules were registered, or that of ``order``. It must be
+    the order in which the model's forward calls them; a pipeline raises where it is not.
 
-    Tensors that modules leave beside their results, in attributes, or in lists and dicts that they are given, go to all
-    later stages, with their gradients: auxiliary losses. So do the results of modules that ``carry`` names: skips over
-    a cut, and what forward hooks collect. Hooks of other modules of earlier stages get tensors without values.
+    Each stage runs the model's own forward. Modules of earlier stages return tensors that have a shape and no values,
+    until forward reaches the first module of the stage, which gets what the stage before has sent. So each stage
+    computes whatever forward derives from shapes, such as positions and masks. What depends on the model's inputs needs
+    these inputs on every rank. A stage that needs values that it does not have, such as the weight of another stage's
+    module, raises.
+
+    Tensors that modules leave besides their results (in attributes, or in lists and dicts that they are given), such as
+    auxiliary losses, go to all later stages, with their gradients. So do the results of modules that ``carry`` names,
+    for skip connections across a cut and for results that forward hooks collect. Hooks of other modules of earlier
+    stages get tensors without values.
 
     Parameters of the model itself, and of other modules that are cut, are on the ranks of all stages; `Pipeline` adds
-    up their gradients as those of tied parameters.
+    up their gradients as it does for tied parameters.
 
     Args:
-        at: names of submodules with which the second, third, ... stage begins, in order; or how many stages: then
-            `ringcomm.pipeline_parallel.balance.balance` chooses them by parameters.
-        carry: names of modules whose results later stages need, beside what a stage's first module is called with:
-            modules that lie in a stage as a whole, or ones inside of them that have forward hooks. ``*`` stands for one
-            part of a name, in front for one or more.
-        order: names of modules, with all that is in them, in the order in which forward calls them: where that is
-            another than that in which they were registered. They take one another's places; all others keep theirs.
-    Raises:  InvalidArgumentError: no such module, or in another order.
-             UnsupportedError: a module that is cut and compiled.
+        at: names of the submodules with which the second, third, ... stage begins, in order; or the number of stages,
+            in which case `ringcomm.pipeline_parallel.balance.balance` chooses them by numbers of parameters.
+        carry: names of modules whose results later stages need, besides the arguments of a stage's first module:
+            modules that lie entirely in one stage, or submodules of them that have forward hooks. ``*`` stands for one
+            part of a name; as the first part, for one or more.
+        order: names of modules, each with its submodules, in the order in which forward calls them; needed where they
+            were registered in another order. They exchange places among themselves; all other modules keep theirs.
+    Raises:  InvalidArgumentError: an unknown module, or modules in another order.
+             UnsupportedError: a module that is both cut and compiled.
     """
     wanted = list(at) if not isinstance(at, int) else balance(model, at)
     known = [name for name, _ in model.named_modules()]
@@ -168,7 +171,7 @@ def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None
 
 
 def _refuse_other_name(model: nn.Module, known: Sequence[str], name: str) -> None:
-    """Raises where it is another name of a module that the model calls at several places."""
+    """Raises where the name is a second name of a module that the model calls at several places."""
     module = dict(model.named_modules(remove_duplicate=False)).get(name)
     first = next((each for each in known if model.get_submodule(each) is module), "") if module is not None else ""
     if first:
@@ -195,8 +198,8 @@ def _uncut(
     seen: set[int],
     in_a_row: bool = False,
 ) -> Iterator[tuple[str, bool]]:
-    """The names of the modules inside of which no other one is named, as they were registered; and whether they lie in
-    a list whose members are called one behind the other.
+    """Yields the names of the modules that no cut and no entry of ``order`` lies inside of, as they were registered,
+    and whether each lies in a sequence whose members are called one after the other.
 
     Args:
         seen: ids of the modules that are cut, which may have other names too.
@@ -225,15 +228,16 @@ def _uncut(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module only holds others, or parameters, which the code around it uses one by one: it is not called
-    itself."""
+    """Returns whether a module is never called itself: it only holds modules or parameters, which the code around it
+    uses one by one."""
     own = any(p is not None for held in (module._parameters, module._buffers) for p in held.values())
-    bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # as of torch.compile's
+    bare = type(module).forward is nn.Module.forward and "forward" not in module.__dict__  # torch.compile sets it
     return bare and (own or any(True for _ in module.children()))
 
 
 def _first_called(model: nn.Module, name: str) -> str:
-    """The first module of a list, which is not called itself; else the module."""
+    """Returns the name of the first module of a list (a list itself is never called); of any other module its own
+    name."""
     module = model.get_submodule(name)
     while _is_list(module) and (first := next(module.named_children(), None)) is not None:
         name, module = f"{name}.{first[0]}", first[1]
@@ -241,7 +245,7 @@ def _first_called(model: nn.Module, name: str) -> str:
 
 
 def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Modules as forward calls them: those that ``order`` names take one another's places."""
+    """Returns the modules in the order of forward's calls: those that ``order`` names exchange places."""
 
     def rank(name: str) -> int | None:
         return next((i for i, each in enumerate(order) if f"{name}.".startswith(f"{each}.")), None)
@@ -273,13 +277,14 @@ def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]
 
 
 def _keeps(module: nn.Module) -> bool:
-    """Whether a module has something of its own to keep: parameters, or buffers that are saved."""
+    """Returns whether a module has state of its own: parameters, or persistent buffers."""
     saved = (key for each in module.modules() for key in each._buffers.keys() - each._non_persistent_buffers_set)
     return any(True for _ in module.parameters()) or any(True for _ in saved)
 
 
 def _ties(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[Tie, ...]:
-    """Parameters of several stages. Those of modules that are cut belong to every stage, since each runs their code."""
+    """Returns the parameters that several stages use. Every stage runs the code of modules that are cut, and uses
+    theirs."""
     uses: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
 
     def add(module: nn.Module, stage: int) -> None:

@@ -1,5 +1,5 @@
-"""Random numbers that the model's own forward draws around the modules of stages, such as noise. Every stage runs that
-code: the first stage that reaches it draws, and later stages take the same numbers."""
+"""Reproduces random numbers, such as noise, that the model's own forward draws outside of the modules of stages. Every
+stage runs that code: the first stage that reaches it draws, and later stages use the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, writes
 
 _OF_PYTHON = {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d"}
-"""Functions that draw, beside those that torch has a tag for."""
+"""Functions that draw random numbers and that torch does not tag as such."""
 
 
 @cache
@@ -22,23 +22,28 @@ def _is_tagged(name: str) -> bool:
 
 
 def random_op(func: Any) -> str:
-    """The name of a function that draws from a generator; "" for others, and for attention, whose dropout is of results
-    of modules that later stages do not have."""
+    """Returns the name of a function that draws from a generator, or "".
+
+    Also "" for attention: its dropout applies to results of modules, which later stages do not have.
+    """
     name = str(getattr(func, "__name__", ""))
     return name if name != "scaled_dot_product_attention" and (name in _OF_PYTHON or _is_tagged(name)) else ""
 
 
 def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether later stages need what was drawn. They do not need results with a gradient, since these are computed from
-    results of modules, which later stages do not have; nor the result of a dropout that is off, which is its input."""
+    """Returns whether later stages need the numbers that were drawn.
+
+    They do not need a result with a gradient: it is computed from results of modules, which later stages do not have.
+    Nor do they need the result of a dropout that is switched off, which is its input.
+    """
     if not isinstance(result, torch.Tensor) or isinstance(result, ShapeOnlyTensor) or result.requires_grad:
         return False
     return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
 
 
 def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
-    """The result of a function that drew ``numbers`` on an earlier stage; None where it draws into a tensor of another
-    shape."""
+    """Returns the result of a function that drew ``numbers`` on an earlier stage; None where it draws into a tensor of
+    another shape."""
     for into in _written(func, args, kwargs):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if into.shape != numbers.shape:
@@ -54,6 +59,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def checkpoint_around() -> Any:
-    """What tells one call of `torch.utils.checkpoint.checkpoint` from another, inside of one; else None."""
+    """Returns an object that identifies the current call of `torch.utils.checkpoint.checkpoint`; None outside of
+    one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None

@@ -1,4 +1,4 @@
-"""What stages send one another: activations forward, with what is to be known of them, and their gradients back."""
+"""The messages between stages: activations forward, with their metadata, and gradients back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ShapeError
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata
 
-HEAD_NBYTES = 512  # of the message before the tensors; a longer one goes on in a second
+HEAD_NBYTES = 512  # size of the header before the tensors; a longer header continues in a second message
 _LENGTH = struct.Struct("<q")
-_TAG = 1 << 20  # the first of the tags used here
+_TAG = 1 << 20  # the first of the tags used for stages
 
 Strides = tuple[int, ...]
-"""How a tensor without gaps lies in memory, on which bits of products depend: also those of dimensions of length 1."""
+"""The strides of a tensor without gaps, also those of dimensions of length 1: the bits of matrix products depend on
+them."""
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
-"""Of each tensor: shape, type, whether its gradient is wanted, and strides."""
+"""Shape, type, whether the gradient is wanted, and strides of each tensor."""
 
 
 class Sent(NamedTuple):
-    """What is kept of a tensor that a stage has handed on and whose gradient will come: not its values."""
+    """A tensor that a stage has sent and whose gradient will come; the values are not kept."""
 
     edge: torch.autograd.graph.GradientEdge
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class Sent(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> list[Sent]:
-        """Of those that want a gradient."""
+        """Returns an entry for each tensor that wants a gradient."""
         edge = torch.autograd.graph.get_gradient_edge
         return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
 
@@ -43,18 +44,18 @@ class Messages:
     """The messages of one rank. Sends do not block; `finish` waits for them.
 
     Args:
-        static_shapes: whether every message between two stages has the shapes of the first: then only that one tells
-            them, and a device is not waited for.
+        static_shapes: whether every message between two stages has the shapes of the first. Then only the first message
+            carries the shapes, and later messages do not wait for the device.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are taken
+        self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
     def send(self, tensors: Sequence[torch.Tensor], about: StageMetadata, stage: int, rank: int) -> None:
-        """Sends a stage's inputs to its rank."""
+        """Sends a stage's inputs to the rank of that stage."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
         told = self._told.get(key)
@@ -76,7 +77,7 @@ class Messages:
             self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
-        """A stage's inputs from the rank of the one before: leaves of a graph of their own."""
+        """Receives a stage's inputs from the rank of the stage before, as leaves of a new autograd graph."""
         key = ("at", stage, torch.is_grad_enabled())
         told = self._told.get(key)
         if told is None:
@@ -90,8 +91,8 @@ class Messages:
         ], about
 
     def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back. Some may be missing: a byte for each tells that first, and then
-        come the strides of those that are there."""
+        """Sends the gradients of a stage's inputs back. First comes a byte for each that tells whether it exists, then
+        the strides of those that exist."""
         tag, there = _backward(stage), [x for x in wanted if x is not None]
         strides = [_strides(x) for x in there]
         for told, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
@@ -100,7 +101,7 @@ class Messages:
             self._send(x.permute(_order(its)), rank, tag)
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
-        """The gradients of what was sent to a stage; None where that stage had no use for it."""
+        """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
         dims = sum(len(x.shape) for x, its in zip(sent, there, strict=True) if its)
@@ -111,16 +112,16 @@ class Messages:
         ]
 
     def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
-        """Sends a tensor beside those of the schedule, in the ``number``th row of such."""
+        """Sends a tensor outside of the schedule; ``number`` selects its tag."""
         self._send(x, rank, _TAG - 1 - number, counts)
 
     def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-        """Receives one."""
+        """Receives a tensor that `send_beside` sent with the same ``number``."""
         self.comm.recv(x, rank, _TAG - 1 - number)
         return x
 
     def finish(self) -> None:
-        """Waits until all that was sent has arrived."""
+        """Waits until everything that was sent has arrived."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
@@ -165,7 +166,7 @@ class Messages:
 
 
 def _strides(x: torch.Tensor) -> Strides:
-    """Those of a tensor; of one with gaps those that it would have without."""
+    """Returns a tensor's strides; for a tensor with gaps, the contiguous strides of its shape."""
     return x.stride() if x.permute(_order(x.stride())).is_contiguous() else _usual_strides(x.shape)
 
 
@@ -174,7 +175,7 @@ def _usual_strides(shape: Sequence[int]) -> Strides:
 
 
 def _order(strides: Sequence[int]) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost."""
+    """Returns the dimensions from the outermost in memory to the innermost."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 

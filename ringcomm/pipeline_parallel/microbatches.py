@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and their outputs joined again."""
+"""Cuts a batch into micro-batches, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ringcomm.errors import InvalidArgumentError, ShapeError
 
 @dataclass(frozen=True)
 class Whole:
-    """An argument that every micro-batch gets as it is."""
+    """An argument that every micro-batch gets unchanged."""
 
     value: Any
 
 
 class MicroBatch(NamedTuple):
-    """What a rank has of a micro-batch.
+    """The part of a micro-batch that a rank has.
 
     Attributes:
-        inputs: a nest as that of the batch.
-        share: of the batch's rows; None where no tensor was cut here.
+        inputs: a nest like that of the batch.
+        share: its share of the batch's rows; None where no tensor was cut here.
     """
 
     inputs: Any
@@ -33,12 +33,14 @@ class MicroBatch(NamedTuple):
 
 
 def cut_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
-    """A nest for each micro-batch: tensors are cut along dimension 0, lists of ``count`` are cut already, `Whole` is
-    given to each. Where ``count`` does not divide the rows, the first micro-batches have one more than the last, as
-    those of ``torch.tensor_split``.
+    """Returns a nest for each micro-batch.
 
-    Raises: ShapeError: fewer rows than micro-batches; tensors of different numbers of rows, of which one does not
-            divide. InvalidArgumentError: a list of another length.
+    Tensors are cut along dimension 0; a list of ``count`` items is taken as already cut; a `Whole` value goes to each
+    micro-batch. Where ``count`` does not divide the rows, the first micro-batches have one row more than the last, as
+    with ``torch.tensor_split``.
+
+    Raises: ShapeError: fewer rows than micro-batches; or tensors of different numbers of rows, one of which ``count``
+            does not divide. InvalidArgumentError: a list of another length.
     """
     leaves, spec = tree_flatten(inputs, is_leaf=lambda x: isinstance(x, (list, Whole)))
     shapes = [tuple(leaf.shape) for leaf in leaves if torch.is_tensor(leaf)]
@@ -49,7 +51,7 @@ def cut_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
 
 
 def _rows(shapes: Sequence[tuple[int, ...]], count: int, rank: int) -> int | None:
-    """Of the batch; None: nothing is cut."""
+    """Returns the number of rows of the batch; None where nothing is cut."""
     for shape in shapes:
         if not shape or shape[0] < count:
             raise ShapeError(
@@ -79,15 +81,18 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
         return leaf
     if not torch.is_tensor(leaf):
         return [leaf] * count
-    # Views of one tensor have one version: where code writes into a part, as FSMT does into its labels, autograd would
-    # take what it has saved of the other parts for changed.
+    # All views of a tensor share one version counter. Where code writes into one part, as FSMT does into its labels,
+    # autograd would treat what it has saved of the other parts as modified.
     parts = leaf.tensor_split(count)
     return parts if leaf.requires_grad else [part.data for part in parts]
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """The micro-batches' outputs as one: tensors one behind the other along dimension 0, numbers as a dimension
-    of their own; of plain values that are equal the first. A list of all where they are anything else."""
+    """Joins the micro-batches' outputs into one.
+
+    Tensors are concatenated along dimension 0, zero-dimensional tensors are stacked, and of equal plain values the
+    first is returned. Anything else becomes a list of the micro-batches' values.
+    """
     by_leaf = [tree_flatten(output) for output in outputs]
     spec = by_leaf[0][1]
     if any(other != spec for _, other in by_leaf):

@@ -1,4 +1,4 @@
-"""A schedule as a picture: a row for each rank over time, as planned and as measured, in a PNG or a web page."""
+"""Draws a schedule, one row per rank over time, as planned and as measured, in a PNG or a web page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from this ma
 
 @dataclass(frozen=True)
 class _Panel:
-    """One time axis with its rows, which start at 0."""
+    """One time axis with its rows, which starts at 0."""
 
     caption: str
     unit: str
@@ -40,14 +40,14 @@ class _Panel:
         return max(end for row in self.rows for _, _, end in row)
 
     def idle(self, row: Sequence[Timed]) -> float:
-        """Share of the axis in which ``row`` does nothing."""
+        """Returns the share of the axis in which ``row`` is idle."""
         return 1 - sum(end - start for _, start, end in row) / self.span
 
     def idle_mean(self) -> float:
         return sum(self.idle(row) for row in self.rows) / len(self.rows)
 
     def colored(self, row: Sequence[Timed]) -> Iterator[tuple[Action, float, float, str]]:
-        """The actions of a row with their colors: by kind, the paler the later the chunk."""
+        """Yields the actions of a row with their colors: a color for each kind, paler for later chunks."""
         stages = sorted({action.stage for action, _, _ in row})
         for action, start, end in row:
             pale = _PALEST * stages.index(action.stage) / max(1, self.chunks - 1)
@@ -60,15 +60,17 @@ def draw(
     title: str = "",
     measured: Sequence[Sequence[Timed]] | None = None,
 ) -> None:
-    """Draws, by rank, the actions of ``rows`` (as `check.times` gives them), and under them those of ``measured``, in
-    seconds from any origin. The number in a box is the micro-batch (where there is room), the color the kind, the
-    shade the chunk; at the end of each row stands its idle share of the time from the first start to the last end.
+    """Draws the actions of ``rows`` by rank (as `check.times` returns them), and below them those of ``measured``.
 
-    ``path`` ends in ``.png`` (by matplotlib) or ``.html`` (one file that needs no other; the mouse over a box tells
-    stage and times). An older file is overwritten.
+    The times of ``measured`` are seconds from any origin. The number in a box is the micro-batch (where there is room),
+    the color shows the kind, the shade the chunk. At the end of each row stands its idle share of the time from the
+    first start to the last end.
 
-    Raises:  InvalidArgumentError for another ending, for no action that takes time, or measured rows of other ranks;
-             UnsupportedError for ``.png`` where matplotlib is missing.
+    ``path`` ends in ``.png`` (drawn by matplotlib) or ``.html`` (one self-contained file that shows stage and times
+    when the mouse is over a box). An existing file is overwritten.
+
+    Raises:  InvalidArgumentError for another ending, where no action takes time, or for measured rows of another number
+             of ranks; UnsupportedError for ``.png`` where matplotlib is missing.
     """
     path = Path(path)
     if path.suffix not in (".png", ".html"):
@@ -103,7 +105,7 @@ def _mixed(color: str, white: float) -> str:
 
 
 def _ink(color: str) -> str:
-    """White or dark, whichever is read better on ``color``."""
+    """Returns white or the dark ink color, whichever is easier to read on ``color``."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else INK
 
@@ -113,7 +115,7 @@ def _heading(panel: _Panel) -> str:
 
 
 def _legend(panels: Sequence[_Panel]) -> list[tuple[str, str]]:
-    """(color, name) of what is shown: kinds, then chunks where there are several."""
+    """Returns the (color, name) entries of the legend: kinds, then chunks where there are several."""
     kinds = {action.kind for panel in panels for row in panel.rows for action, _, _ in row}
     chunks = max(panel.chunks for panel in panels)
     entries = [(COLORS[kind], NAMES[kind]) for kind in Kind if kind in kinds]
@@ -124,13 +126,13 @@ def _legend(panels: Sequence[_Panel]) -> list[tuple[str, str]]:
 
 
 def _short(panel: _Panel) -> float:
-    """A usual length of the actions that are drawn shortest."""
+    """Returns the shortest, over the kinds, of the median lengths of their actions."""
     by_kind = {kind: [e - s for row in panel.rows for a, s, e in row if a.kind is kind] for kind in Kind}
     return min(median(lengths) for lengths in by_kind.values() if lengths)
 
 
 def _ticks(span: float) -> list[float]:
-    """Round times from 0 on, 4 to 11 of them."""
+    """Returns 4 to 11 round times, starting at 0."""
     rough = span / 10
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * (1 - 1e-9))
@@ -138,7 +140,7 @@ def _ticks(span: float) -> list[float]:
 
 
 def _figure(panels: Sequence[_Panel], title: str) -> Any:
-    """The matplotlib figure, free of pyplot's state."""
+    """Returns the matplotlib figure, without using pyplot's global state."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -168,7 +170,7 @@ def _figure(panels: Sequence[_Panel], title: str) -> Any:
 
 
 def _fill(axis: Any, panel: _Panel, points: float) -> None:
-    """Draws the rows; ``points`` is the width of a unit of time."""
+    """Draws the rows; ``points`` is the width of one unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank, row in enumerate(panel.rows):
@@ -217,7 +219,7 @@ _LEFT, _RIGHT, _ROW = 56, 84, 28  # pixels beside the axis, and of a row
 
 
 def _page(panels: Sequence[_Panel], title: str) -> str:
-    """The whole web page."""
+    """Returns the complete web page."""
     across = min(max(24 * panels[0].span / max(_short(panels[0]), panels[0].span / 400), 600), 9600)
     shown = html.escape(title)
     legend = "".join(f'<span><i style="background:{color}"></i>{name}</span>' for color, name in _legend(panels))

@@ -38,12 +38,13 @@ from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, seve
 
 
 class Evaluation(NamedTuple):
-    """What `Pipeline.evaluate` gives.
+    """The result of `Pipeline.evaluate`.
 
     Attributes:
-        output: of all micro-batches, on the rank of the last stage; None elsewhere. What cannot be joined, such as
-            tensors that differ in more than dimension 0, is a list.
-        loss: on every rank; None without a loss, or where the last stage's rank passed no target that it needs.
+        output: the outputs of all micro-batches joined, on the rank of the last stage; None elsewhere. Outputs that
+            cannot be joined, such as tensors that differ in more than dimension 0, are a list.
+        loss: the loss, on every rank; None without a loss, or where the last stage's rank passed no target and the loss
+            needs one.
     """
 
     output: Any
@@ -69,33 +70,34 @@ class Pipeline(nn.Module):
         optimizer.step()
 
     As a module it consists of the modules of this rank's stages, under their names in the model; the model's other
-    parameters are let go of. A parameter that several stages use gets the values of the first of them. Make the
-    optimizer afterwards.
+    parameters are freed. A parameter that several stages use gets the values that the first of them has. Make the
+    optimizer after the pipeline.
 
     Args:
-        stages: of `split`; or modules one behind the other, which give tensors or tuples of them to the next.
-        comm: the ranks, such as ``mesh["pp"]``. Stages are dealt out by the schedule.
+        stages: the result of `split`; or a list of modules that are called one after the other and return tensors or
+            tuples of tensors.
+        comm: the ranks, such as ``mesh["pp"]``. The schedule assigns stages to ranks.
         schedule: "gpipe", "1f1b", "interleaved" (several stages on each rank), "zero-bubble", or a `Schedule`.
-        microbatches: how many a batch is cut into.
-        loss: of the model's output and the target of a micro-batch, on the last stage; None: the output's ``loss``, or
-            the output.
-        reduction: how the micro-batches' losses make the step's: "mean", in which each counts as much as its share of
-            the batch's rows (all of them alike where lists of micro-batches are passed); or "sum" where each is a share
-            already.
-        ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", with each
-            micro-batch, which has the bits of one process and costs two messages of the parameter's size each time.
-        static_shapes: promises the same shapes, and plain values among the arguments, in every micro-batch; then they
-            travel once. On a device this saves a wait in each message.
-    Order:   gradients of micro-batches are added in their order, whatever the schedule: the bits of one process that
-             runs forward and backward of each micro-batch in turn and adds their gradients.
-    Random:  each rank draws from its own generator, as it comes to it: dropout has the masks of one process where one
-             rank has all modules in one stage, and others otherwise. What forward draws around modules, such as noise,
-             is drawn once, and sent on to later stages.
-    Memory:  parameters of this rank's stages; of a micro-batch between its forward and backward pass what autograd
-             keeps and the inputs of the stage, not what has been handed on. "zero-bubble" keeps inputs of linear layers
-             and their results' gradients until their weights' turn.
-    Cost:    between two stages what is handed on and its gradient, once for each micro-batch, 512 bytes for shapes, and
-             a byte for each gradient; what is carried, to the last stage.
+        microbatches: the number of micro-batches that a batch is cut into.
+        loss: a function of the model's output and the target of a micro-batch, called on the last stage; None: the
+            output's ``loss`` attribute, or the output itself.
+        reduction: how the micro-batches' losses combine into the step's loss. "mean" weights each by its share of the
+            batch's rows (equally where lists of micro-batches are passed); "sum" adds losses that are shares already.
+        ties: how the gradients of a parameter on several stages are added: "sum", once a step; or "exact", once a
+            micro-batch, which gives the bits of one process and costs two messages of the parameter's size each time.
+        static_shapes: a promise that every micro-batch has the same shapes, and the same plain values among the
+            arguments; then these are sent once. On a device this saves a wait in each message.
+    Order:   gradients of micro-batches are added in the order of the micro-batches, whatever the schedule: the bits are
+             those of one process that runs forward and backward of each micro-batch in turn and adds their gradients.
+    Random:  each rank draws from its own generator when its forward pass needs a number. So dropout has the masks of
+             one process where one rank has all modules in one stage, and other masks otherwise. Random numbers that
+             forward draws outside of modules, such as noise, are drawn once and sent on to later stages.
+    Memory:  the parameters of this rank's stages; and for each micro-batch between its forward and backward pass, the
+             tensors that autograd keeps and the inputs of the stage, but not the tensors sent to the next stage.
+             "zero-bubble" also keeps the inputs of linear layers and the gradients of their results until the weights'
+             gradients are computed.
+    Cost:    between two stages, for each micro-batch: the tensors sent and their gradients, 512 bytes for shapes,
+             and for each gradient a byte and its strides; and what is carried, up to the last stage.
     Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
              is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
     """
@@ -129,7 +131,7 @@ class Pipeline(nn.Module):
         self.comm = comm
         self.schedule = _schedule(schedule, comm, microbatches, len(stages))
         self.microbatches, self.reduction = self.schedule.microbatches, reduction
-        self.__dict__["_loss"] = loss  # which may be a module, and is none of the model's
+        self.__dict__["_loss"] = loss  # it may be a module, and must not become a submodule
         self.mine = self.schedule.stages_of(comm.rank)
         if staged(stages.model):
             raise InvalidArgumentError(
@@ -150,7 +152,7 @@ class Pipeline(nn.Module):
         self.training = model.training
 
     def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:
-        """Raises on every rank where one has such a loss; a collective."""
+        """Raises on every rank where the loss of any rank has trainable parameters; a collective."""
         modules = [x for x in (loss, getattr(loss, "__self__", None)) if isinstance(x, nn.Module)]
         own = {id(p) for p in model.parameters()}
         found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
@@ -165,7 +167,7 @@ class Pipeline(nn.Module):
                 )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
-        """Raises on every rank where one has another model, cut or schedule; a collective."""
+        """Raises on every rank where the ranks' models, cuts or schedules differ; a collective."""
         rows = [" ".join(map(str, row)) for row in self.schedule.rows]
         facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
         facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
@@ -187,17 +189,17 @@ class Pipeline(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The model that was cut, of which this rank has a part."""
+        """The model that was split, of which this rank holds a part."""
         return self._local.model
 
     def train(self, mode: bool = True) -> Pipeline:
-        """As of any module."""
+        """Sets the training mode, as in any module."""
         super().train(mode)
         self.model.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not there: a part of a model cannot be called by itself.
+        """Always raises, since a part of a model cannot be called by itself.
 
         Raises: UnsupportedError.
         """
@@ -211,19 +213,20 @@ class Pipeline(nn.Module):
     def step(
         self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Forward and backward passes of a batch; gradients are added to those that are there. A collective.
+        """Runs the forward and backward passes of a batch and adds the gradients to existing ones. A collective.
 
         Args:
-            args, kwargs: of the model, cut along dimension 0 as by ``torch.tensor_split``: a tensor, or nests of them.
-                A list is taken to be cut already, one for each micro-batch; what is `Whole` goes to each as it is.
-                Ranks without the first stage may leave them out; named ones that another stage's modules need, such as
-                labels, are passed there too.
-            target: for the loss, cut alike; on the rank of the last stage.
+            args, kwargs: the model's arguments: tensors, or nests of them, cut along dimension 0 as by
+                ``torch.tensor_split``. A list is taken to be cut already, one item for each micro-batch; a `Whole`
+                value goes to each micro-batch unchanged. Ranks without the first stage may omit the arguments; keyword
+                arguments that another stage's modules need, such as labels, are passed on that stage's rank too.
+            target: the target of the loss, cut likewise; on the rank of the last stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
-        Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, of which one does
-                 not divide. InvalidArgumentError: a model whose calls do not come in the order of its stages. An error
-                 on one rank aborts the communicator: the others raise AbortedError.
+        Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, one of which the
+                 number of micro-batches does not divide. InvalidArgumentError: a model that calls its modules in
+                 another order than its stages. An error on one rank aborts the communicator: the others raise
+                 AbortedError.
         """
         if not torch.is_grad_enabled():
             raise InvalidArgumentError(
@@ -231,12 +234,12 @@ class Pipeline(nn.Module):
                 "torch.no_grad(), or call evaluate()"
             )
         loss = self._run(args, kwargs, target, scaler, train=True)[1]
-        assert loss is not None  # its rank raises without one
+        assert loss is not None  # the last stage's rank raises where there is no loss
         return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
-        """Forward passes of a batch, without gradients; arguments as of `step`. A collective."""
+        """Runs the forward passes of a batch, without gradients; takes the arguments of `step`. A collective."""
         computes = target is not None or self._loss is None or _needs_output_alone(self._loss)
         return Evaluation(*self._run(args, kwargs, target, None, train=False, computes=computes))
 
@@ -259,7 +262,7 @@ class Pipeline(nn.Module):
             self._refuse_meta()
             self._local.buffers.begin()
             if scaler is not None:
-                scaler.scale(torch.zeros((), device=device))  # which makes its state, also where there is no loss
+                scaler.scale(torch.zeros((), device=device))  # makes the scaler's state, also on ranks without a loss
             with flat.interleaved() if flat is not None else nullcontext():
                 with self._ties.stood_in():
                     step = _Step(self, inputs, scaler, flat, train, computes)
@@ -303,9 +306,11 @@ class Pipeline(nn.Module):
             )
 
     def timeline(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank, the actions of the last step with the seconds in which each began to compute and ended, from the
-        first on: for `ringcomm.pipeline_parallel.picture.draw`. A collective; clocks are of one host, and on a device
-        tell when work was launched."""
+        """Returns, by rank, the actions of the last step with their start and end, in seconds from the first start.
+
+        For `ringcomm.pipeline_parallel.picture.draw`. A collective. Times of different ranks are comparable on one host
+        only; on a device they are the times at which work was launched.
+        """
         rows = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(self._clock))]
         start = min((row[0][1] for row in rows if row), default=0.0)
         return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
@@ -331,7 +336,7 @@ def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, s
 
 
 class _Step:
-    """A batch on its way through this rank's stages."""
+    """One batch on its way through this rank's stages."""
 
     def __init__(
         self,
@@ -356,7 +361,7 @@ class _Step:
         self._stores: dict[tuple[int, int], WeightGradStore] = {}
 
     def do(self, action: Action) -> None:
-        """Carries an action out."""
+        """Executes an action."""
         at = (action.stage, action.microbatch)
         if self.flat is not None and self.train:
             self.flat.begin_part(action.microbatch)
@@ -395,7 +400,7 @@ class _Step:
             if share not in (None, about.share):
                 raise self._other_share(stage, share, about.share)
             share = about.share
-        if self.flat is not None:  # as the whole model would have them on every rank
+        if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():
@@ -431,7 +436,7 @@ class _Step:
         )
 
     def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
-        """The loss of a micro-batch, as what backward starts from."""
+        """Computes the loss of a micro-batch, from which its backward pass starts."""
         if self.flat is not None:
             output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
         if not self.train:
@@ -497,14 +502,15 @@ class _Step:
             self._parcels["backward", stage, number] = found
         elif before is not None:
             self.messages.send_gradients(found, stage, before)
-        self.ties.passed(stage, number)  # behind the gradients, which are taken first there
+        self.ties.passed(stage, number)  # after the input gradients: the receiver takes those first
 
 
 _Gradients = list[torch.Tensor | None]
 
 
 def _gradients_of(received: Sequence[torch.Tensor]) -> _Gradients:
-    """What backward will find for those that want a gradient, as it lies in memory: ``x.grad`` lies like ``x``."""
+    """Returns a list that backward fills with the gradients of the received tensors, with the strides that autograd
+    gave them (``x.grad`` would have the strides of ``x``)."""
     wanted = [x for x in received if x.requires_grad]
     found: _Gradients = [None] * len(wanted)
     for i, x in enumerate(wanted):
@@ -513,8 +519,8 @@ def _gradients_of(received: Sequence[torch.Tensor]) -> _Gradients:
 
 
 def _needs_output_alone(loss: Callable[..., Any]) -> bool:
-    """Whether a loss can be called without a target; one of which nothing is known is taken to be."""
-    if inspect.isbuiltin(loss) or inspect.ismethoddescriptor(loss):  # torch tells the arguments of its own elsewhere
+    """Returns whether a loss can be called without a target; True where its signature is unknown."""
+    if inspect.isbuiltin(loss) or inspect.ismethoddescriptor(loss):  # whose signatures torch keeps elsewhere
         loss = get_testing_overrides().get(loss, loss)
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
@@ -528,7 +534,7 @@ def _needs_output_alone(loss: Callable[..., Any]) -> bool:
 
 
 def _own_loss(output: Any) -> Any:
-    """The loss that a model's output carries."""
+    """Returns the loss that a model's output carries, or the output itself."""
     if isinstance(output, dict):
         return output.get("loss")
     return getattr(output, "loss", output)

@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: which rank works on which stage and micro-batch, and in which order. Pure functions of
-the numbers of ranks, micro-batches and chunks; `check` proves them, the runner carries them out."""
+"""Pipeline schedules as data: which rank works on which stage and micro-batch, and in which order. They are pure
+functions of the numbers of ranks, micro-batches and chunks; `check` proves them, and `pipeline` executes them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from numbers import Integral
 from ringcomm.errors import InvalidArgumentError, shown
 
 MOST = 1 << 20
-"""Ranks, chunks and micro-batches of a schedule, at most."""
+"""The largest number of ranks, chunks or micro-batches of a schedule."""
 
 
 class Kind(enum.Enum):
-    """What is done with a micro-batch at a stage."""
+    """The kind of work on a micro-batch at a stage."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # the whole of it: INPUT and WEIGHT at once
+    BACKWARD = "B"  # the whole backward pass: INPUT and WEIGHT at once
     INPUT = "I"  # the gradients of the inputs only, which the stage before waits for
-    WEIGHT = "W"  # the gradients of the weights, which nobody waits for
+    WEIGHT = "W"  # the gradients of the weights, which no other stage waits for
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order; when, follows from what each action needs (`check.times`)."""
+    """The actions of each rank, in order. Their times follow from what each action needs (`check.times`)."""
 
     name: str
     world_size: int
@@ -57,12 +57,12 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of inputs and weights are computed apart."""
+        """Whether the gradients of inputs and weights are computed by separate actions."""
         return any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in self.rows for action in row)
 
     def held(self) -> tuple[int, ...]:
-        """By rank: the most activations, pairs of stage and micro-batch, that it keeps at a time. One lives from its
-        forward pass to the end of its B or W."""
+        """Returns, by rank, the largest number of activations that it keeps at a time. An activation, a pair of stage
+        and micro-batch, lives from its forward pass to the end of its B or W."""
         return tuple(_peak(row) for row in self.rows)
 
 
@@ -87,12 +87,12 @@ def _one_stage_each(name: str, world_size: int, rows: Iterable[Iterable[Action]]
 
 
 def gpipe(world_size: int, microbatches: int) -> Schedule:
-    """All forward passes, then all backward passes; rank r holds stage r.
+    """Returns the schedule of all forward passes, then all backward passes; rank r holds stage r.
 
     Bubble:  (p - 1) / (m + p - 1) of the time, with p ranks and m micro-batches.
     Holds:   m activations on every rank.
     Raises:  InvalidArgumentError where a number is below 1.
-    Source:  Huang et al., GPipe, 2019; backward here in the order of the forward passes.
+    Source:  Huang et al., GPipe, 2019; here the backward passes run in the order of the forward passes.
     """
     _positive("gpipe", world_size=world_size, microbatches=microbatches)
     kinds = (Kind.FORWARD, Kind.BACKWARD)
@@ -101,9 +101,10 @@ def gpipe(world_size: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(world_size: int, microbatches: int) -> Schedule:
-    """One forward pass, one backward pass, as soon as the first gradient is back; rank r holds stage r.
+    """Returns the schedule that alternates forward and backward passes once the first gradient is back; rank r holds
+    stage r.
 
-    Bubble:  that of `gpipe`.
+    Bubble:  the same as `gpipe`.
     Holds:   min(m, p - r) activations on rank r.
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Narayanan et al., PipeDream, 2019 (here with a flush at the end of the step).
@@ -118,7 +119,8 @@ def one_f_one_b(world_size: int, microbatches: int) -> Schedule:
 
 
 def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forward passes, then one forward and one backward in turns, then the backward passes left."""
+    """Returns ``ahead`` forward passes, then forward and backward passes in turn, then the remaining backward
+    passes."""
     ahead = min(ahead, len(forward))
     row = forward[:ahead]
     for i, action in enumerate(backward):
@@ -127,11 +129,13 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 
 
 def interleaved(world_size: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several stages on a rank: rank r holds the stages r, r + p, r + 2 p, ..., ``chunks`` of them.
+    """Returns the 1F1B schedule with several stages on a rank: rank r holds the stages r, r + p, r + 2 p, ...,
+    ``chunks`` of them.
 
-    Micro-batches pass in groups; a rank takes a whole group through its first chunk, then through the next. A group is
-    p micro-batches where p divides m, and otherwise as little more as does it without a remainder shorter than p (m
-    themselves where m < p), so that no chunk waits for the one before. With one chunk it is 1F1B's order.
+    Micro-batches pass in groups; a rank takes a whole group through its first chunk, then through the next. A group has
+    p micro-batches where p divides m. Otherwise groups are as little larger as needed to leave no remainder shorter
+    than p (one group of m where m < p), so that no chunk waits for the one before. With one chunk the order is that of
+    1F1B.
 
     Bubble:  (p - 1) / (v m + p - 1) with v chunks and m >= p.
     Holds:   with groups of at most g: at most (v - 1) g + 2 (p - r - 1) + 1 activations (of a chunk) on rank r.
@@ -153,8 +157,8 @@ def interleaved(world_size: int, microbatches: int, chunks: int = 2) -> Schedule
 
 
 def _groups(world_size: int, microbatches: int) -> list[range]:
-    """As many groups of at least ``world_size`` as there can be, larger ones first: the first says how far ahead the
-    forward passes run."""
+    """Returns as many groups of at least ``world_size`` micro-batches as possible, larger groups first: the first
+    group's size determines how far ahead the forward passes run."""
     count = max(1, microbatches // world_size)
     least, longer = divmod(microbatches, count)
     starts = [k * least + min(k, longer) for k in range(count + 1)]
@@ -162,10 +166,10 @@ def _groups(world_size: int, microbatches: int) -> list[range]:
 
 
 def zero_bubble(world_size: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B whose backward pass is split, so that the gradients of inputs travel on at once; rank r holds
-    stage r and keeps r gradients of weights for later, where 1F1B would be idle.
+    """Returns ZB-H1: 1F1B with a split backward pass, so that the gradients of inputs travel on at once. Rank r holds
+    stage r, and delays r gradients of weights into the time in which 1F1B is idle.
 
-    Bubble:  (p - 1) / (3 m + p - 1) where F, I and W take as long as one another and m >= p: a third of 1F1B's.
+    Bubble:  (p - 1) / (3 m + p - 1) where F, I and W take equally long and m >= p: a third of 1F1B's.
     Holds:   min(m, p) activations at most, as rank 0 does in `one_f_one_b`.
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Qi et al., Zero Bubble Pipeline Parallelism, 2024.
@@ -194,9 +198,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule_of(name: str, world_size: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule called ``name`` in `SCHEDULES`; ``chunks`` (stages on each rank) is for ``"interleaved"``.
+    """Returns the schedule called ``name`` in `SCHEDULES`; ``chunks`` (stages on each rank) is for ``"interleaved"``
+    only.
 
-    Raises:  InvalidArgumentError where there is no such name, a number is below 1, or another schedule is given chunks.
+    Raises:  InvalidArgumentError for an unknown name, a number below 1, or chunks for another schedule.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
         known = ", ".join(map(repr, SCHEDULES))

@@ -1,4 +1,4 @@
-"""Tensors whose values lie on other ranks: what a forward pass has in the place of an earlier stage's results."""
+"""Tensors without values: they replace the results of earlier stages, whose values lie on other ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FACTS = {
     torch.result_type, _Tensor.type, _Tensor.is_set_to, _Tensor.is_conj, _Tensor.is_neg,
     torch.is_conj, torch.is_neg,
 }  # fmt: skip
-"""What gives no tensor, and depends on no value."""
+"""Functions that return no tensor and depend on no value."""
 _FACT_ATTRIBUTES = {
     "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "is_cpu", "is_cuda", "is_meta",
     "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_mtia", "is_xpu", "is_xla",
@@ -39,32 +39,35 @@ _OF_VALUES = {
     _Tensor.nonzero, _Tensor.argwhere, _Tensor.unique, _Tensor.unique_consecutive, _Tensor.masked_select,
     _Tensor.bincount, torch.corrcoef, torch.histogramdd, _Tensor.__repr__, _Tensor.__format__, _Tensor.data_ptr,
 }  # fmt: skip
-"""What gives tensors whose shape depends on values, or a text of them."""
+"""Functions that return tensors whose shape depends on values, that print values, or that give access to memory."""
 _SET_DATA = _Tensor.data.__set__
 _WANTS_GRADIENT = _Tensor.requires_grad.__get__
 _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_split, _Tensor.tensor_split}
 
 
 class ShapeOnlyTensor(torch.Tensor):
-    """A tensor of a shape and a type. What is computed from its values is absent too; not what is computed from its
-    shape. It is not a number, or zero. Code that would go on differently for other values raises."""
+    """A tensor that has a shape and a type but no values ("absent").
 
-    origin = ""  # the name of the module whose result it is, or is computed from
-    wants_gradient: bool | None = None  # of a parameter
+    Results computed from its values are absent too; results computed from its shape are not. If it was made without
+    values, its memory holds NaN, or zero for integers. Code whose control flow depends on its values raises.
+    """
+
+    origin = ""  # the name of the module that made the tensor, or whose result it was computed from
+    wants_gradient: bool | None = None  # requires_grad of the parameter that it replaces
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _Tensor.__iter__:  # whose parts torch would give as plain tensors
+        if func is _Tensor.__iter__:  # torch would return the items as plain tensors
             return iter(args[0].unbind(0))
         if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
             return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
-            return _NoHandle()  # backward never comes here: the stage that has the values has the hook too
+            return _NoHandle()  # backward never reaches this tensor: the stage that has the values has the hook too
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _read(func, args)
         if _writes(func) and args and isinstance(args[0], ShapeOnlyTensor) and _is_repeated(args[0]):
-            return args[0]  # a weight of another stage, in whose one element nothing is written
+            return args[0]  # a placeholder of another stage's weight, whose only element must keep its value
         with _Numbers(func) if _has_number(func, args, kwargs) else nullcontext():
             result = super().__torch_function__(func, types, args, kwargs)
         if type(result) in (tuple, list):
@@ -86,21 +89,22 @@ class ShapeOnlyTensor(torch.Tensor):
         return result
 
     def fill(self, x: torch.Tensor) -> torch.Tensor:
-        """Makes this very object a tensor with the values of ``x``, in the same memory, whose gradient is that of
-        ``x``. It is no leaf, so that code may write into it."""
+        """Turns this object into a plain tensor with the values, memory and gradient of ``x``. It is not a leaf, so
+        that code may write into it."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = x.detach()
             find(self)
             if x.requires_grad:
                 version = self._version
-                self.detach_()  # else backward comes to what it was computed from, and calls hooks there with None
-                _Filled.apply(self, x)  # which is no change to who has saved it, as checkpoints do
+                self.detach_()  # else backward would reach its inputs and call their hooks with None
+                _Filled.apply(self, x)  # must not count as a write for those that saved the tensor, such as checkpoints
                 torch._C._autograd._unsafe_set_version_counter((self,), (version,))
             return self
 
 
 class _Numbers(TorchDispatchMode):
-    """Inside, a function that takes an absent tensor for a number, such as a length, raises: torch reads its value."""
+    """Inside, a function that uses an absent tensor as a number, such as a length, raises: torch would read its
+    value."""
 
     def __init__(self, func: Any) -> None:
         super().__init__()
@@ -113,12 +117,12 @@ class _Numbers(TorchDispatchMode):
 
 
 class Reads(TorchFunctionMode):
-    """Inside, functions whose only absent arguments are numbers to them raise, too: torch does not ask an argument's
+    """Inside, a function whose only absent arguments are used as numbers raises too: torch does not call an argument's
     class then, but reads its value.
 
     Args:
-        told: of each function and its arguments, before it is called.
-        call: calls it.
+        told: called with each function and its arguments, before the function.
+        call: calls the function.
     """
 
     def __init__(
@@ -143,13 +147,13 @@ class Reads(TorchFunctionMode):
     @staticmethod
     @contextmanager
     def left() -> Iterator[None]:
-        """Outside of it for a while, where nothing is absent."""
+        """Disables the mode for a while, in code that has no absent tensors."""
         modes = _get_current_function_mode_stack()
         mode = next((each for each in modes if isinstance(each, Reads) and not each.is_left), None)
         if mode is None:
             yield
             return
-        is_last, mode.is_left = mode is modes[-1], True  # else another mode, such as a torch.device, was entered in it
+        is_last, mode.is_left = mode is modes[-1], True  # else a mode such as a torch.device was entered inside
         if is_last:  # saves a call for each function
             mode.__exit__(None, None, None)
         try:
@@ -161,7 +165,7 @@ class Reads(TorchFunctionMode):
 
 
 def _absent_in(nest: Any) -> list[ShapeOnlyTensor]:
-    """Those of arguments, also in slices."""
+    """Returns the absent tensors among the arguments, also in slices."""
     if isinstance(nest, ShapeOnlyTensor):
         return [nest]
     if isinstance(nest, (tuple, list)):
@@ -172,7 +176,8 @@ def _absent_in(nest: Any) -> list[ShapeOnlyTensor]:
 
 
 def _has_number(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether one of them has a single element. One that is an index may be: of a slice it gives the length."""
+    """Returns whether an absent argument has a single element. Indices are ignored, but not slices: they determine a
+    length."""
     nest: Any = (args, kwargs)
     if func in (_Tensor.__getitem__, _Tensor.__setitem__):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -182,7 +187,7 @@ def _has_number(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Filled(torch.autograd.Function):
-    """Puts a tensor behind another one in the graph, without a copy."""
+    """Makes one tensor depend on another in the autograd graph, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, filled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -195,20 +200,20 @@ class _Filled(torch.autograd.Function):
 
 
 def _apart(x: Any) -> Any:
-    """In the place of an absent view one that is no view of another tensor, so that it can be filled."""
+    """Returns an absent view as a tensor that is no view, so that it can be filled; anything else as it is."""
     with torch._C.DisableTorchFunctionSubclass():
         return _turned(x.data) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
 
 
 def _turned(x: torch.Tensor) -> ShapeOnlyTensor:
-    """The same object as an absent tensor: `as_subclass` would make a view, and autograd takes what is written into
-    one for written into its base."""
+    """Makes the same object an absent tensor. `as_subclass` would make a view, and autograd treats a write into a view
+    as a write into its base."""
     x.__class__ = ShapeOnlyTensor
     return cast(ShapeOnlyTensor, x)
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
-    """A received tensor as code may write into it: no leaf, with the same memory."""
+    """Returns a received tensor that code may write into: not a leaf, with the same memory."""
     if not x.requires_grad:
         return x
     apart = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
@@ -217,10 +222,10 @@ def writable(x: torch.Tensor) -> torch.Tensor:
 
 
 class _NoHandle:
-    """Of a hook on a tensor that has no gradient here."""
+    """The handle of a hook on a tensor that has no gradient here."""
 
     def remove(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def __enter__(self) -> _NoHandle:
         return self
@@ -245,7 +250,7 @@ def _name(func: Any) -> str:
 
 
 def _is_fact(func: Any) -> bool:
-    """Whether it gets or sets an attribute that depends on no value."""
+    """Returns whether ``func`` gets or sets an attribute that depends on no value."""
     kind = getattr(func, "__name__", "")
     if kind not in ("__get__", "__set__", "__delete__"):
         return False
@@ -253,7 +258,7 @@ def _is_fact(func: Any) -> bool:
 
 
 def _is_of_tensors(func: Any, result: Any) -> bool:
-    """Whether a result is tensors alone. What writes in place may give nothing."""
+    """Returns whether a result consists of tensors alone. A function that writes in place may return None."""
     if result is None:
         return _writes(func)
     return all(isinstance(x, torch.Tensor) for x in tree_leaves(result))
@@ -263,9 +268,9 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     if func is torch.where:
         return len(args) + len(kwargs) == 1
     if func in _REPEATS:
-        return any_absent((args[1:] or args, kwargs))  # of repeats alone: these
+        return any_absent((args[1:] or args, kwargs))  # the one argument of repeat_interleave is the repeats
     if func is torch.nn.functional.one_hot:
-        return [*args[1:], *kwargs.values(), -1][0] == -1  # as many classes as the largest value asks for
+        return [*args[1:], *kwargs.values(), -1][0] == -1  # the largest value determines the number of classes
     if func is _Tensor.__getitem__:
         return any(
             isinstance(x, ShapeOnlyTensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1])
@@ -279,7 +284,7 @@ def _writes(func: Any) -> bool:
 
 
 def reads(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors whose values a function takes, but for the one that it writes into."""
+    """Returns the tensors whose values a function reads, without the one that it writes into."""
     if func in _FACTS or _is_fact(func):
         return []
     nest = args[1:] if _writes(func) else args
@@ -287,32 +292,33 @@ def reads(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def overwrites(func: Any, args: Any) -> list[torch.Tensor]:
-    """The tensor of which a function keeps no value."""
+    """Returns the tensor that a function overwrites completely."""
     return [args[0]] if func in (_Tensor.zero_, _Tensor.fill_, _Tensor.copy_) else []
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that a function writes into, as far as its name and arguments tell."""
+    """Returns the tensors that a function writes into, judged by its name and arguments."""
     first = _writes(func) or kwargs.get("inplace") is True or func == _SET_DATA
     nest = [args[:1] if first else (), kwargs.get("out")]
     return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)] if first or "out" in kwargs else []
 
 
 def _is_repeated(x: torch.Tensor) -> bool:
-    """Whether several elements are the same memory."""
+    """Returns whether several elements share the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
 
 
 def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
-    """A plain tensor into which something absent is written is absent too."""
+    """Makes each plain tensor absent that an absent value is written into."""
     written = [args[0]] if args and _writes(func) else []
     for x in written + tree_leaves(kwargs.get("out")):
         lose(x, origin)
 
 
 def lose(x: Any, origin: str) -> list[torch.Tensor]:
-    """Makes a plain tensor, and what it is a view of, absent from now on; those that were not.
+    """Makes a plain tensor, and the tensor that it is a view of, absent from now on; returns those that were plain
+    before.
 
     Args:
         origin: the module that changes its values.
@@ -326,18 +332,18 @@ def lose(x: Any, origin: str) -> list[torch.Tensor]:
 
 
 def find(x: torch.Tensor) -> None:
-    """Makes an absent tensor a plain one again: it has values, or nobody looks at them."""
+    """Makes an absent tensor a plain one again, where it has values or none will be read."""
     if isinstance(x, ShapeOnlyTensor):
         x.__class__ = torch.Tensor
 
 
 def any_absent(tree: Any) -> bool:
-    """Whether a nest has such a tensor."""
+    """Returns whether a nest contains an absent tensor."""
     return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 
 
 class Maker:
-    """Makes them, those of one type of numbers in the same memory."""
+    """Makes absent tensors; those of the same floating-point type share memory."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
@@ -345,25 +351,25 @@ class Maker:
     def make(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = ""
     ) -> ShapeOnlyTensor:
-        """Of a shape. ``origin``: the module whose result it is."""
+        """Returns an absent tensor of a shape. ``origin``: the module whose result it replaces."""
         made = _turned(self._tensor(shape, dtype, device))
         made.origin = origin
         return made
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Whole numbers are new, since code may write into them."""
+        """Returns a tensor; integer tensors get memory of their own, since code may write into them."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return torch.zeros(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < numel or memory.device != device:
             memory = self._memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
-        made = torch.empty(0, dtype=dtype, device=device)  # not a view: what writes into one does not age another
+        made = torch.empty(0, dtype=dtype, device=device)  # no view: each has a version of its own
         return made.set_(memory.untyped_storage(), 0, shape)
 
 
 def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """In the place of a parameter or buffer: without memory of its own."""
+    """Returns a placeholder for a parameter or buffer: one element, expanded to its shape."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
     made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(ShapeOnlyTensor)
     made.wants_gradient = x.requires_grad

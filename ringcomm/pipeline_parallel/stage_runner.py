@@ -1,4 +1,4 @@
-"""This rank's stages of a model: the model itself without the parameters of others, run from one cut to the next."""
+"""Runs this rank's stages: the model itself, without the parameters of other stages, from one cut to the next."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ ANY = -1
 
 @dataclass(frozen=True)
 class Shape(Stand):
-    """What is left of a tensor that stays elsewhere."""
+    """Placeholder of a tensor that stays on its rank: its shape and type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
-        """A nest with its tensors as shapes, and stands for what is neither tensor nor plain value.
+        """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
 
         Args:
-            origin: the module that has made it.
-            given: the arguments of that, of which it may give some back.
+            origin: the module that made the nest.
+            given: the arguments of that module, some of which it may have returned.
         """
 
         def each(x: Any) -> Any:
@@ -80,20 +80,21 @@ class Shape(Stand):
 
 @dataclass(frozen=True)
 class Carried(Stand):
-    """In the place of a tensor that is sent on from stage to stage, to the last one: its number among those."""
+    """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
+    tensors."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """What later stages are told of a call of a module of an earlier one.
+    """The record of a call of one of this stage's modules, which later stages receive.
 
     Attributes:
-        output: its shapes, or what is carried.
-        hooked: calls of submodules, or of the module, that have hooks, in the order of their ends: name, arguments as
-            shapes, and the output that each hook got, as above.
-        left: what it left beside its output.
+        output: the output, with tensors as shapes or as carried tensors.
+        hooked: the calls of the module or its submodules that have hooks, in the order in which they ended: name,
+            arguments as shapes, and the output that each hook got, in the form of ``output``.
+        left: the side effects of the call.
     """
 
     output: Any
@@ -103,18 +104,20 @@ class Call:
 
 @dataclass(frozen=True)
 class StageMetadata:
-    """What a stage tells the next beside tensors.
+    """The data that a stage sends to the next besides tensors.
 
     Attributes:
-        leaves: of the arguments with which its first module is called: the number of a tensor that is sent, or of one
-            that is carried, or the checksum of one that it must have itself (`ANY`: it may be any), or a plain value
-            that it must have too, or None.
-        inputs: of the model, as shapes.
+        leaves: one entry for each leaf of the arguments of the next stage's first module: the number of a sent or
+            carried tensor; the checksum of a tensor that the next stage must have itself (`ANY`: any values will do); a
+            plain value that it must have too; or None.
+        inputs: the inputs of the model, as shapes.
         usual: the first tensor that the first stage sends, as a shape.
-        calls: of modules before, in turn, where they are others than one that gives the usual tensor alone.
-        carried: how many tensors are.
-        draws: by functions around modules, in turn: the function's name, and what it drew if later stages need it.
-        share: of the micro-batch in the rows of the batch, as far as stages so far know it.
+        calls: the calls of modules of earlier stages, in order, by module; modules whose calls all returned just the
+            usual tensor are omitted.
+        carried: the number of carried tensors.
+        draws: the random functions called outside of modules, in order: the name, and what was drawn if later stages
+            need it.
+        share: the micro-batch's share of the batch's rows, if a stage so far knows it.
     """
 
     leaves: tuple[tuple[str, Any] | None, ...]
@@ -126,12 +129,13 @@ class StageMetadata:
     share: Fraction | None = None
 
     def of_any(self) -> StageMetadata:
-        """The same where values may be others."""
+        """Returns a copy in which values of the receiver's own tensors do not matter."""
         return replace(self, leaves=tuple(("own", ANY) if each and each[0] == "own" else each for each in self.leaves))
 
 
 class _StageBoundary(BaseException):
-    """Ends a forward pass where the next stage begins: no error, and nothing that a model's `except` may catch."""
+    """Ends a forward pass where the next stage begins. A BaseException, so that a model's ``except Exception`` does not
+    catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inputs = (args, kwargs)
@@ -143,33 +147,33 @@ class _Run:
     about: StageMetadata | None
     received: list[torch.Tensor]
     entered: bool
-    grads: bool  # whether they are taken
+    grads: bool  # whether gradients are on
     calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
     shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
-    versions: list[int] = field(default_factory=list)  # of these, when a module last had them
+    versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
     noting: bool = False  # whether a call of a module is being noted
     before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
-    lost: list[torch.Tensor] = field(default_factory=list)  # whose values a module of an earlier stage has changed
+    lost: list[torch.Tensor] = field(default_factory=list)  # plain tensors that a module of an earlier stage wrote into
     draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
-    draws_done: int = 0  # how many of them this stage has come to
-    replayed_in: Any = None  # the checkpoint in which it last took what another stage has drawn
-    hooking: bool = False  # whether hooks of modules of earlier stages run
+    draws_done: int = 0  # how many of them this stage has reached
+    replayed_in: Any = None  # the checkpoint in which it last replayed a draw
+    hooking: bool = False  # whether hooks of modules of earlier stages are running
 
 
 class StageRunner:
     """The model on this rank.
 
     Args:
-        mine: this rank's stages. The parameters of all other modules are let go of.
-        rank: for messages.
-        device: of tensors, on a rank without parameters or where they are on meta.
+        mine: this rank's stages. The parameters of all other modules are freed.
+        rank: for error messages.
+        device: of tensors, on a rank that has no parameters or whose parameters are on meta.
     """
 
     def __init__(self, stages: Stages, mine: Sequence[int], rank: int, device: torch.device) -> None:
         self.stages, self.model, self.rank, self._device = stages, stages.model, rank, device
         self.running: _Run | None = None
-        self._grads: dict[int, set[int]] = {}  # by stage: named arguments of the next one's first module to send
+        self._grads: dict[int, set[int]] = {}  # by stage: indices of named arguments to send to the next one
         self._absent = Maker()
         self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
@@ -180,7 +184,7 @@ class StageRunner:
             owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
             for module, key in owners[:1]:
                 note(module, key, names=tie.names, copy=not first, staged=len(mine) < len(stages))
-        self._elsewhere: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []  # modules, and what stands for parameters
+        self._elsewhere: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []  # modules, and placeholders of parameters
         of_mine = (self.model.get_submodule(name) for name, stage in stages.stage_of.items() if stage in mine)
         seen = {id(p) for module in of_mine for p in module.parameters()}
         seen |= {id(p) for module in self._containers.values() for p in module._parameters.values()}
@@ -197,7 +201,7 @@ class StageRunner:
         self._begins = [{name} for name in stages.first]  # names of the modules with which a stage may begin
         for name, stage in stages.stage_of.items():
             for key, each in _members(name, self.model.get_submodule(name)):
-                if often[id(each)] == 1:  # which forward may call itself
+                if often[id(each)] == 1:  # not shared: forward may call it by itself
                     self._inside[key] = _named(key, each)
                     _guard(each, self._guarded(key, stage))
             if name == stages.first[stage]:
@@ -205,19 +209,19 @@ class StageRunner:
 
     @property
     def device(self) -> torch.device:
-        """On which this rank's parameters are."""
+        """The device of this rank's parameters."""
         found = next((p.device for p in self.model.parameters() if not p.is_meta), None)
         return self._device if found is None else found
 
     def used_often(self) -> list[torch.Tensor]:
-        """Parameters here that more than one module has."""
+        """Returns the parameters here that more than one module has."""
         uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)
         return [p for p in self.model.parameters() if uses[id(p)] > 1]
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
-        """Inside, the model's parameters are those of all stages, so that code that counts or sums them up does not
-        take this rank's for all: those of other stages have no values."""
+        """Inside, the model has the parameters of all stages (those of other stages without values), so that code that
+        counts or sums parameters does not mistake this rank's for all."""
         for module, held in self._elsewhere:
             module._parameters.update(cast(Any, held))
         try:
@@ -240,14 +244,14 @@ class StageRunner:
         """Runs a stage.
 
         Args:
-            args, kwargs: of the model, as far as this rank has them.
-            received, about: from the stage before. What the model has in the place of a received tensor takes its
-                values.
-        Returns: the tensors for the next stage, and what it has to know; of the last stage the model's output and None.
+            args, kwargs: the arguments of the model, as far as this rank has them.
+            received, about: the tensors and metadata from the stage before. The received values are put into the
+                model's absent tensors.
+        Returns: the tensors for the next stage, and their metadata; for the last stage the model's output and None.
         """
         if about is not None:
             self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, about.inputs)
-            theirs = self._made(about.inputs)  # of the model, of which nothing is carried
+            theirs = self._made(about.inputs)  # model inputs contain nothing carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
         grads = torch.is_grad_enabled() or (not last and stage not in self._grads)
@@ -278,7 +282,7 @@ class StageRunner:
             return self._handed_on(run, cut, Shape.of((args, kwargs)))
         finally:
             self.running = None
-            for x in run.lost:  # which may be the user's
+            for x in run.lost:  # they may be the user's tensors
                 find(x)
         if not last:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
@@ -288,7 +292,7 @@ class StageRunner:
         return output, None
 
     def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function outside of modules of stages. What one draws there later stages get."""
+        """Calls a function outside of modules of stages. What it draws at random is sent on to later stages."""
         name = "" if run.hooking else random_op(func)
         if not name:
             return func(*args, **kwargs)
@@ -308,8 +312,8 @@ class StageRunner:
         return result
 
     def _refuse_other_inputs(self, mine: Mapping[Any, Any], inputs: Any) -> None:
-        """Of the model: what this rank has as well as the stage before must be alike, as far as shapes and plain values
-        tell. Tensors may be there on some ranks alone, such as labels."""
+        """Raises where the model's inputs on this rank and on the stage before differ in shapes or plain values. Some
+        tensors, such as labels, may be passed on some ranks only."""
         theirs = {**dict(enumerate(inputs[0])), **inputs[1]}
         for key, x in mine.items():
             pairs = [*zip(tree_leaves(Shape.of(x)), tree_leaves(theirs.get(key)), strict=False)]
@@ -321,7 +325,8 @@ class StageRunner:
                 )
 
     def _refuse_lost(self, name: str, tree: Any) -> None:
-        """Of the arguments of a module, which may ask for no more than its class."""
+        """Raises where an argument of a module is a `Lost` object; the module might use only its class, which would not
+        raise."""
         for x in tree_leaves(tree):
             if type(x) is Lost:
                 x.refuse(name)
@@ -393,9 +398,9 @@ class StageRunner:
                     _clear_hooks(x)
             self._refuse_absent(run, name, (args, kwargs))
             self._refuse_lost(name, (args, kwargs))
-            last = run.stage == len(self.stages) - 1  # whom nobody comes after
+            last = run.stage == len(self.stages) - 1  # no later stage needs a record
             with Reads.left():
-                if last or run.noting:  # a call inside of another one, which later stages do not come to
+                if last or run.noting:  # a nested call, which later stages do not reach
                     return forward(*args, **kwargs)
                 run.noting = True
                 try:
@@ -408,7 +413,7 @@ class StageRunner:
     def _noted(
         self, run: _Run, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a module of this stage, which later stages are told of."""
+        """Calls a module of this stage and records the call for later stages."""
         self._refuse_written(run, name)
         inside = self._inside[name]
         watch = Watch(self._containers, inside, args, kwargs)
@@ -435,9 +440,9 @@ class StageRunner:
         return output
 
     def _keep(self, run: _Run, x: torch.Tensor) -> None:
-        """Of what the model's own forward is about to write into: of what is carried, later stages get the values that
-        its module gave. They come to that code themselves."""
-        last = run.stage == len(self.stages) - 1  # whom nobody comes after
+        """Called before the model's own forward writes into ``x``. Later stages run the same code, so they must get
+        carried tensors with the values that the module gave them: a copy is carried from now on."""
+        last = run.stage == len(self.stages) - 1  # no later stage gets them
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(run.grads):
             for i, carried in enumerate(run.carried):
                 if carried is not x and not _shares(carried, x):
@@ -450,7 +455,7 @@ class StageRunner:
                     run.versions[i] = version_of(run.carried[i])
 
     def _refuse_written(self, run: _Run, name: str) -> None:
-        """Raises where what is carried was written into by code that `Reads` does not see, such as an extension's."""
+        """Raises where code that `Reads` does not see, such as an extension's, wrote into a carried tensor."""
         for x, version in zip(run.carried, run.versions, strict=True):
             if version_of(x) != version:
                 raise InvalidArgumentError(
@@ -460,7 +465,8 @@ class StageRunner:
                 )
 
     def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
-        """Raises where something absent would be written into a parameter, such as into a running mean of another."""
+        """Raises where an absent value would be written into a parameter, for instance into a running mean of another
+        stage's results."""
         for name, p in self.model.named_parameters():
             if not isinstance(p, ShapeOnlyTensor) and any(_shares(p, x) for x in written):
                 raise InvalidArgumentError(
@@ -472,7 +478,7 @@ class StageRunner:
     def _note_hooks(
         self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
     ) -> list[Callable[[], None]]:
-        """Notes calls of a module in ``hooked``; gives what ends that."""
+        """Records calls of a module in ``hooked``; returns functions that end the recording."""
         seen: list[Any] = []
 
         def noting(hook: Callable[..., Any], *call: Any) -> Any:
@@ -493,13 +499,13 @@ class StageRunner:
         return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
 
     def _shown(self, run: _Run, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
-        """What later stages are told of a result."""
+        """Returns the form in which later stages receive a result."""
         if name in self.stages.carry:
             return self._carry(run, output, name, given or {})
         return Shape.of(output, name, given)
 
     def _value_of(self, run: _Run, left: Left, name: str) -> Any:
-        """What later stages are told of what a module has left."""
+        """Returns the form in which later stages receive the value of a side effect."""
         if left.written and not any(x is left.value for x in run.carried):
             return self._shown(run, left.value, name)
         if can_travel(left.value):
@@ -508,8 +514,9 @@ class StageRunner:
         return left.value if isinstance(left.value, Gone) else _stand(left.value, name, {})
 
     def _carry_again(self, run: _Run, x: Any) -> None:
-        """Of a tensor that is carried and was written into: later stages get its last values. Between the call that
-        left it and this one they have none."""
+        """After a write into a carried tensor: makes earlier records of it shapes, so that later stages get only its
+        last values. Between the call that left the tensor and this one they have no values for it.
+        """
         number = next((i for i, other in enumerate(run.carried) if other is x), None)
         if number is None:
             return
@@ -521,7 +528,7 @@ class StageRunner:
         run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
 
     def _carry(self, run: _Run, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
-        """A nest with its tensors among those that are carried."""
+        """Returns a nest with its tensors added to the carried ones."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -537,7 +544,7 @@ class StageRunner:
         return map_nest(each, nest)
 
     def _shadow(self, run: _Run, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of an earlier stage gives back here, and leaves beside that."""
+        """Repeats the recorded call of a module of an earlier stage: its side effects, hooks and result."""
         assert run.about is not None
         calls, number = run.about.calls.get(name, ()), run.shadowed[name]
         run.shadowed[name] += 1
@@ -564,12 +571,12 @@ class StageRunner:
             finally:
                 run.hooking = False
         result = self._made(call.output, name, given)
-        for each, (place, before) in zip(lefts, there, strict=True):  # what hooks left is among it: once is enough
+        for each, (place, before) in zip(lefts, there, strict=True):  # undoes what hooks did to the same places
             restore(each, place, before)
         return result
 
     def _write(self, run: _Run, x: Any, value: Any, name: str) -> None:
-        """Into a tensor that a module of an earlier stage was given and wrote into."""
+        """Repeats the write of a module of an earlier stage into one of its arguments."""
         if type(x) is torch.Tensor:
             run.lost += lose(x, name)
         if isinstance(value, Carried) and isinstance(x, ShapeOnlyTensor):
@@ -577,7 +584,7 @@ class StageRunner:
             run.versions[value.number] = version_of(x)
 
     def _made(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
-        """A nest of shapes with tensors in their places; with those that were carried, and objects that were given."""
+        """Returns a nest with tensors and objects in the places of their placeholders."""
         device, run = self.device, self.running
 
         def each(x: Any) -> Any:
@@ -628,7 +635,7 @@ class StageRunner:
         return sent, StageMetadata(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
 
     def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the stage's first module, with what was received in its place."""
+        """Returns the arguments of the stage's first module, with the received tensors in their places."""
         assert run.about is not None
         leaves = tree_leaves((args, kwargs))
         name = self.stages.first[run.stage]
@@ -638,7 +645,7 @@ class StageRunner:
                 f"called {name} with {len(leaves)} values",
                 f"{len(run.about.leaves)}, as stage {run.stage - 1} did",
             )
-        others: dict[int, torch.Tensor] = {}  # by what the model has in their places
+        others: dict[int, torch.Tensor] = {}  # by id of the model's own tensors
         for at, (own, fact) in enumerate(zip(leaves, run.about.leaves, strict=True)):
             if fact is None:
                 continue
@@ -669,13 +676,15 @@ class StageRunner:
             )
 
     def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
-        """Whether what the model has in the place of a received tensor is absent, or the same."""
+        """Returns whether the model's own tensor in the place of a received one is absent, or has the same values."""
         alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
         return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
     def _arrived(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """A received tensor: in the very object that the model has in its place, so that what the model does with that
-        besides, such as a sum around the module, a checkpoint, or a mask for the next module, has the values too."""
+        """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
+        of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
+        has the values too.
+        """
         if isinstance(own, ShapeOnlyTensor):
             return own.fill(x)
         if own.is_cpu and not x.requires_grad:
@@ -699,18 +708,18 @@ class StageRunner:
 
 
 def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
-    """Which of the values of a call's arguments it is."""
+    """Returns the name of the argument that holds leaf number ``at`` of a call."""
     (kind, *path), _ = tree_leaves_with_path(call)[at]
     return f"argument {path[0].idx if kind.idx == 0 else path[0].key}{keystr(tuple(path[1:]))}"
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the user's: what ours do belongs to the module."""
+    """Returns whether a hook is the user's; ringcomm's own hooks count as part of the module."""
     return not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("ringcomm.")
 
 
 def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
-    """Hooks of a module that is not run here, with the output that each got there."""
+    """Runs the user's hooks of a module of an earlier stage, with the output that each hook got there."""
     for number, hook in [*module._forward_pre_hooks.items()]:
         if _is_users(hook):
             with_kwargs = number in module._forward_pre_hooks_with_kwargs
@@ -726,17 +735,17 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
 
 
 def _stand(x: Any, origin: str, given: Mapping[Any, Any]) -> Stand:
-    """For an object that is neither tensor nor plain value."""
+    """Returns a placeholder for an object that is neither a tensor nor a plain value."""
     key = next((key for key, each in given.items() if each is x), None)
     return Kept(type(x).__name__, origin) if key is None else Given(key)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # not a number is
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # two NaN count as equal
 
 
 def _is_other_input(mine: Any, theirs: Any) -> bool:
-    """As leaves of what `Shape.of` makes."""
+    """Returns whether two leaves of results of `Shape.of` differ."""
     if isinstance(theirs, Shape):
         return mine != theirs and (mine is None or isinstance(mine, Shape))
     return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
@@ -747,7 +756,7 @@ def _input(x: Any) -> str:
 
 
 def _refuse_hidden(left: Left) -> None:
-    """Raises where tensors were left that later stages cannot be told of."""
+    """Raises where a side effect contains tensors that cannot be sent to later stages."""
     if any(True for _ in tensors_inside(left.value)):
         name, *keys = left.place
         where = "an argument" if name is None else f"an attribute of {name or 'the model'}"
@@ -760,8 +769,8 @@ def _refuse_hidden(left: Left) -> None:
 
 
 def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    """A nest with other tensors in the places of some. Lists, dicts and deques stay the same objects, so that the
-    model sees what the module leaves in them."""
+    """Returns a nest with some of its tensors replaced. Lists, dicts and deques stay the same objects, so that the
+    model sees what the module changes in them."""
 
     def is_container(x: Any) -> bool:
         return isinstance(x, (list, dict, deque))
@@ -775,20 +784,21 @@ def _replaced(nest: Any, others: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _clear_hooks(x: torch.Tensor) -> None:
-    """Of what the stage before has, too, whose tensor has the same hooks."""
+    """Clears the hooks of a received tensor: the stage before has the same tensor with the same hooks."""
     if x._backward_hooks is not None:
         x._backward_hooks.clear()
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may have memory in common."""
+    """Returns whether two tensors may share memory."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 def _sendable(x: torch.Tensor) -> torch.Tensor:
-    """Without a gradient where none is taken, and in a view that was made without one: it has none to hand on."""
+    """Returns a tensor to send: detached where gradients are off, or where it is a view that was made while they were
+    off and has no gradient to pass on."""
     return x if torch.is_grad_enabled() and not (x.is_leaf and x._is_view()) else x.detach()
 
 
@@ -797,19 +807,20 @@ def _has_values(x: Any) -> bool:
 
 
 def _checksum(x: torch.Tensor) -> int:
-    if not x.is_cpu:  # a device would have to be waited for
+    if not x.is_cpu:  # reading a device would wait for it
         return x.numel()
     flat = x.detach().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """A module and what is inside of it, by their names in the model."""
+    """Returns a module and its submodules, by their names in the model."""
     return {f"{name}.{key}" if name and key else name or key: each for key, each in module.named_modules()}
 
 
 def _members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a sequence, and of those in it, by their names in the model: forward may call them one by one."""
+    """Yields the modules of a sequence, and of sequences in it, by their names in the model: forward may call them one
+    by one."""
     if isinstance(module, (nn.Sequential, Chain)):
         for key, each in module.named_children():
             yield f"{name}.{key}", each
@@ -817,7 +828,7 @@ def _members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _first_members(name: str, module: nn.Module) -> set[str]:
-    """The first module of a sequence, and the first one in that."""
+    """Returns the names of the first module of a sequence, of the first one in that, and so on."""
     found: set[str] = set()
     while isinstance(module, (nn.Sequential, Chain)) and len(module):
         key, module = next(module.named_children())
@@ -829,12 +840,12 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 
 
 def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Lets go of a module's parameters and buffers; what is computed from them all the same is absent. Of those on meta
-    it is on ``device``.
+    """Removes a module's parameters and buffers. Absent tensors replace them, also in what is computed from them; those
+    of tensors on meta are on ``device``.
 
     Args:
         seen: ids of parameters that the model has at another place.
-    Returns: what stands for the parameters that were not seen, by the modules that had them.
+    Returns: by module, the placeholders of the parameters that were not seen.
     """
     stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
@@ -852,7 +863,7 @@ def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tupl
 
 
 def _in_function() -> bool:
-    """Whether a torch.autograd.Function computes, in whose backward pass nobody would send gradients."""
+    """Returns whether a torch.autograd.Function is running; no stage would send gradients in its backward pass."""
     frame = sys._getframe(1)
     while frame is not None:
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
@@ -863,7 +874,7 @@ def _in_function() -> bool:
 
 
 def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Lets ``call`` stand before the module's own call: before hooks, and before a class's own ``__call__``."""
+    """Makes each call of the module call ``call`` first: before hooks, and before a class's own ``__call__``."""
     kind = type(module)
 
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -880,5 +891,5 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def staged(model: nn.Module) -> bool:
-    """Whether a pipeline has a part of the model already."""
+    """Returns whether a part of the model is in a pipeline already."""
     return any(hasattr(type(module), "_ringcomm_staged") for module in model.modules())

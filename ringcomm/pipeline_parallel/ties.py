@@ -1,4 +1,5 @@
-"""Parameters that several stages use, such as an embedding that is also the output layer's weight: one gradient."""
+"""Gives a parameter that several stages use, such as an embedding that is also the output layer's weight, one
+gradient."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from ringcomm.pipeline_parallel.messages import Messages
 class Ties:
     """This rank's share of the parameters that several stages use.
 
-    While a step runs, forward passes use a stand-in of each, which collects their gradients. At the end the rank of the
-    first stage adds those of all ranks, in the order of their stages, and every rank has the sum as the gradient.
+    While a step runs, forward passes use a stand-in of each parameter, which collects its gradients. At the end the
+    rank of the first stage adds the gradients of all ranks, in the order of their stages, and every rank gets the sum
+    as its gradient.
 
     Args:
-        exact: whether gradients are added micro-batch by micro-batch, from the last use to the first: the bits of one
-            process. It costs a message of the parameter's size for each micro-batch and further stage, and one for each
-            micro-batch and further rank; and on the first stage's rank memory for each sum until the step ends.
+        exact: whether gradients are added for each micro-batch, from the last use to the first, which gives the bits of
+            one process. For each micro-batch it costs one message of the parameter's size for each further stage and
+            one for each further rank; and on the first stage's rank memory for each sum until the step ends.
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class Ties:
             and (exact or len({rank_of[stage] for stage in tie.stages}) > 1)
         ]
         self.messages = messages
-        self.unsent = {*range(len(ties))}  # the same on every rank
+        self.unsent = {*range(len(ties))}  # numbers of ties, the same on every rank
 
     def send_values(self) -> None:
-        """Every rank gets the first stage's values, so that a parameter is one and the same wherever it was
-        initialised; a collective, of the ranks that share their shards too. Parameters on meta get theirs before the
-        first step in which they are nowhere on meta."""
+        """Sends the first stage's values to all ranks, so that they agree however each rank initialised them; a
+        collective, also of the ranks that share shards. A parameter on meta is sent before the first step in which it
+        is on meta nowhere.
+        """
         if not self.unsent:
             return
         on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
@@ -57,12 +60,12 @@ class Ties:
 
     @property
     def placeholders(self) -> set[int]:
-        """In a step: ids of what forward passes use."""
+        """During a step, the ids of the stand-ins."""
         return {id(held.standin) for held in self.held}
 
     @contextmanager
     def stood_in(self) -> Iterator[None]:
-        """A step."""
+        """Puts stand-ins in the places of parameters for the length of a step."""
         try:
             for held in self.held:
                 held.enter()
@@ -75,31 +78,33 @@ class Ties:
         return (held for held in self.held if held.param.requires_grad and stage in held.here)
 
     def ran(self, stage: int, microbatch: int) -> None:
-        """A forward pass of a stage has run, of which a backward pass will."""
+        """Called after a forward pass of a stage that a backward pass will follow."""
         for held in self._of(stage):
             held.ran(stage, microbatch)
 
     def of_later_stages(self, stage: int, microbatch: int) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """What a backward pass of a stage begins with beside the gradients of its results."""
+        """Returns the roots that a stage's backward pass needs besides its results: where the tied gradients enter, and
+        these."""
         return [found for held in self._of(stage) if (found := held.of_later_stages(stage, microbatch)) is not None]
 
     def passed(self, stage: int, microbatch: int) -> None:
-        """A backward pass of a stage has run."""
+        """Called after a backward pass of a stage."""
         for held in self._of(stage):
             held.passed(stage, microbatch)
 
     def settle(self) -> None:
-        """After all backward passes: every rank's parameters get the sum; a collective of the ranks that share them."""
+        """After all backward passes: gives every rank's parameters the sum; a collective of the ranks that share
+        them."""
         for held in self.held:
             if held.param.requires_grad:
                 held.settle()
 
 
 class _Held(ABC):
-    """One parameter on one of its ranks.
+    """One tied parameter on one of its ranks.
 
     Args:
-        number: among the model's, the same on every rank.
+        number: its number among the model's ties, the same on every rank.
         here: the stages on this rank that use it.
     """
 
@@ -112,11 +117,11 @@ class _Held(ABC):
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no values yet."""
+        """Whether the parameter has no values yet."""
         return self._present().is_meta
 
     def send_value(self) -> None:
-        """The first stage's value goes to the other ranks; of a sharded parameter its master weights."""
+        """Sends the first stage's value to the other ranks; for a sharded parameter its master weights."""
         param = self._present()
         place = place_of(param)
         if place is not None:
@@ -137,19 +142,19 @@ class _Held(ABC):
             place.bucket.publish().wait()
 
     def _present(self) -> torch.nn.Parameter:
-        """The parameter as it is now: load_state_dict(assign=True) makes another one."""
+        """Returns the current parameter: load_state_dict(assign=True) replaces it."""
         module, key = self.uses[0]
         param = module._parameters[key]
         assert param is not None
         return param
 
     def enter(self) -> None:
-        """A step begins."""
+        """Begins a step: puts the stand-in in the parameter's place."""
         self.param = self._present()
         self._place(self.param.detach().requires_grad_(self.param.requires_grad))
 
     def leave(self) -> None:
-        """A step ends."""
+        """Ends a step: puts the parameter back."""
         self._place(self.param)
 
     def _place(self, x: torch.Tensor) -> None:
@@ -167,7 +172,7 @@ class _Held(ABC):
         return self.messages.receive_beside(like.new_empty(like.shape), rank, self._row(stage))
 
     def _send_sum(self, total: torch.Tensor | None, rank: int, stage: int = 0) -> None:
-        """A gradient, and before it a byte that says whether there is one."""
+        """Sends a byte that tells whether there is a gradient, then the gradient."""
         there = torch.tensor([total is not None], dtype=torch.uint8, device=self.messages.device)
         self.messages.send_beside(there, rank, self._row(stage), counts=False)
         if total is not None:
@@ -178,42 +183,42 @@ class _Held(ABC):
         return self._received(like, rank, stage) if bool(there) else None
 
     def _accumulate(self, grad: torch.Tensor | None) -> None:
-        if grad is not None:  # a use that got none leaves none
+        if grad is not None:  # no gradient where no use had one
             torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
 
     def ran(self, stage: int, microbatch: int) -> None:  # noqa: B027
-        """A forward pass of a stage that uses it has run."""
+        """Called after a forward pass of a stage that uses the parameter."""
 
     def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
-        """Its gradient from the stages behind, and where in this stage's graph it comes in."""
+        """Returns the gradient from later stages, and the edge of this stage's graph where it enters."""
         return None
 
     @abstractmethod
     def passed(self, stage: int, microbatch: int) -> None:
-        """A backward pass of a stage that uses it has run."""
+        """Called after a backward pass of a stage that uses the parameter."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Every rank gets the sum as the parameter's gradient."""
+        """Gives every rank the sum as the parameter's gradient."""
 
 
 class _Summed(_Held):
-    """Adds up once a step."""
+    """Adds up the gradients of the ranks once a step."""
 
     def enter(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         super().enter()
         self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
 
     def passed(self, stage: int, microbatch: int) -> None:
-        """16-bit gradients leave the stand-in."""
+        """Adds a 16-bit gradient to a float32 sum, and removes it from the stand-in."""
         grad = self.standin.grad
         if grad is not None and grad.dtype.itemsize < 4:
             self.total = grad.float() if self.total is None else self.total + grad
             self.standin.grad = None
 
     def settle(self) -> None:
-        """For each further rank one sum there and one back, where there is any."""
+        """Receives one sum from each further rank, and sends the total back; sums that do not exist are not sent."""
         total = self.standin.grad if self.total is None else self.total
         wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
         like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.standin.shape)
@@ -230,25 +235,25 @@ class _Summed(_Held):
 
 
 class _Exact(_Held):
-    """Adds up each micro-batch, as autograd would: the gradient of the last use first. The sum goes from stage to
-    stage, and begins each stage's own."""
+    """Adds up gradients for each micro-batch in autograd's order: the gradient of the last use first. Each stage adds
+    its own to the sum that it got from the stage after, and passes it on."""
 
     def enter(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         super().enter()
-        self.owed = 0  # sums that the first stage's rank has yet to send
-        # At home: they are sent at the end, as a device takes messages in order.
+        self.owed = 0  # number of sums that the first stage's rank will send
+        # On the first stage's rank: sums to send at the end of the step, since a device takes messages in order.
         self.sums: list[torch.Tensor | None] = []
         self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
-        self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # from stages on this rank to others on it
+        self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # sums between two stages of this rank
 
     def ran(self, stage: int, microbatch: int) -> None:
-        """Makes one more use of it, the last one in this graph: autograd adds its gradient first."""
+        """Adds one more use of the parameter, the last one in this graph, since autograd adds its gradient first."""
         if stage != self.tie.stages[-1]:
             self.edges[stage, microbatch] = get_gradient_edge(self.standin.view_as(self.standin))
 
     def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
-        """The sum of the stages behind."""
+        """Returns the sum of the later stages' gradients, and the edge where it enters."""
         if stage == self.tie.stages[-1]:
             return None
         behind = self.tie.stages[self.tie.stages.index(stage) + 1]
@@ -259,7 +264,7 @@ class _Exact(_Held):
         return None if total is None else (edge, total)
 
     def passed(self, stage: int, microbatch: int) -> None:
-        """The sum goes to the stage before; on the first stage it is complete."""
+        """Sends the sum to the stage before; on the first stage it is complete."""
         total, self.standin.grad = self.standin.grad, None
         self.owed += not self.at_home and stage == self.here[0]
         if stage == self.tie.stages[0]:
@@ -273,7 +278,7 @@ class _Exact(_Held):
             self._send_sum(total, rank, stage)
 
     def settle(self) -> None:
-        """The sums of all micro-batches, in their order."""
+        """Sends and receives the sums of all micro-batches, in their order."""
         for total in self.sums:
             for rank in self.others:
                 self._send_sum(total, rank)

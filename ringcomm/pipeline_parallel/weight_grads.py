@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of inputs: what a zero bubble schedule fills its gaps with
+"""Computes gradients of weights later than those of inputs, so that a zero bubble schedule can fill its gaps with them
 (Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", 2023)."""
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.overrides import TorchFunctionMode
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, any_absent
 
 Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
-"""A parameter, and what computes its gradient."""
+"""A parameter, and a function that computes its gradient."""
 
 
 class WeightGradStore:
-    """What is left to compute of a stage's backward pass of one micro-batch."""
+    """The weight gradients that are left to compute of a stage's backward pass of one micro-batch."""
 
     def __init__(self) -> None:
         self.waiting: list[Later] = []
 
     def run(self) -> None:
-        """Computes it, and adds the gradients to those of the parameters, through autograd and its hooks."""
+        """Computes the gradients and adds them to those of the parameters, through autograd and its hooks."""
         waiting, self.waiting = self.waiting, []
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for p, gradient in waiting:
@@ -37,8 +37,8 @@ class WeightGradStore:
 def backward(
     ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: DeferWeightGrads | None = None
 ) -> None:
-    """``torch.autograd.backward(ends, gradients)``, also inside of ``deferring``: that function by itself would leave a
-    mode before it runs the graph."""
+    """Runs ``torch.autograd.backward(ends, gradients)``, and keeps the mode ``deferring`` on while the graph runs.
+    Torch's own function would leave the mode before that."""
     if deferring is None:
         torch.autograd.backward(ends, gradients)
         return
@@ -48,17 +48,18 @@ def backward(
 
 
 class DeferWeightGrads(TorchFunctionMode):
-    """Inside, linear layers leave the gradients of their weights to ``store``: calls of torch.nn.functional.linear, and
-    of torch.addmm as transformers' Conv1D makes them, on parameters themselves. The gradients' bits are those of
-    autograd. Everything else, also what autocast converts, has its gradients at once; and so have weights of linear
-    layers that another function of torch takes as well, such as an embedding that is the output layer too: autograd
-    adds up their gradients before; and those of layers whose parameters have hooks. For a forward pass, and for its
-    backward pass too, in which checkpoints run theirs.
+    """Inside, linear layers leave the gradients of their weights to ``store``, with autograd's bits.
+
+    This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, on
+    parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; weights
+    that another torch function uses as well, such as an embedding that is also the output layer, since autograd adds up
+    their gradients first; and layers whose parameters have hooks. Enter it for a forward pass, and for its backward
+    pass too, in which checkpoints run their forward passes.
 
     Args:
-        often: ids of parameters whose layers are torch's own, in which autograd adds up several gradients.
-        kept: ids of parameters that have their gradients at once; grows by what other functions take. What a checkpoint
-            keeps of a layer does not depend on that.
+        often: ids of parameters for which autograd adds up several gradients; their layers stay torch's own.
+        kept: ids of parameters that get their gradients at once; other functions' parameters are added. Which tensors a
+            checkpoint saves of a layer does not depend on it.
     """
 
     def __init__(self, store: WeightGradStore, often: frozenset[int], kept: set[int]) -> None:
@@ -82,13 +83,13 @@ class DeferWeightGrads(TorchFunctionMode):
         own = [p for p in (weight, bias) if p is not None]
         if any_absent(own):
             return False
-        if any(_has_hooks(p) for p in own):  # which autograd would call here, without a gradient
+        if any(_has_hooks(p) for p in own):  # autograd would call them here, without a gradient
             return False
         return all(p.is_leaf and id(p) not in self.often for p in own) and weight.requires_grad
 
 
 def _has_hooks(p: torch.Tensor) -> bool:
-    """Whether a parameter has hooks on its gradient, such as masks."""
+    """Returns whether a parameter has hooks on its gradient, such as masks."""
     return any(getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
@@ -97,7 +98,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of a nest that want gradients."""
+    """Yields the tensors of a nest that want gradients."""
     for x in nest:
         if isinstance(x, (list, tuple)):
             yield from _trained(x)
@@ -106,7 +107,7 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer; ``turned``: its weight lies (in, out)."""
+    """A linear layer; ``turned``: its weight has the shape (in, out)."""
 
     @staticmethod
     def forward(
@@ -118,7 +119,7 @@ class _Linear(torch.autograd.Function):
         turned: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.own = weight, bias  # a checkpoint gives others back
+        ctx.own = weight, bias  # a checkpoint returns other objects from saved_tensors
         ctx.deferring, ctx.turned = deferring, turned
         if turned:
             assert bias is not None
@@ -141,7 +142,7 @@ class _Linear(torch.autograd.Function):
         now: list[torch.Tensor | None] = []
         for p, gradient in zip(ctx.own, (of_weight, of_bias), strict=True):
             wanted = p is not None and p.requires_grad
-            others = wanted and id(p) in ctx.deferring.kept  # have used it since, in this forward pass
+            others = wanted and id(p) in ctx.deferring.kept  # functions used it later in this forward pass
             now.append(gradient() if others else None)
             if wanted and not others:
                 ctx.deferring.store.waiting.append((p, gradient))
@@ -150,7 +151,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """As autograd computes it, which looks at how the input lies in memory: column by column here."""
+    """Computes the input's gradient as autograd does, whose kernel depends on whether the input is column-major."""
     inputs = x.reshape(-1, x.shape[-1])
     turned = inputs.stride() == (1, inputs.shape[0])
     return weight.t().mm(rows.t()).t() if turned else rows.mm(weight)

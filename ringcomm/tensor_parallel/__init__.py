@@ -1,4 +1,5 @@
-"""Tensor and sequence parallel: layers cut over the ranks of a communicator, and plans that cut those of a module."""
+"""Tensor and sequence parallelism: layers sharded over the ranks of a communicator, and plans that shard a module's
+layers."""
 
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter

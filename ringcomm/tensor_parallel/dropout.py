@@ -1,4 +1,4 @@
-"""Dropout of a tensor that is cut over the ranks."""
+"""Dropout of a tensor that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ringcomm.validation import COMMUNICATOR, expects, number, whole
 
 
 class ShardedDropout(nn.Module):
-    """Drops of this rank's part what nn.Dropout would drop of the whole.
+    """Drops the elements of this rank's part that nn.Dropout would drop of the complete tensor.
 
-    Every rank draws for the whole tensor, so generators that are seeded alike stay alike, and on the cpu the whole has
-    the bits that it has in one process.
+    Every rank draws for the complete tensor, so generators that are seeded alike stay alike, and on the CPU the
+    complete result has the same bits as in one process.
 
     Args:
         p: the share of elements that is dropped.
         comm: the ranks.
-        dim: along which the input is cut, in equal parts.
+        dim: the dimension along which the input is sharded, in equal parts.
     """
 
     @expects("ShardedDropout", p=number(0, 1, "0 to 1"), comm=COMMUNICATOR, dim=whole(-64, 64, "a dimension"))
@@ -27,14 +27,14 @@ class ShardedDropout(nn.Module):
         self.p, self.dim, self.rank, self.world_size = p, dim, comm.rank, comm.world_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape; returns the same."""
+        """Applies the dropout; any shape, which it keeps."""
         if not self.training or self.p == 0:
             return x
         if self.p == 1:
             return x * 0
         dim = self.dim % x.dim()
         whole = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
-        layout = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # elements are drawn as they lie in memory
+        layout = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # elements are drawn in the order of memory
         kept = torch.empty_permuted(whole, layout, dtype=x.dtype, device=x.device)
         kept.bernoulli_(1 - self.p).div_(1 - self.p)
         return x * kept.narrow(dim, self.rank * x.shape[dim], x.shape[dim])

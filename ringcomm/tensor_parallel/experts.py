@@ -1,5 +1,5 @@
-"""Mixtures of experts whose weights lie in one parameter for all experts, as transformers keeps them: every rank has a
-part of each expert."""
+"""Shards mixtures of experts that keep the weights of all experts in one parameter, as transformers does: every rank
+has a part of each expert."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ringcomm.tensor_parallel.layers import cut, own_part, refuse_hooks
 from ringcomm.tensor_parallel.styles import Experts
 
 BIAS = "_bias"
-"""What transformers adds to the name of an expert's weight for that of its bias."""
+"""The suffix that transformers appends to the name of an expert's weight to name its bias."""
 
 
 def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> nn.Module:
-    """Takes the module's place: another of its class, with this rank's part of the features within each expert. What
-    goes in is used whole by all ranks, and what the ranks compute is added."""
+    """Returns the module's replacement, of the same class, with this rank's part of the features of each expert. Every
+    rank uses the complete input, and the ranks' outputs are added."""
     refuse_hooks(found, group, name)
-    if "forward" in vars(found):  # it is bound to the module, whose weights are whole
+    if "forward" in vars(found):  # it is bound to the unsharded module
         raise UnsupportedError(
             f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
             "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
@@ -42,7 +42,7 @@ def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: 
     own_part(made, form.outer, p[form.outer], cut([form.features], group, inputs), 1 if form.turned else 2)
     if form.inner + BIAS in p:
         own_part(made, form.inner + BIAS, p[form.inner + BIAS], part, 1)
-    if group.world_size > 1:  # no hooks: a pipeline runs those of earlier stages' modules, too
+    if group.world_size > 1:  # no hooks, since a pipeline also runs the hooks of earlier stages' modules
         made.forward = partial(_forward, group, made, made.forward, form.outer + BIAS)
     return made
 
@@ -55,8 +55,8 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The forward pass of the class, between what all ranks have alike. The bias of the outputs, which every rank adds,
-    counts once."""
+    """Runs the forward pass of the class between `f` and `f_bar`. Every rank adds the bias of the outputs, so it is
+    divided by the number of ranks."""
     renew_parts([module])
     args, kwargs = tree_map(
         lambda x: f(x, group.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
@@ -64,8 +64,8 @@ def _forward(
     whole = module._parameters.get(bias)
     if whole is None:
         return f_bar(forward(*args, **kwargs), group.comm)
-    share = whole.detach() / group.world_size + (whole - whole.detach())  # whose gradient is the whole one's
-    vars(module)[bias] = share  # before the parameter
+    share = whole.detach() / group.world_size + (whole - whole.detach())  # with the gradient of the undivided bias
+    vars(module)[bias] = share  # attribute lookup finds it before the parameter
     try:
         return f_bar(forward(*args, **kwargs), group.comm)
     finally:
@@ -74,13 +74,13 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Form:
-    """How a module keeps the weights of its experts.
+    """The layout in which a module keeps the weights of its experts.
 
     Attributes:
-        inner, outer, parts: as of the style.
-        features: of an expert.
-        apart: whether what is fused lies one behind the other; else it is interleaved.
-        turned: whether weights lie (experts, inputs, outputs).
+        inner, outer, parts: those of the style.
+        features: the features of one expert.
+        apart: whether fused outputs lie one after the other; else they are interleaved.
+        turned: whether weights have the shape (experts, inputs, outputs).
     """
 
     inner: str
@@ -92,7 +92,10 @@ class _Form:
 
 
 def _form_of(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> _Form:
-    """Raises: UnsupportedError: other parameters, or shapes, than those of the style."""
+    """Returns the layout of a module's experts.
+
+    Raises: UnsupportedError: other parameters, or shapes, than those of the style.
+    """
     p = dict(found.named_parameters())
     inner, parts = style.inner, style.parts
     if style == Experts() and inner not in p and "up_proj" in p:  # experts without a gate

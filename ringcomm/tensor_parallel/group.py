@@ -1,18 +1,17 @@
 """The operators at the borders of a tensor parallel region, with the names of Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2022 (f and its conjugate are the f and g of Shoeybi et al., "Megatron-LM",
-2019).
+Recomputation in Large Transformer Models", 2022 (f and f_bar are the f and g of Shoeybi et al., "Megatron-LM", 2019).
 
     operator           forward             backward
     f                  nothing             all_reduce
     f_bar              all_reduce          nothing
     g                  all_gather          reduce_scatter     along the sequence
     g_bar              reduce_scatter      all_gather         along the sequence
-    gather             all_gather          own part           of a value that all ranks go on with alike
-    scatter            own part            all_gather         of a value that all ranks have alike
+    gather             all_gather          own part           of a value that all ranks use alike
+    scatter            own part            all_gather         of a value that is the same on all ranks
 
 Sums are canonical: a balanced tree over the ranks, 16-bit floats added in float32 and rounded once. Every rank gets the
-same bits. All are collectives, in forward and in backward, and raise before anything is sent where a length does not
-divide by the ranks.
+same bits. All operators are collectives, in forward and in backward. They raise before anything is sent where a length
+is not divisible by the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ from ringcomm.validation import expects, whole
 
 
 class TensorParallelGroup:
-    """The ranks that share the layers, and what they have sent.
+    """The ranks that share the layers, and a count of their messages.
 
     Attributes:
-        traffic: "<op> calls" and "<op> elements", of the whole message before it is cut.
-        outputs: of the layers made so far, by the columns on each rank. It keeps those of layers that are gone: each
-            rank's garbage collector comes at another time, and all ranks must find the same.
+        traffic: "<op> calls" and "<op> elements"; elements are those of the complete message.
+        outputs: the numbers of outputs of the layers made so far, by the columns on each rank. Entries of deleted
+            layers stay: garbage collectors run at different times on different ranks, and all ranks must find the same
+            entries.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -49,7 +49,7 @@ class TensorParallelGroup:
 
     @staticmethod
     def of(comm: Communicator) -> TensorParallelGroup:
-        """The group of a communicator, made once."""
+        """Returns the group of a communicator, which is made once."""
         refuse_mesh(comm, "tensor parallel", "tp")
         found = vars(comm).get("_tensor_region")
         if found is None:
@@ -57,7 +57,7 @@ class TensorParallelGroup:
         return found
 
     def count(self, op: str, elements: int) -> None:
-        """Notes a message."""
+        """Counts a message."""
         self.traffic[f"{op} calls"] += 1
         self.traffic[f"{op} elements"] += elements
 
@@ -68,10 +68,13 @@ class TensorParallelGroup:
         )
 
     def enter(self, layer: object, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """``operator(x, comm, *args)``, once for all layers that take the same tensor: those of queries, keys and
-        values then have one message, not three. A layer that takes it once more has a new one: what wrote to it since
-        may not have told (NumPy, a communicator). In inference mode, where no tensor tells, for each. Under autocast in
-        the type in which they multiply."""
+        """Returns ``operator(x, comm, *args)``, computed once for all layers that take the same tensor, so that
+        queries, keys and values share one message.
+
+        A layer that takes the tensor a second time gets a new result, since writes by NumPy or a communicator do not
+        change the tensor's version. In inference mode, where tensors have no versions, every layer gets a new result.
+        Under autocast the operator gets the type in which the layers multiply.
+        """
         dtype = multiplied_in(x)
         if x.is_inference():
             return operator(x.to(dtype), self.comm, *args)
@@ -82,24 +85,24 @@ class TensorParallelGroup:
                 takers.add(id(layer))
                 return found
         made = operator(x.to(dtype), self.comm, *args)
-        if made is x:  # nothing was sent
+        if made is x:  # no message was sent
             return x
-        self._entered = weakref.ref(x, self.leave), key, made, {id(layer)}  # as long as x lives
+        self._entered = weakref.ref(x, self.leave), key, made, {id(layer)}  # kept as long as x lives
         return made
 
     def leave(self, gone: Any = None) -> None:
-        """Lets go of what `enter` has kept; ``gone`` is what was kept for."""
+        """Drops the result that `enter` has kept, if it was kept for ``gone`` or ``gone`` is None."""
         if self._entered is not None and (gone is None or self._entered[0] is gone):
             self._entered = None
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def same(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """``x`` as another tensor, which does not keep ``x``; no message."""
+        """Returns ``x`` detached; sends no message."""
         return x.detach()
 
     def all_reduce(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The sum of ``x`` of all ranks, as a new tensor."""
+        """Returns the sum of ``x`` over all ranks, as a new tensor."""
         if self.world_size == 1:
             return x
         self.count("all_reduce", x.numel())
@@ -107,19 +110,19 @@ class TensorParallelGroup:
         return self.comm.all_reduce(x, out=torch.empty_like(x))
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """``x`` of all ranks, one behind the other along ``dim``."""
+        """Returns the concatenation of ``x`` of all ranks along ``dim``."""
         if self.world_size == 1:
             return x
         dim %= x.dim()
         self.count("all_gather", x.numel() * self.world_size)
-        behind = math.prod(x.shape[:dim]) == 1  # the parts lie one behind the other in memory too
+        behind = math.prod(x.shape[:dim]) == 1  # the parts are contiguous in the result
         whole = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
         parts = x.new_empty(self.world_size, *x.shape) if whole is None else whole.view(self.world_size, *x.shape)
         self.comm.all_gather(x.contiguous(), out=parts)
         return parts.movedim(0, dim).flatten(dim, dim + 1) if whole is None else whole
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part along ``dim`` of the sum of ``x`` of all ranks."""
+        """Returns this rank's part along ``dim`` of the sum of ``x`` over all ranks."""
         if self.world_size == 1:
             return x
         dim %= x.dim()
@@ -128,14 +131,14 @@ class TensorParallelGroup:
         return self.comm.reduce_scatter(parts, out=parts.new_empty(parts.shape[1:]))
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part along ``dim`` of ``x``, as a new tensor; no message."""
+        """Returns this rank's part along ``dim`` of ``x``, as a new tensor; sends no message."""
         each = self.share("scatter", x, dim)
         return x.narrow(dim, self.rank * each, each).clone(memory_format=torch.contiguous_format)
 
     def share(self, call: str, x: torch.Tensor, dim: int) -> int:
-        """The length of a rank's part.
+        """Returns the length of a rank's part.
 
-        Raises: ShapeError: it does not divide.
+        Raises: ShapeError: the length is not divisible.
         """
         if x.shape[dim] % self.world_size:
             raise ShapeError(
@@ -146,7 +149,7 @@ class TensorParallelGroup:
 
 
 def multiplied_in(x: torch.Tensor) -> torch.dtype:
-    """The type in which a linear layer takes ``x``: autocast's, where it is on."""
+    """Returns the type in which a linear layer multiplies ``x``: autocast's, where it is on."""
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
@@ -156,7 +159,8 @@ def multiplied_in(x: torch.Tensor) -> torch.dtype:
 
 
 class _Operator(torch.autograd.Function):
-    """A message of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated too."""
+    """A collective of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated
+    too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup, dim: int, there: str, back: str) -> torch.Tensor:
@@ -165,7 +169,7 @@ class _Operator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        ctx.group.leave()  # an input that is a leaf lives as long as what was made of it
+        ctx.group.leave()  # else a leaf as input would keep the result alive
         return _Operator.apply(grad, ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
@@ -178,31 +182,32 @@ def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: st
 
 
 def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Into a tensor parallel region: ``x``, alike on all ranks, goes to layers that are cut; its gradient is the sum of
-    the ranks'."""
+    """Enters a tensor parallel region: returns ``x``, which is the same on all ranks, for sharded layers. Its gradient
+    is the sum of the ranks' gradients."""
     return _operate(x, comm, 0, "same", "all_reduce")
 
 
 def f_bar(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Out of a tensor parallel region: the sum of the ranks' ``x``, on all of them."""
+    """Leaves a tensor parallel region: returns the sum of the ranks' ``x``, on all of them."""
     return _operate(x, comm, 0, "all_reduce", "same")
 
 
 def g(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
-    """From a sequence parallel region into a tensor parallel one: the whole sequence from the ranks' parts."""
+    """Enters a tensor parallel region from a sequence parallel one: returns the complete sequence, gathered from the
+    ranks."""
     return _operate(x, comm, dim, "all_gather", "reduce_scatter")
 
 
 def g_bar(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
-    """From a tensor parallel region into a sequence parallel one: this rank's part of the sum."""
+    """Enters a sequence parallel region from a tensor parallel one: returns this rank's part of the sum."""
     return _operate(x, comm, dim, "reduce_scatter", "all_gather")
 
 
 def gather(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
-    """The whole of what the ranks have parts of; all of them go on with it alike."""
+    """Returns the concatenation of the ranks' parts, which all ranks use alike."""
     return _operate(x, comm, dim, "all_gather", "own")
 
 
 def scatter(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
-    """This rank's part of what all ranks have alike, as a new tensor."""
+    """Returns this rank's part of a tensor that is the same on all ranks, as a new tensor."""
     return _operate(x, comm, dim, "own", "all_gather")

@@ -1,5 +1,5 @@
-"""Plans that look as if something was forgotten: they would train on wrong values without an error, or end in one of
-torch's."""
+"""Detects plans in which a style seems to be missing, and which would train on wrong values without an error or fail
+with an error of torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MULTIPLIES = {
 }  # fmt: skip
 """Functions of torch that multiply with rows of a table, or look them up."""
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
-"""Attributes whose modules, as a rule, compute with them."""
+"""Attributes that count heads and that modules usually compute with."""
 
 
 def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
-    """Warns of modules that count heads which no style divides though their layers are cut.
+    """Warns of modules that have a number of heads which no style divides, although their layers are sharded.
 
     Args:
-        layers: what takes the place of the layers of the module, which is as it was.
+        layers: the replacements of the module's layers; the module itself is unchanged.
         divided: modules whose heads a style divides.
     """
     known = {id(each) for each in divided}
@@ -55,13 +55,14 @@ def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divide
 
 
 def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: Collection[str], rank: int) -> None:
-    """Refuses parameters beside layers that are cut, such as those of a norm of heads, of which no style says whether
-    their gradients are summed: those between a layer cut along its outputs and one cut along its inputs, in the same
-    module, and as long as no vector outside of the two.
+    """Refuses parameters beside sharded layers, such as those of a norm of heads, if no style says whether their
+    gradients are summed. These are one-dimensional parameters of a module that has a layer sharded along its outputs
+    and one sharded along its inputs, and whose length is neither the number of inputs of the former nor the number of
+    outputs of the latter.
 
     Args:
-        layers: what takes the place of the layers of the module, which is as it was.
-        named: all that the plan names.
+        layers: the replacements of the module's layers; the module itself is unchanged.
+        named: all names in the plan.
     Raises: InvalidArgumentError
     """
     for above in dict.fromkeys(name.rpartition(".")[0] for name in layers):
@@ -75,7 +76,7 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             full = f"{above}.{name}" if above else name
             around = [full[:at] for at, letter in enumerate(full) if letter == "."]
             inner = [each for each in around if len(each) > len(above)]
-            nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # to other layers
+            nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # belongs to other layers
             known = nearer or any(each in named for each in (full, *around))
             if p.dim() < 2 and p.requires_grad and p.numel() not in whole and not known:
                 advice = (
@@ -90,11 +91,13 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
 
 
 def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:
-    """Where the caller is to cut the sequence: warns in the first forward pass, or refuses, if the first module that
-    works on parts of it gets the same on all ranks. The gradients of its parameters would be sums of the same.
+    """Where the caller has to split the sequence: in the first forward pass, warns (or raises) if the first module that
+    works on parts of the sequence gets the same input on all ranks. The gradients of its parameters would then be sums
+    of equal values.
 
     Args:
-        modules: those that work on parts, by name.
+        modules: the modules that work on parts, by name.
+        refuse: whether to raise.
     """
     names = {id(each): name for name, each in modules.items()}
 
@@ -104,7 +107,7 @@ def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup,
             return
         while handles:
             handles.pop().remove()
-        varied = bool((found[0] != found[0].flatten()[0]).any())  # others may well be parts
+        varied = bool((found[0] != found[0].flatten()[0]).any())  # constant inputs may well be parts
         mine = json.dumps(digest(found[0]) if varied else group.rank).encode()
         if len({*group.comm.exchange(mine)}) > 1:
             return
@@ -121,8 +124,8 @@ def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup,
 
 
 def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
-    """Until a forward pass of the module has ended, errors in modules whose layers are cut say so: such a module counts
-    heads, or has parameters, of the whole model."""
+    """Until a forward pass of the module has succeeded, errors in modules with sharded layers mention the sharding:
+    such a module may use the number of heads, or parameters, of the unsharded model."""
     if group.world_size == 1 or not layers:
         return
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
@@ -135,7 +138,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: Ten
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         grads = torch.is_grad_enabled()
-        compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile what looks on, too
+        compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile the checks, too
         try:
             with _Weights(rows, {} if compiled else linear, group) if grads else nullcontext():
                 output = forward(*args, **kwargs)
@@ -157,9 +160,9 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: Ten
 
 
 class _Weights(TorchFunctionMode):
-    """Refuses code outside of our layers that multiplies with the rows of an embedding, of which a rank has its part;
-    but not where the input has come out of `f`: that code knows of ranks. Warns of code that computes with the weight
-    of a linear layer, which may be right where it is a rank's own heads.
+    """Refuses code outside of our layers that multiplies with the rows of an embedding, since a rank has only its part
+    of them. Code whose input comes from `f` is allowed: it handles ranks itself. Warns of code that computes with the
+    weight of a linear layer, which may be right where it uses a rank's own heads.
 
     Args:
         rows: the embeddings, by name.
@@ -180,14 +183,14 @@ class _Weights(TorchFunctionMode):
         return result
 
     def _warn_of_linear(self, func: Any, given: Any, result: Any) -> None:
-        """Of what has a gradient from the weight: shapes, and hooks, may be asked for."""
+        """Warns of results that have a gradient from the weight; reading shapes or setting hooks is allowed."""
         known = [id(x) for x in tree_leaves(given) if id(x) in self.linear]
         with torch._C.DisableTorchFunctionSubclass():
             made = [x for x in tree_leaves(result) if known and isinstance(x, torch.Tensor) and x.requires_grad]
         if all(id(x) in known for x in made) or _is_ours(sys._getframe(2)):
             return
         name = self.linear[known[0]]
-        self.linear.clear()  # once is enough
+        self.linear.clear()  # warns only once
         warnings.warn(
             f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
             "the layer, which is cut: a rank has its part of the weight, and what is computed from it is this rank's; "
@@ -198,7 +201,7 @@ class _Weights(TorchFunctionMode):
     def _refuse_rows(self, func: Any, args: Any, kwargs: Any) -> None:
         if self.names and torch.is_grad_enabled() and getattr(func, "__name__", "") in MULTIPLIES:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            with torch._C.DisableTorchFunctionSubclass():  # of another stage's tensors this may be asked, too
+            with torch._C.DisableTorchFunctionSubclass():  # may be called with tensors of another pipeline stage
                 known = [id(y) for x in given for y in (x, x._base)]
             found = [self.names[each] for each in known if each in self.names]
             if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
@@ -211,29 +214,29 @@ class _Weights(TorchFunctionMode):
 
 
 def _is_entered(x: torch.Tensor) -> bool:
-    """Whether it has come out of `f` or `g`, so that gradients of the ranks are added."""
+    """Returns whether a tensor comes from `f` or `g`, so that the gradients of the ranks are added."""
     node = x.grad_fn
     while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
-    return getattr(node, "back", None) in ("all_reduce", "reduce_scatter")  # of an operator of regions
+    return getattr(node, "back", None) in ("all_reduce", "reduce_scatter")  # the ``back`` of an `_Operator`
 
 
 def _is_ours(frame: Any) -> bool:
-    """Whether a layer of ours calls a function of torch."""
+    """Returns whether a layer of ours calls a function of torch."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").startswith("ringcomm.")
 
 
 def _is_inner(new: nn.Module) -> bool:
-    """Whether a rank's own outputs come out of a layer, or go into it."""
+    """Returns whether a layer's outputs, or inputs, are only this rank's."""
     return (isinstance(new, ColumnParallelLinear) and not new.gather_output) or (
         isinstance(new, RowParallelLinear) and new.input_is_parallel
     )
 
 
 def _said_of(error: Exception, inner: Mapping[int, str]) -> str | None:
-    """Of an error inside of a module whose layers are cut; None: of another one."""
+    """Returns the message for an error inside of a module whose layers are sharded; None for any other error."""
     trace, found = error.__traceback__, None
     while trace is not None:
         each = trace.tb_frame.f_locals.get("self")

@@ -1,6 +1,6 @@
-"""Linear layers and embeddings whose weights are cut over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
-2019). Inputs and outputs are plain tensors. A layer keeps the names of the layer that it takes the place of; its
-parameters are this rank's parts, and know which (`ringcomm.data_parallel.shard_spec`).
+"""Linear layers and embeddings with weights sharded over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
+2019). Inputs and outputs are plain tensors. A layer keeps the parameter names of the layer that it replaces; its
+parameters are this rank's shards, and carry a description of the shard (`ringcomm.data_parallel.shard_spec`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ PARTS = several("a list of extents", whole(1))
 def cut(
     extents: Sequence[int], group: TensorParallelGroup, what: str, pad: bool = False, multiple: int = 1
 ) -> ShardSpec:
-    """This rank's part along dimension 0 of a fused weight: an equal share of each of its ``extents``.
+    """Returns this rank's shard along dimension 0 of a fused weight: an equal share of each of its ``extents``.
 
     Args:
-        what: for an error: the call, and what has these extents, parted by ": ".
+        what: for an error: the call, and the name of the extents, separated by ": ".
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
-        multiple: a share of what is a multiple of it must be one too, such as of the width of an attention head.
-    Raises:  InvalidArgumentError: a share that is no whole multiple.
+        multiple: the share of an extent that is a multiple of this number must be one too; for instance the width of an
+            attention head.
+    Raises:  InvalidArgumentError: a share that is not a multiple.
     """
     pieces, offset = [], 0
     for extent in extents:
         each = -(-extent // group.world_size)
-        width = 1 if extent % multiple else multiple  # others, such as a gate for each head, are no heads
+        width = 1 if extent % multiple else multiple  # an extent such as one gate per head is not made of heads
         if (extent % group.world_size and not pad) or each % width:
             heads = f" ({extent // width} heads of {width})" if width > 1 else ""
             call, _, name = what.partition(": ")
@@ -55,10 +56,10 @@ def cut(
 
 
 def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0) -> None:
-    """Gives a module this rank's part, along ``dim``, of a whole parameter.
+    """Gives a module this rank's shard, along ``dim``, of an unsharded parameter.
 
     Args:
-        length: of the part and its padding; 0: there is none.
+        length: the length of the shard with its padding; 0: there is no padding.
     """
     part = replace(part, dim=dim)
     length = length or sum(count for _, count in part.pieces)
@@ -67,8 +68,9 @@ def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: ShardSpec, 
 
 
 def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
-    """Gives a parameter the memory and the place of another, and no gradient: the object stays.
-    torch forgets what it knows of the old shape for a backward pass only where the type changes."""
+    """Gives a parameter the memory and the attributes of another, and no gradient; the object stays the same. The
+    change of type in between makes torch forget the old shape, which it keeps for backward passes otherwise.
+    """
     p.grad = None
     p.data = made.detach().new_empty(0, dtype=torch.float32 if p.dtype == torch.float64 else torch.float64)
     p.data = made.detach()
@@ -88,7 +90,7 @@ LINEAR = {
 
 
 class _Parallel(nn.Module):
-    """A layer with parts of parameters, which stay parts where torch makes other parameters."""
+    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> _Parallel:
         super()._apply(fn, recurse)
@@ -101,10 +103,10 @@ class _Parallel(nn.Module):
 
 
 class _ParallelLinear(_Parallel):
-    """What the two kinds have in common.
+    """The common base of the two linear layers.
 
     Attributes:
-        turned: whether the weight lies (in, out), as that of transformers' Conv1D.
+        turned: whether the weight has the shape (in, out), like that of transformers' Conv1D.
     """
 
     turned: bool
@@ -120,7 +122,7 @@ class _ParallelLinear(_Parallel):
             )
 
     def weight_of(self) -> torch.Tensor:
-        """The weight as (out, in)."""
+        """Returns the weight with the shape (out, in)."""
         return self.weight.t() if self.turned else self.weight
 
     def extra_repr(self) -> str:
@@ -131,25 +133,27 @@ class _ParallelLinear(_Parallel):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """``x W^T + b`` with W cut along its outputs: rank r computes the r-th part of the last dimension.
+    """Computes ``x W^T + b`` with W sharded along its outputs: rank r computes the r-th part of the last dimension.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: those of the unsharded layer.
         comm: the ranks.
-        gather_output: whether every rank gets the whole output.
-        sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: it is whole.
-        parts: extents of outputs that are fused in one layer, such as those of queries, keys and values: each is cut by
-            itself. None: one.
-        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` takes off; not
+        gather_output: whether every rank gets the complete output.
+        sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: the input is
+            complete.
+        parts: extents of the outputs that are fused in one layer, such as those of queries, keys and values; each is
+            sharded separately. None: all outputs are one part.
+        pad: whether outputs that do not divide are padded with columns of zeros, which ``gather_output`` removes; not
             with several ``parts``.
         overlap: gathers the sequence along the ring while parts of it are multiplied.
-        entered: whether the input has passed `f` or `g` already, with others.
-    Initialised as nn.Linear would be, from the same draws, so that the whole does not depend on the number of ranks.
+        entered: whether the input has already passed `f` or `g`, together with that of other layers.
+    Initialised as nn.Linear would be, from the same random draws, so that the complete weight does not depend on the
+        number of ranks.
     Cost:    backward one all_reduce of the input's gradient; with ``sequence_dim`` an all_gather of the input and in
              backward a reduce_scatter of its gradient.
 
     Attributes:
-        watched: looks at what is made of the first output; None: nothing does.
+        watched: checks how the first output is used; None: no check.
     """
 
     watched: CutOutputs | None = None
@@ -190,7 +194,8 @@ class ColumnParallelLinear(_ParallelLinear):
         entered: bool = False,
         multiple: int = 1,
     ) -> ColumnParallelLinear:
-        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
+        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
+        errors."""
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, group, sequence_dim, overlap)
         made.entered = entered
@@ -229,7 +234,7 @@ class ColumnParallelLinear(_ParallelLinear):
             own_part(self, "bias", linear.bias, part, 0, self.local_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., this rank's outputs), or all of them with ``gather_output``."""
+        """(..., in) -> (..., this rank's outputs), or all outputs with ``gather_output``."""
         group, comm = self.group, self.group.comm
         if self.entered or self.sequence_dim is None:
             y = F.linear(input if self.entered else group.enter(self, f, input), self.weight_of(), self.bias)
@@ -243,16 +248,16 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @property
     def is_one(self) -> bool:
-        """Whether its outputs are cut as one, and not in parts."""
+        """Whether all outputs are sharded as one part."""
         return len(self.gathered) == 1
 
     @property
     def local_extents(self) -> list[int]:
-        """This rank's outputs of each part."""
+        """This rank's number of outputs of each part."""
         return [-(-extent // self.group.world_size) for extent in self.gathered]
 
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
-        """The ranks' outputs, one behind the other, in the order of the whole layer and without padding."""
+        """Returns the concatenated outputs of the ranks in the order of the unsharded layer and without padding."""
         if self.is_one:
             return y[..., : self.out_features]
         each = self.local_extents
@@ -261,15 +266,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """``x W^T + b`` with W cut along its inputs: every rank multiplies its part of the last dimension, and the products
-    are added.
+    """Computes ``x W^T + b`` with W sharded along its inputs: every rank multiplies its part of the last dimension, and
+    the products are added.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: those of the unsharded layer.
         comm: the ranks.
-        input_is_parallel: whether the input is this rank's part, as a ColumnParallelLinear has left it.
-        sequence_dim: every rank gets its part of the sum along this dimension; None: all of it.
-        overlap: sends along the ring what is multiplied while the rest is.
+        input_is_parallel: whether the input is this rank's part, as a ColumnParallelLinear returns it.
+        sequence_dim: every rank gets its part of the sum along this dimension; None: the complete sum.
+        overlap: sends products along the ring while the rest is multiplied.
     Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter of it, and in backward an all_gather
              of its gradient.
     """
@@ -303,7 +308,8 @@ class RowParallelLinear(_ParallelLinear):
         overlap: bool = False,
         multiple: int = 1,
     ) -> RowParallelLinear:
-        """In the place of a linear layer, with its values; ``name`` is its name in errors."""
+        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
+        errors."""
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, group, sequence_dim, overlap)
         made._take(linear, name, input_is_parallel, multiple)
@@ -328,20 +334,21 @@ class RowParallelLinear(_ParallelLinear):
             y = g_bar(F.linear(x, self.weight_of()), comm, self.sequence_dim)
         if self.bias is None:
             return y
-        bias = self.bias if self.sequence_dim is None else f(self.bias, comm)  # of parts of the sequence: their sum
+        bias = self.bias if self.sequence_dim is None else f(self.bias, comm)  # sums gradients of the parts
         return y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(_Parallel):
-    """An embedding with its rows cut over the ranks; a vocabulary that does not divide is padded with rows of zeros.
+    """An embedding with its rows sharded over the ranks; a vocabulary that does not divide is padded with rows of
+    zeros.
 
     Attributes:
-        embed_scale: a number that multiplies the rows, as in transformers' scaled word embeddings; None: none.
+        embed_scale: a factor of the rows, as in transformers' scaled word embeddings; None: there is none.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: of the whole embedding.
+        num_embeddings, embedding_dim, padding_idx: those of the unsharded embedding.
         comm: the ranks.
-        sequence_dim: every rank gets its part of the output along this dimension; None: all of it.
+        sequence_dim: every rank gets its part of the output along this dimension; None: the complete output.
     Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
     """
 
@@ -376,7 +383,8 @@ class VocabParallelEmbedding(_Parallel):
     def of(
         cls, embedding: nn.Module, group: TensorParallelGroup, name: str, *, sequence_dim: int | None = None
     ) -> VocabParallelEmbedding:
-        """In the place of an embedding, with its values; ``name`` is its name in errors."""
+        """Returns a layer that replaces an embedding and takes over its values; ``name`` is the embedding's name in
+        errors."""
         scale = _scale_of(embedding)
         if scale is None:
             refuse_changed(embedding, nn.Embedding, group, name, hooks=sequence_dim is None)
@@ -388,7 +396,7 @@ class VocabParallelEmbedding(_Parallel):
                 )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        for hooks in _HOOKS:  # they see the same as before
+        for hooks in _HOOKS:  # they see the same inputs and outputs as before
             made.__dict__[hooks] = vars(embedding)[hooks]
         made._take(embedding, group, sequence_dim)
         if "embed_scale" in embedding._buffers:
@@ -407,7 +415,7 @@ class VocabParallelEmbedding(_Parallel):
         self.padding_idx = whole.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(...) of integers -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
+        """Looks up rows: integers (...) -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
         tokens = input
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
         if tokens.is_cpu and not bool(inside.all()):
@@ -437,12 +445,12 @@ class VocabParallelEmbedding(_Parallel):
 
 
 def form_of(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
-    """Of a linear layer: whether its weight lies (in, out), and how many inputs and outputs it has.
+    """Returns whether a linear layer's weight has the shape (in, out), and its numbers of inputs and outputs.
 
     Raises: UnsupportedError: another kind of module.
     """
-    if type(linear).__name__ == "Conv1D" and torch.is_tensor(linear.weight) and linear.weight.dim() == 2:  # a linear
-        refuse_changed(linear, type(linear), group, name)  # layer of transformers
+    if type(linear).__name__ == "Conv1D" and torch.is_tensor(linear.weight) and linear.weight.dim() == 2:
+        refuse_changed(linear, type(linear), group, name)  # transformers' linear layer
         return True, *linear.weight.shape
     refuse_changed(linear, nn.Linear, group, name)
     return False, linear.weight.shape[1], linear.weight.shape[0]
@@ -457,10 +465,10 @@ _HOOKS = (
 def refuse_changed(
     module: nn.Module, kind: type[nn.Module], group: TensorParallelGroup, name: str, hooks: bool = False
 ) -> None:
-    """Refuses what would be lost where a layer of ours takes a module's place.
+    """Refuses a module with features that would be lost where one of our layers replaces it.
 
     Args:
-        hooks: whether those of the forward pass are taken over.
+        hooks: whether the replacement takes over the hooks of the forward pass.
     Raises: UnsupportedError: another kind of module, one with a forward pass of its own, with hooks, or parametrized.
     """
     said = None
@@ -481,10 +489,10 @@ def refuse_changed(
 
 
 def _multiplies(linear: nn.Module) -> bool:
-    """Whether a linear layer with a forward pass of its own, such as Falcon's, computes what torch's does: it has
-    nothing but a weight and a bias, and is tried on small ones."""
+    """Returns whether a linear layer with a forward pass of its own, such as Falcon's, computes the same as torch's: it
+    must have only a weight and a bias, and give the same results for a small example."""
     known = vars(nn.Linear(1, 1, device="meta")).keys()
-    more = any(key not in known and not key.startswith("_") for key in vars(linear))  # but marks of transformers'
+    more = any(key not in known and not key.startswith("_") for key in vars(linear))  # ignores private marks
     if not isinstance(linear, nn.Linear) or more or linear._buffers or linear._modules:
         return False
     with torch.device("cpu"):
@@ -502,8 +510,8 @@ def _multiplies(linear: nn.Module) -> bool:
 
 
 def _scale_of(embedding: Any) -> torch.Tensor | float | None:
-    """``embed_scale`` of an embedding whose forward pass is torch's times this number, as transformers' scaled word
-    embeddings; None: it has another."""
+    """Returns ``embed_scale`` of an embedding whose forward pass is torch's times this factor, as in transformers'
+    scaled word embeddings; None for any other forward pass."""
     scale = getattr(embedding, "embed_scale", None)
     inherits = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
     if not inherits or "forward" in vars(embedding) or not isinstance(scale, (torch.Tensor, float, int)):
@@ -526,7 +534,7 @@ def _has_hooks(module: nn.Module, but_forward: bool) -> bool:
 
 
 def refuse_hooks(module: nn.Module, group: TensorParallelGroup, name: str) -> None:
-    """Refuses hooks, which would be lost.
+    """Refuses a module with hooks, which would be lost.
 
     Raises: UnsupportedError
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is cut over the ranks, without bringing them together."""
+"""Cross-entropy of logits whose vocabulary is sharded over the ranks, without gathering them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """torch.nn.functional.cross_entropy of logits that lie on the ranks in parts, as ColumnParallelLinear leaves them.
+    """Computes torch.nn.functional.cross_entropy of sharded logits, as ColumnParallelLinear returns them.
 
     Args:
         logits: this rank's columns.
-        target: classes of the whole vocabulary, alike on all ranks.
-        vocabulary: classes of the whole; None: the outputs of the layer with as many columns on a rank, where there is
-            one, which may be padded; else W times this rank's columns.
-        ignore_index, reduction, label_smoothing: as torch's.
+        target: classes of the complete vocabulary, the same on all ranks.
+        vocabulary: the number of classes. None: the number of outputs, without padding, of the layer that has as many
+            columns on a rank; where there is no such layer, W times this rank's columns.
+        ignore_index, reduction, label_smoothing: those of torch.
     Shapes:  logits (N, V/W) or (..., V/W), target (N,) or (...): classes come last.
     Dtypes:  floating point; computed and returned in float32 (float64 for float64).
     Order:   the sum of exponentials is a sum of the ranks' sums, a canonical tree.
     Cost:    one all_reduce of N maxima and one of 2 N sums, 3 N with smoothing; backward nothing.
-    Returns: the loss, the same on every rank; its gradient is this rank's columns.
-    Raises:  ShapeError, InvalidArgumentError: before anything is sent; on a device a wrong target is an assertion of
-             torch's there.
+    Returns: the loss, the same on every rank; its gradient is that of this rank's columns.
+    Raises:  ShapeError, InvalidArgumentError: before anything is sent. On a device a wrong target fails an assertion of
+             torch there.
     """
     group = TensorParallelGroup.of(comm)
     if logits.shape[:-1] != target.shape:
@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _classes(group: TensorParallelGroup, width: int) -> int:
-    """The outputs of the layers with so many columns on each rank, without padding."""
+    """Returns the number of outputs, without padding, of the layer that has ``width`` columns on each rank."""
     found = sorted(group.outputs.get(width, ()))
     if len(found) > 1:
         raise InvalidArgumentError(
@@ -90,7 +90,7 @@ def _classes(group: TensorParallelGroup, width: int) -> int:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """A loss for each row; zero where the target is to be ignored."""
+    """The loss of each row; zero where the target is ignored."""
 
     @staticmethod
     def forward(
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         width = logits.shape[-1]
         first = group.rank * width
-        valid = max(0, min(width, classes - first))  # the others are padding
+        valid = max(0, min(width, classes - first))  # the other columns are padding
         top = wide[:, :valid].amax(-1) if valid else wide.new_full(wide.shape[:1], -torch.inf)
         if group.world_size > 1:
             group.count("all_reduce", top.numel())

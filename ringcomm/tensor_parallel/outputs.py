@@ -1,4 +1,5 @@
-"""Whether a module parts the outputs of a layer where the layer was cut: its first forward pass is watched."""
+"""Watches the first forward pass of a sharded layer, and refuses code that splits its outputs elsewhere than the shards
+do."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ KEEPS = {
 VIEWS = ("view", "reshape", "unflatten")
 _JOINS = ("cat", "concat", "concatenate")
 FUSED = (2, 3)
-"""How many outputs are fused in one layer, as a rule: gate and up; queries, keys and values."""
+"""The usual numbers of outputs fused in one layer: gate and up; queries, keys and values."""
 
 
 @dataclass
 class CutOutputs:
-    """How the outputs of a layer were cut.
+    """How the outputs of a layer were sharded.
 
     Attributes:
-        name: of the layer.
+        name: the layer's name.
         extents: this rank's outputs of each part.
-        whole: outputs of all ranks.
-        divided: the numbers of heads, as this rank computes with them, of the modules around the layer.
-        width: of a head; 1: unknown.
-        done: whether the first output was looked at.
+        whole: the number of outputs on all ranks.
+        divided: the numbers of heads of the modules around the layer, as this rank computes with them.
+        width: the width of a head; 1: unknown.
+        done: whether the first output was checked.
     """
 
     name: str
@@ -47,14 +48,14 @@ class CutOutputs:
     done: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output; the first one as `watch` gives it."""
+        """Returns the layer's output; the first one is watched (`watch`)."""
         if self.done or torch.compiler.is_compiling():
             return y
         self.done = True
         return self.watch(y)
 
     def watch(self, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output, or what has the same outputs, as one that refuses to be parted elsewhere."""
+        """Returns the tensor as one that raises where it is split elsewhere than the layer's outputs were."""
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
         watched = y.as_subclass(_Watched)
@@ -64,10 +65,11 @@ class CutOutputs:
     # ---- what is refused -----------------------------------------------------------------------------------------
 
     def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
-        """Refuses ends of slices that are not those of the rank's parts.
+        """Refuses ends of slices that are not ends of the rank's parts.
 
         Args:
-            step: from one output to the next; interleaved outputs are parted so, and stay together if cut as one.
+            step: the distance of one output to the next. A step above 1 takes interleaved outputs, which stay together
+                only if they were sharded as one part.
         """
         known = {0, *accumulate(self.extents)}
         wrong = sorted({*ends} - known)
@@ -79,8 +81,8 @@ class CutOutputs:
         self._refuse(f"{function} parts the outputs {where}", "a layer whose outputs are not fused")
 
     def check_factors(self, function: str, asked: Sequence[int]) -> None:
-        """Refuses a view that parts the outputs in another order than they were cut: of one layer the first factor
-        counts the rank's heads, of fused ones the parts."""
+        """Refuses a view that splits the outputs in another order than the shards do: for one part the first factor
+        counts the rank's heads, for fused parts it counts the parts."""
         first, others = asked[0], asked[1:]
         if len(self.extents) > 1:
             fits = all(extent % others[-1] == 0 for extent in self.extents) and self.width in (1, others[-1])
@@ -93,7 +95,7 @@ class CutOutputs:
             self._refuse(f"{function} parts the outputs into {first} first", "a layer whose outputs are not fused")
 
     def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
-        """Refuses a function over all outputs, of which it would see this rank's."""
+        """Refuses a function over all outputs, since it would only see this rank's."""
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
@@ -115,7 +117,7 @@ class CutOutputs:
 
 
 class _Watched(torch.Tensor):
-    """The outputs of a layer, cut along their last dimension, until something else is made of them."""
+    """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
 
     @classmethod
     def __torch_function__(
@@ -131,7 +133,7 @@ class _Watched(torch.Tensor):
             cut.refuse_mixed(name.removeprefix("linalg_"))
         if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
             joined = next((each for each in (getattr(y, "_ringcomm_cut", None) for y in x) if each is not None), None)
-            if joined is not None:  # a layer behind is cut as if each rank had the next of all inputs
+            if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
                 joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
@@ -146,7 +148,7 @@ class _Watched(torch.Tensor):
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:
-    """What is parted as the layer's outputs were cut, as a plain tensor."""
+    """Returns a watched tensor as a plain one, for code that knows how the layer's outputs were sharded."""
     if type(x) is not _Watched:
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -156,7 +158,8 @@ def unwatched(x: torch.Tensor) -> torch.Tensor:
 def _factors(
     name: str, x: torch.Tensor, made: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]
 ) -> list[int]:
-    """What a view was asked to make of the last dimension; empty: of more than that, or unknown."""
+    """Returns the factors into which a view splits the last dimension; empty where it changes more than that, or is
+    unknown."""
     length, count = x.shape[-1], 1
     while count <= made.dim() and math.prod(made.shape[-count:]) < length:
         count += 1
@@ -183,14 +186,14 @@ _MIXES = {
     **dict.fromkeys(("layer_norm", "rms_norm"), (9, -1)),
     **dict.fromkeys(("cross_entropy", "nll_loss"), (9, 1)),
 }
-"""Functions over a dimension: its place among the arguments, and what it is by default; None: all."""
+"""Functions over a dimension: the dimension's place among the arguments, and its default; None: all dimensions."""
 
 
 def _mixes_last(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether a function goes over the last dimension."""
+    """Returns whether a function reduces, or mixes elements, along the last dimension."""
     at, default = _MIXES[name]
     dims = given.get("dim", given.get("dims", given.get("axis", args[at - 1] if len(args) >= at else default)))
-    if torch.is_tensor(dims):  # the larger of two
+    if torch.is_tensor(dims):  # torch.max(x, y): the larger of two tensors
         return False
     dims = range(x.dim()) if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else dims
     return any(_is_last(x, dim) for dim in dims)
@@ -247,7 +250,7 @@ def _getitem(x: torch.Tensor, index: Any) -> Ends:
         return NOWHERE
     last, length = used[-1], x.shape[-1]
     first, end, step = last.indices(length)
-    if last.stop is not None and length < last.stop < 1 << 31:  # of the whole outputs, not of this rank's
+    if last.stop is not None and length < last.stop < 1 << 31:  # counted in all ranks' outputs, not this rank's
         end = last.stop
     return ([first if step == 1 else 0, end], step)
 

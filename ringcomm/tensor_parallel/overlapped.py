@@ -1,10 +1,10 @@
-"""All-gather with matrix multiplication and matrix multiplication with reduce-scatter, cut along the ring (Wang et al.,
-"Overlap Communication with Dependent Computation via Decomposition", 2023): a part is in flight while another is
-multiplied. In the place of `g` before, and of `g_bar` behind, a linear layer.
+"""Overlaps all-gather with matrix multiplication, and matrix multiplication with reduce-scatter, along the ring (Wang
+et al., "Overlap Communication with Dependent Computation via Decomposition", 2023): while one part is in flight,
+another is multiplied. Replaces `g` before a linear layer, and `g_bar` after one.
 
-Only the rank's own part of an input is kept for backward, which collects the others again: one all_gather more than
-`g`, and 1/W of its memory. Sums go once round the ring, in the order c+1, c+2, ..., c for part c, rounded at each rank
-to the type that travels.
+Only the rank's own part of an input is kept for backward, which gathers the others again: one all_gather more than `g`,
+and 1/W of its memory. Sums travel once round the ring, for part c in the order c+1, c+2, ..., c, and each rank rounds
+them to the type that travels.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ringcomm.comm import schedule
 from ringcomm.comm.communicator import Communicator
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 
-TAG = 0x7470  # of these messages between two ranks
+TAG = 0x7470  # the tag of these messages
 
 
 def gather_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, comm: Communicator, dim: int = 1
 ) -> torch.Tensor:
-    """``linear(g(x), weight, bias)``.
+    """Returns ``linear(g(x), weight, bias)``.
 
     Shapes: x (..., s, ..., in) with s this rank's part along ``dim``, weight (out, in); returns (..., W s, ..., out).
     Dtypes: floating point; under autocast in its type.
@@ -38,7 +38,7 @@ def gather_linear(
 
 
 def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
-    """``g_bar(linear(x, weight))``.
+    """Returns ``g_bar(linear(x, weight))``.
 
     Shapes: x (..., W s, ..., in), weight (out, in); returns (..., s, ..., out), this rank's part along ``dim``.
     Cost:   forward a reduce_scatter of the output; backward an all_gather of its gradient.
@@ -90,7 +90,7 @@ class _GatherLinear(torch.autograd.Function):
 
 
 class _LinearScatter(torch.autograd.Function):
-    """(s, ..., out): the sequence in front."""
+    """Computes the output as (s, ..., out), with the sequence as the first dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ class _LinearScatter(torch.autograd.Function):
 
 
 class _Products:
-    """The gradient of a weight: a sum over parts of the sequence, of 16-bit floats in float32."""
+    """The gradient of a weight, summed over the parts of the sequence; 16-bit floats are summed in float32."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.dtype = weight.dtype
@@ -139,7 +139,7 @@ class _Products:
 
 
 def _parts(x: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:
-    """(W, s, ...): the ranks' parts along ``dim``, in front; a view."""
+    """Returns the ranks' parts along ``dim`` as a view of shape (W, s, ...)."""
     each = group.share("linear_scatter", x, dim)
     return x.movedim(dim, 0).unflatten(0, (group.world_size, each))
 
@@ -148,7 +148,7 @@ def _parts(x: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tenso
 
 
 def _around(group: TensorParallelGroup, own: torch.Tensor, use: Callable[[int, torch.Tensor], None]) -> None:
-    """``use(part, values)`` for every rank's ``own``, while the next one is in flight."""
+    """Calls ``use(part, values)`` with every rank's ``own``, while the next part is in flight."""
     comm, rank, world_size = group.comm, group.rank, group.world_size
     if world_size > 1:
         group.count("all_gather", own.numel() * world_size)
@@ -168,7 +168,8 @@ def _around(group: TensorParallelGroup, own: torch.Tensor, use: Callable[[int, t
 
 
 def _summed(group: TensorParallelGroup, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """The sum over the ranks of ``make(rank)``, each made while the sum before it is in flight."""
+    """Returns this rank's part of the sum over the ranks: ``make(part)`` gives a rank's addend of a part, and is called
+    while the sum of the ranks before is in flight."""
     comm, rank, world_size = group.comm, group.rank, group.world_size
     if world_size == 1:
         return make(0)
@@ -186,7 +187,8 @@ def _summed(group: TensorParallelGroup, make: Callable[[int], torch.Tensor]) -> 
 
 
 def _exchange(comm: Communicator, going: torch.Tensor, coming: torch.Tensor) -> list[Any]:
-    """Every second rank receives first, so that it works, too, where calls run one behind the other."""
+    """Sends to the next rank and receives from the previous one. Odd ranks receive first, so that it also works where
+    calls block."""
     following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     starts = [partial(comm.isend, going, following, TAG), partial(comm.irecv, coming, previous, TAG)]
     return [start() for start in (starts if comm.rank % 2 == 0 else starts[::-1])]

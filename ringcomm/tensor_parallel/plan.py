@@ -1,4 +1,4 @@
-"""`ringcomm.parallelize`: cuts the layers of an unmodified module over the ranks, by their names."""
+"""`ringcomm.parallelize`: shards the layers of an unmodified module over the ranks, by their names."""
 
 from __future__ import annotations
 
@@ -74,38 +74,41 @@ def parallelize(
     overlap: bool = False,
     verify: bool = False,
 ) -> nn.Module:
-    """Cuts the layers of a module over the ranks; a collective. Its inputs, outputs and parameters are plain tensors.
+    """Shards the layers of a module over the ranks; a collective. Its inputs, outputs and parameters are plain tensors.
 
         ringcomm.parallelize(model, {"*.wq": "colwise", "*.wo": "rowwise", "*.attention": "heads"}, mesh["tp"])
 
     Args:
-        plan: styles, or their names, by the name of a submodule. ``*`` stands for one part of a name, in front for one
-            or more. None: the plan that the module carries (``_tp_plan`` of transformers), without what names nothing.
-        comm: the ranks. Rank 0's values are everybody's.
-        sequence_dim: sequence parallel: linear layers take and give parts of the sequence, along this dimension, in the
-            place of all_reduces. The plan says where the region begins and ends, and what else works on parts of the
-            sequence: "sequence_region", "sequence". With a plan that names no region the caller cuts the sequence, and
-            all layers take and give parts; a warning (with ``verify`` an error) says if all ranks then get the same.
-        overlap: sequence parallel messages go round the ring while parts of them are multiplied.
-        verify: for a loss that is off. Every forward pass compares hashes of the ranks' inputs, every backward pass
-            hashes of gradients that all ranks have whole; without ``sequence_dim`` the first block of each kind
-            compares its first output with that of the block before it was cut, in eval mode. MismatchError names what
-            differs, on all ranks.
-    Ranks hold whole what no style cuts, and compute it alike: seed their generators alike. What is whole, but used on a
-    rank's own heads or features, is "summed". Tied parameters stay tied. Parameters stay the objects that they were,
-    with their attributes, so that an optimizer without state may come before or after; `ringcomm.shard` comes after. A
-    module on the meta device stays there, and is initialised by `ringcomm.shard`, one submodule at a time as it was
-    before it was cut. A layer whose outputs the module parts elsewhere than they were cut raises InvalidArgumentError
-    in its first forward pass.
-    Cost:    of a transformer layer and micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
+        plan: styles, or their names, by the name of a submodule. ``*`` stands for one part of a name; as the first
+            part, for one or more. None: the plan that the module carries (``_tp_plan`` of transformers), without
+            entries that match nothing.
+        comm: the ranks. All ranks get rank 0's values.
+        sequence_dim: enables sequence parallelism: linear layers take and return parts of the sequence along this
+            dimension, which replaces the all_reduces. The plan says where the region begins and ends
+            ("sequence_region"), and which other modules work on parts of the sequence ("sequence"). With a plan that
+            names no region the caller splits the sequence, and all layers take and return parts; if all ranks then get
+            the same input, this warns (with ``verify`` it raises).
+        overlap: sends sequence parallel messages round the ring while parts of them are multiplied.
+        verify: for finding the cause of a wrong loss. Every forward pass compares hashes of the ranks' inputs, every
+            backward pass hashes of the gradients of unsharded parameters. Without ``sequence_dim`` the first block of
+            each kind compares its first output with that of the unsharded block, in eval mode. MismatchError names the
+            difference, on all ranks.
+    Modules without a sharding style stay unsharded, and every rank computes the same with them: seed the ranks'
+    generators alike. A module that is unsharded but applied to a rank's own heads or features is "summed". Tied
+    parameters stay tied. Parameters stay the same objects, with their attributes, so that an optimizer without state
+    may be made before or after; `ringcomm.shard` comes after. A module on the meta device stays there; `ringcomm.shard`
+    initialises it, one submodule at a time, in its unsharded form. A layer whose outputs the module splits elsewhere
+    than the shards do raises InvalidArgumentError in its first forward pass.
+    Cost:    for a transformer layer and a micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
              forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
-             all_gathers and 4 reduce_scatters, the same, and an all_reduce for each parameter that is summed: norms,
-             and biases of layers cut along inputs. With ``overlap`` every layer that is cut along its outputs gathers
-             for itself, in forward and once more in backward. What is checkpointed sends its forward messages twice.
+             all_gathers and 4 reduce_scatters, the same volume, and an all_reduce for each summed parameter: norms, and
+             biases of layers sharded along inputs. With ``overlap`` every layer that is sharded along its outputs
+             gathers for itself, in forward and once more in backward. Checkpointed modules send their forward messages
+             twice.
     Returns: the module, whose layers have been replaced.
     Raises:  InvalidArgumentError: names that no module has, unknown styles, heads or features that do not divide.
-             UnsupportedError: a layer that cannot be cut. MismatchError: the ranks ask for different things, or one
-             refuses. Before the module is changed.
+             UnsupportedError: a layer that cannot be sharded. MismatchError: the ranks ask for different things, or one
+             raises. All before the module is changed.
     """
     group = TensorParallelGroup.of(comm)
     try:
@@ -140,18 +143,18 @@ def parallelize(
 
 
 def _layers(sites: Sequence[_Site]) -> dict[str, nn.Module]:
-    """By name, what takes a module's place."""
+    """Returns the replacements of modules, by name."""
     return {site.names[0]: site.new for site in sites if site.new is not None}
 
 
 @dataclass
 class _Site:
-    """A module that a plan names.
+    """A module, or a parameter, that a plan names.
 
     Attributes:
-        names: of the module; several where it is used in several places. Or of a parameter.
-        new: what takes its place; None: it stays.
-        key: of a parameter, which is cut, in the module.
+        names: the names of the module (several where it is used in several places), or of the parameter.
+        new: the replacement of the module; None: it stays.
+        key: the name within the module of a parameter that is sharded itself.
     """
 
     names: list[str]
@@ -162,16 +165,16 @@ class _Site:
 
     @property
     def made(self) -> dict[str, nn.Parameter | None]:
-        """Parameters of the layer that takes the place."""
+        """Parameters of the replacement."""
         return {} if self.new is None else self.new._parameters
 
     def replaced(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Parameters of the module that the layer has others for: name, this one and that one."""
+        """Returns the module's parameters that the replacement has a shard of: name, parameter and shard."""
         pairs = [(key, self.found._parameters.get(key), p) for key, p in self.made.items()]
         return [(key, old, p) for key, old, p in pairs if old is not None and p is not None and p is not old]
 
     def fill(self) -> None:
-        """Takes over the values of the module, which are rank 0's by now."""
+        """Copies the module's values, which are rank 0's by now, into the replacement."""
         for key, p in self.made.items():
             part = part_of(p) if p is not None else None
             if p is not None and part is not None and part.dim is not None and not p.is_meta:
@@ -179,7 +182,7 @@ class _Site:
                     copy_part(p, self.found._parameters[key], part)
 
     def put(self, module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
-        """Changes the module."""
+        """Applies the style to the module."""
         if self.new is not None:
             self.new.train(self.found.training)
         for name in self.names if self.new is not None else ():
@@ -208,7 +211,7 @@ def _is_plan(value: Any) -> bool:
 
 @expects(
     "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
-)  # in the place where the other ranks hear of a refusal
+)  # within the code whose errors the other ranks are told of
 def _prepared(
     module: nn.Module,
     group: TensorParallelGroup,
@@ -217,7 +220,7 @@ def _prepared(
     overlap: bool = False,
     verify: bool = False,
 ) -> list[_Site]:
-    """All that can be found wrong is found here; the module is as it was."""
+    """Makes all checks and replacements, and leaves the module unchanged."""
     if overlap and sequence_dim is None:
         raise InvalidArgumentError(
             f"parallelize: rank {group.rank} got overlap=True without a sequence_dim, expected one: only the messages "
@@ -256,7 +259,7 @@ def _prepared(
 
 
 def _facts(module: nn.Module, sites: list[_Site], *options: Any) -> list[Any]:
-    """What the ranks must have alike."""
+    """Returns the facts that must be equal on all ranks."""
     shapes = [(name, tuple(x.shape), str(x.dtype), x.is_meta) for name, x in _tensors(module)]
     return [shapes, [(site.names, site.style) for site in sites], *options]
 
@@ -266,14 +269,14 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that have memory of their own: the first along a dimension that was expanded."""
+    """Returns the elements of a tensor without repetitions: the first along each expanded dimension."""
     for dim, stride in enumerate(x.stride()):
         x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
     return x
 
 
 def _agree(comm: Communicator, asked: int) -> None:
-    """Refuses to go on when the ranks ask for different things; below 0: this one raises anyway."""
+    """Raises where the ranks ask for different things. ``asked`` below 0: this rank raises an error of its own."""
     everybody = [int(each) for each in comm.exchange(str(asked).encode())]
     other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
     if asked >= 0 and other is not None:
@@ -288,7 +291,7 @@ def _agree(comm: Communicator, asked: int) -> None:
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> dict[str, Style]:
-    """The style of each module that the plan names."""
+    """Returns the style of each module that the plan names."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)][1:]
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     chosen: dict[str, Style] = {}
@@ -330,7 +333,7 @@ def _style(pattern: str, wish: Any, rank: int) -> Style:
 
 
 def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
-    """The plan of a model of transformers, which may name what only some of its kind have."""
+    """Returns the plan of a model of transformers, without entries that match nothing in this model."""
     plan = getattr(module, "_tp_plan", None)
     if not plan:
         raise InvalidArgumentError(
@@ -343,7 +346,7 @@ def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
     found: dict[str, str | Style] = {}
     for pattern, style in plan.items():
         vectors = [p.dim() == 1 for name, p in parameters.items() if matches(pattern, name)]
-        if style == "local_params" or pattern.rpartition(".")[0] in experts:  # said of what is cut with its parameters
+        if style == "local_params" or pattern.rpartition(".")[0] in experts:  # belongs to sharded experts
             continue
         if any(matches(pattern, name) for name in modules) or (style == "colwise" and vectors and all(vectors)):
             found[pattern] = style
@@ -356,8 +359,8 @@ def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
 
 
 def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
-    """What plans of transformers do not name: embeddings that are tied to a layer that is cut, and activations with
-    parameters, which ranks use on their own features."""
+    """Returns styles that plans of transformers omit: for embeddings tied to a sharded layer, and for activations with
+    parameters, which ranks apply to their own features."""
     layers = {name: style for pattern, style in plan.items() for name in modules if matches(pattern, name)}
     outputs = [modules[name]._parameters.get("weight") for name, style in layers.items() if style in GATHERED]
     more: dict[str, str | Style] = {}
@@ -399,8 +402,8 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
 
 
 def _refuse_forgotten(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
-    """Refuses what no style names in a sequence region: parameters would train on a rank's part alone, dropout would
-    drop the same of every part."""
+    """Refuses modules of a sequence region that have no style: parameters would be trained on the rank's part only, and
+    dropout would drop the same elements of every part."""
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*_ancestors(name), name]
         region = next((each for each in around if isinstance(chosen.get(each), SequenceRegion)), None)
@@ -447,7 +450,7 @@ def _made(
     sequence_dim: int | None,
     overlap: bool,
 ) -> nn.Module | None:
-    """What takes a module's place; None: it stays."""
+    """Returns the replacement of a module; None: it stays."""
     name, found, style = site.names[0], site.found, site.style
     if site.key:
         _part_of_vector(found._parameters[site.key], group, name)
@@ -491,7 +494,7 @@ def _made(
 
 
 def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
-    """This rank's values of a parameter with one for each head."""
+    """Returns this rank's shard of a parameter that has one value for each head."""
     if p.dim() != 1 or (p.is_meta and "." not in name):
         where = " on meta and of the module itself" if p.is_meta else ""
         raise UnsupportedError(
@@ -502,14 +505,14 @@ def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
 
 
 def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Modules with parameters on meta that are cut themselves, and their attributes before the cut."""
+    """Returns the modules on meta with parameters that are sharded themselves, and their attributes before."""
     keys: dict[nn.Module, list[str]] = {}
     for site in sites:
         if site.key and site.found._parameters[site.key].is_meta:
             keys.setdefault(site.found, []).append(site.key)
     whole = [(found, _attributes(found)) for found in keys]
     for found, before in whole:
-        for key in keys[found]:  # the object itself becomes this rank's part
+        for key in keys[found]:  # the parameter object itself becomes this rank's shard
             p = found._parameters[key]
             before["_parameters"][key] = nn.Parameter(p.detach(), p.requires_grad)
     return whole
@@ -520,8 +523,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
-    """Another module of its class takes the place of one whose parameter is cut. The one that was there is whole again,
-    to be initialised."""
+    """Replaces a module whose parameter is sharded by another of its class. The original gets its unsharded attributes
+    back, so that it can be initialised."""
     made = copy.copy(found)
     made.__dict__ = _attributes(found)
     for name, each in [*module.named_modules(remove_duplicate=False)]:
@@ -533,7 +536,7 @@ def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm:
 
 
 def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
-    """How many outputs of a layer of latent attention go to a rank's own heads."""
+    """Returns how many outputs of a layer of latent attention go to a rank's own heads."""
     assert isinstance(site.style, Latent)
     name = site.names[0]
     owner = module.get_submodule(name.rpartition(".")[0])
@@ -550,13 +553,13 @@ def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
 
 
 def _head_width(attention: nn.Module) -> int:
-    """Features of an attention module's head; 1: unknown."""
+    """Returns the width of an attention module's heads; 1: unknown."""
     found = [getattr(attention, each, None) for each in ("head_dim", "head_size")]
     return next((each for each in found if type(each) is int and each > 0), 1)
 
 
 def _watch_outputs(module: nn.Module, sites: list[_Site], group: TensorParallelGroup) -> None:
-    """Lets layers that are cut along their outputs look at what the module makes of them."""
+    """Makes layers that are sharded along their outputs check how the module uses these."""
     divided = {
         name: {getattr(site.found, each) // group.world_size for each in _heads(site, group)}
         for site in sites
@@ -585,13 +588,13 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
-    """Whether a module lies in a sequence region; with a plan that names none, its layers are taken to."""
+    """Returns whether a module lies in a sequence region; True for all where the plan names no region."""
     regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
     return not regions or any(name in regions for name in above)
 
 
 def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
-    """Refuses layers whose owner multiplies with their weights without calling them."""
+    """Refuses layers whose parent module multiplies with their weights without calling them."""
     if not isinstance(site.style, (Colwise, Rowwise, Heads)) or site.key:
         return
     for name in site.names:
@@ -605,7 +608,7 @@ def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
 
 
 def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
-    """Lets layers that shared a parameter share its part."""
+    """Makes layers that shared a parameter share its shard."""
     new: dict[int, tuple[str, nn.Parameter]] = {}
     for site in sites:
         for key, old, p in site.replaced():
@@ -628,7 +631,7 @@ def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
 
 
 def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
-    """Refuses hooks of parameters that are cut: they would see this rank's part of a gradient."""
+    """Refuses hooks of parameters that are to be sharded: they would see this rank's part of a gradient."""
     for site in sites:
         for key in [site.key] if site.key else [key for key, *_ in site.replaced()]:
             p = site.found._parameters[key]
@@ -642,8 +645,8 @@ def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
 
 
 def _keep_parameters(sites: Sequence[_Site]) -> None:
-    """Lets parameters that are cut stay the objects that they were, with this rank's part: an optimizer that was made
-    before has them, and so do the attributes that a user gave them. The layers that they leave get others."""
+    """Keeps the parameter objects and gives them this rank's shards, since an optimizer that was made before refers to
+    them, and users may have set attributes on them. The replaced layers get new parameters."""
     whole: dict[int, nn.Parameter] = {}
     for site in sites:
         for key, old, p in site.replaced():
@@ -654,7 +657,7 @@ def _keep_parameters(sites: Sequence[_Site]) -> None:
 
 
 def _heads(site: _Site, group: TensorParallelGroup) -> tuple[str, ...]:
-    """The numbers of heads to divide, if they can be."""
+    """Returns the attributes with numbers of heads to divide; raises where one cannot be divided."""
     if not isinstance(site.style, Heads):
         return ()
     found, name = site.found, site.names[0]

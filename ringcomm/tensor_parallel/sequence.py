@@ -1,4 +1,5 @@
-"""What `ringcomm.parallelize` does to modules that stay: sums of gradients, and the borders of a sequence region."""
+"""Changes that `ringcomm.parallelize` makes to modules that it does not replace: sums of gradients, and the borders of
+a sequence region."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
-    """Lets the gradients of parameters that all ranks have whole, but use on parts of something, be their sums.
-    load_state_dict(assign=True) and to_empty() make other parameters, so each call of the module looks for new ones."""
+    """Makes the gradients of parameters that every rank has, and applies to its own part of a tensor, the sums over the
+    ranks. Each call of the module looks for new parameters, since load_state_dict(assign=True) and to_empty() make
+    them."""
 
     sum_gradients_of(module, group)
     module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, group))
 
 
 def sum_gradients_of(module: nn.Module, group: TensorParallelGroup) -> None:
-    """Once for each parameter that has memory, and also if it is frozen now and trained later."""
+    """Registers the sum once for each parameter that has memory, also where it is frozen now and may be trained
+    later."""
     for p in module.parameters():
         if not p.is_meta and vars(p).get("_ringcomm_summed") is None:
             _sum_gradient(p, group)
@@ -35,14 +38,14 @@ def _sum_gradient(p: nn.Parameter, group: TensorParallelGroup) -> None:
     p.requires_grad_(True)
     others = [*(p._backward_hooks or {})]
     p._ringcomm_summed = p.register_hook(lambda gradient: group.all_reduce(gradient))
-    for key in others:  # run later, so that they see the sum
+    for key in others:  # run the others later, so that they see the sum
         p._backward_hooks[key] = p._backward_hooks.pop(key)
     p.requires_grad_(not frozen)
 
 
 def sum_last_outputs(layer: nn.Module, group: TensorParallelGroup, count: int) -> None:
-    """The gradients of the layer's last outputs, which ranks use on their own heads, are summed. It is no hook: a
-    pipeline runs those of earlier stages' modules, too."""
+    """Sums the gradients of the layer's last outputs, which ranks use on their own heads. It replaces ``forward`` in
+    place of a hook, since a pipeline also runs the hooks of earlier stages' modules."""
     if group.world_size > 1:
         layer.forward = partial(_with_last_summed, layer.forward, group, count)
 
@@ -55,19 +58,19 @@ def _with_last_summed(
 
 
 def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
-    """The module gets the whole sequence."""
+    """Gives the module the complete sequence."""
     _before(module, "gather_sequence", group, lambda x: g(x, group.comm, dim))
 
 
 def surround(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
-    """The module, or the first to the last of a list, works on this rank's part of the sequence."""
+    """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence."""
     inside = list(module) if isinstance(module, (nn.Sequential, nn.ModuleList)) else [module]
     _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))
     inside[-1].register_forward_hook(lambda _, args, y: _first(y, group, lambda x: gather(x, group.comm, dim)))
 
 
 def _before(module: nn.Module, style: str, group: TensorParallelGroup, change: Change) -> None:
-    """Changes a module's first tensor, positional or named."""
+    """Applies ``change`` to a module's first tensor argument, positional or named."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, x in enumerate(args):
@@ -85,7 +88,7 @@ def _before(module: nn.Module, style: str, group: TensorParallelGroup, change: C
 
 
 def _first(output: Any, group: TensorParallelGroup, change: Change) -> Any:
-    """An output with its first tensor changed."""
+    """Returns an output with ``change`` applied to its first tensor."""
     if torch.is_tensor(output):
         return change(output)
     if isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""What a plan of `ringcomm.parallelize` can say of a module, as objects and by name."""
+"""The styles that a plan of `ringcomm.parallelize` gives to modules, as objects and by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Colwise:
-    """A linear layer cut along its outputs; or a parameter of one dimension, with a value for each head.
+    """A linear layer sharded along its outputs; or a one-dimensional parameter with a value for each head.
 
     Args:
-        gather_output, parts, pad: as of ColumnParallelLinear; a number for ``parts`` are that many equal ones.
+        gather_output, parts, pad: as in ColumnParallelLinear; a number for ``parts`` stands for that many equal ones.
     """
 
     gather_output: bool = False
@@ -27,10 +27,10 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """A linear layer cut along its inputs.
+    """A linear layer sharded along its inputs.
 
     Args:
-        input_is_parallel: as of RowParallelLinear.
+        input_is_parallel: as in RowParallelLinear.
     """
 
     input_is_parallel: bool = True
@@ -38,10 +38,10 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding cut along its vocabulary.
+    """An embedding sharded along its vocabulary.
 
     Args:
-        scatter: with ``sequence_dim``: whether its output is this rank's part of the sequence.
+        scatter: whether its output is this rank's part of the sequence; needs ``sequence_dim``.
     """
 
     scatter: bool = False
@@ -52,7 +52,7 @@ class Heads:
     """An attention module that computes with a rank's share of the heads.
 
     Args:
-        attributes: whole numbers of the module to divide by the ranks; none: those of `HEADS` that it has.
+        attributes: integers of the module to divide by the number of ranks; empty: those of `HEADS` that it has.
     """
 
     attributes: tuple[str, ...] = ()
@@ -60,13 +60,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module with the weights of all experts of a mixture, as parameters of three dimensions: a rank has a part of
-    each expert's features.
+    """A module with the weights of all experts of a mixture, as three-dimensional parameters: a rank has a part of each
+    expert's features.
 
     Args:
-        inner: the parameter (experts, parts x features, inputs), cut along its outputs.
-        outer: the parameter (experts, outputs, features), cut along its inputs.
-        parts: how many outputs are fused in ``inner``: gate and up.
+        inner: the parameter (experts, parts x features, inputs), sharded along its outputs.
+        outer: the parameter (experts, outputs, features), sharded along its inputs.
+        parts: the number of outputs that are fused in ``inner``: gate and up.
     """
 
     inner: str = "gate_up_proj"
@@ -76,17 +76,18 @@ class Experts:
 
 @dataclass(frozen=True)
 class Summed:
-    """A module that all ranks have whole, but use on their own part of something, such as a norm of a rank's heads: the
-    gradients of its parameters are summed."""
+    """A module that every rank has unsharded and applies to its own part of a tensor, such as a norm of a rank's heads:
+    the gradients of its parameters are summed."""
 
 
 @dataclass(frozen=True)
 class Latent:
-    """A linear layer that all ranks have whole, whose last outputs go to a rank's own heads without another layer in
-    between, such as the rotated part of the keys in latent attention: the gradients of these outputs are summed.
+    """A linear layer that every rank has unsharded, and whose last outputs go directly to a rank's own heads, such as
+    the rotated part of the keys in latent attention: the gradients of these outputs are summed.
 
     Args:
-        last: how many outputs; 0: ``qk_rope_head_dim`` of the module that the layer belongs to, or of its config.
+        last: the number of these outputs; 0: ``qk_rope_head_dim`` of the module that the layer belongs to, or of its
+            config.
     """
 
     last: int = 0
@@ -94,31 +95,33 @@ class Latent:
 
 @dataclass(frozen=True)
 class OnSequence:
-    """A module that works on this rank's part of the sequence: norms, whose gradients are summed, and dropout."""
+    """A module that works on this rank's part of the sequence: a norm, whose gradients are summed, or dropout."""
 
 
 @dataclass(frozen=True)
 class SequenceRegion:
-    """A module, or the first to the last of a list, that gets this rank's part of the sequence, and whose output is
-    brought together again: the first tensor of each. What has parameters or drops in it needs a style."""
+    """A module, or a list of modules from first to last, that gets this rank's part of the sequence and whose output is
+    gathered: the first tensor of input and output. Every module inside that has parameters or drops elements needs a
+    style."""
 
 
 @dataclass(frozen=True)
 class GatherSequence:
-    """A module in a sequence region whose first tensor is brought together once, for all layers in it: one that reads
-    the sequence's length from its input, such as an attention module. Its layers cut along outputs read that input."""
+    """A module in a sequence region whose first tensor is gathered once, for all layers in it: for modules that read
+    the sequence's length from their input, such as attention. Its layers that are sharded along outputs use the
+    gathered input."""
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout on a tensor that is cut along ``dim``, such as the attention weights of a rank's heads."""
+    """Dropout on a tensor that is sharded along ``dim``, such as the attention weights of a rank's heads."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A module that stays as it is."""
+    """A module that stays unsharded and unchanged."""
 
 
 Cut = Colwise | Rowwise | Vocab | Heads | Experts | Dropout
@@ -147,10 +150,10 @@ STYLES: dict[str, Style] = {
     "gather_sequence": GatherSequence(),
     "replicate": Whole(),
 }
-"""The names of styles in a plan; also those that transformers uses in its models' ``_tp_plan``."""
+"""The names of styles in a plan, including those that transformers uses in its models' ``_tp_plan``."""
 
 FOREIGN = (
     "packed_rowwise", "embedding_colwise", "all_reduce", "local_params", "moe_identity_expert", "grouped_gemm",
     "ep_router", "ep_dispatch_experts",
 )  # fmt: skip
-"""Styles of transformers that are not here, such as those of experts that are dealt out."""
+"""Styles of transformers that are not supported, such as those that assign different experts to different ranks."""

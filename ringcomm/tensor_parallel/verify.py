@@ -1,4 +1,5 @@
-"""`parallelize(verify=True)`: compares what must be alike on the ranks, and blocks with themselves before the cut."""
+"""`parallelize(verify=True)`: checks that equal values are equal on all ranks, and that sharded blocks compute what the
+unsharded ones do."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from ringcomm.errors import MismatchError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 from ringcomm.tensor_parallel.sequence import sum_gradients_of
 
-CHUNK = 1 << 18  # elements that are hashed at a time
+CHUNK = 1 << 18  # number of elements hashed at a time
 Digest = list[Any]
-"""Of a tensor: its kind; how much of the norm may be rounding; its norm; a sum with a weight for each element; and of a
-gradient of an output also the output's digest."""
+"""The digest of a tensor: its kind; the share of the norm that rounding may change; its norm; a weighted sum of its
+elements; and for the gradient of an output also the output's digest."""
 
 
 def digest(x: torch.Tensor) -> Digest:
-    """Close for tensors that are close, and other for others, but for a coincidence."""
+    """Returns a digest that is close for tensors that are close, and differs for others, except by coincidence."""
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
     flat = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
     weights = torch.arange(min(CHUNK, flat.numel()), dtype=torch.float64, device=x.device).sin_()
@@ -42,12 +43,12 @@ def digest(x: torch.Tensor) -> Digest:
 
 
 def slack(x: torch.Tensor) -> float:
-    """The share of a magnitude that rounding may change."""
+    """Returns the relative difference that rounding may cause."""
     return math.sqrt(torch.finfo(x.dtype).eps) if x.is_floating_point() or x.is_complex() else 0.0
 
 
 def differ(a: Digest, b: Digest) -> bool:
-    """Whether two digests are of different tensors."""
+    """Returns whether two digests belong to different tensors."""
     if a[0] != b[0]:
         return True
     pairs = [pair for pair in zip(a[2:4], b[2:4], strict=True) if not all(map(math.isnan, pair))]
@@ -58,11 +59,11 @@ class Verifier:
     """Compares the ranks in every forward and backward pass of a module.
 
     Args:
-        module: as it is before it is cut.
+        module: the module before it is sharded.
         cut: the names of the modules that styles change.
-        summed: modules with summed gradients.
+        summed: the modules whose gradients are summed.
         alike: whether all ranks get the same input.
-        blocks: whether blocks are compared with their copies.
+        blocks: whether blocks are compared with their unsharded copies.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Verifier:
         blocks: bool,
     ) -> None:
         self.module, self.group, self.summed, self.alike = module, group, summed, alike
-        self.found: dict[str, list[Digest | None]] = {}  # in a backward pass
-        self.end: Callable[[], Any] = lambda: None  # what autograd calls at the end of the backward pass that runs
+        self.found: dict[str, list[Digest | None]] = {}  # digests of the current backward pass
+        self.end: Callable[[], Any] = lambda: None  # reference to the callback after the current backward pass
         self.hooked: dict[int, torch.Tensor] = {}
         self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
 
     def start(self) -> None:
-        """From now on, of the module that is cut."""
+        """Starts the checks, after the module has been sharded."""
         self.module.register_forward_pre_hook(self._before, with_kwargs=True)
         self.module.register_forward_hook(self._after)
         for name, before, styles in self.copies:
@@ -92,7 +93,7 @@ class Verifier:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for each in self.summed:
-            sum_gradients_of(each, self.group)  # before they are looked at
+            sum_gradients_of(each, self.group)  # before the gradients are compared
         renew_parts(module.modules())
         for name, p in module.named_parameters():
             if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
@@ -107,16 +108,17 @@ class Verifier:
         for path, y in tree_leaves_with_path(output):
             if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
                 name, made = f"output {keystr(path)}".rstrip(), digest(y)
-                if self.alike and not y.dim():  # of a loss no rank has a part
+                if self.alike and not y.dim():  # no rank has just a part of a loss
                     y.register_hook(lambda gradient, name=name, made=made: self._note_found(name, made))
                 y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
 
     def _note(self, name: str, gradient: torch.Tensor | None, *more: Digest) -> None:
-        """Of a parameter, or of an output, whose own digest comes with it; a function of autograd may give none."""
+        """Notes the gradient of a parameter or of an output (with the output's digest); an autograd function may return
+        None."""
         self._note_found(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
 
     def _note_found(self, what: str, found: Digest | None) -> None:
-        if self.end() is None:  # also after a pass that raised, whose end autograd has let go of
+        if self.end() is None:  # also where the pass before raised and autograd dropped its callback
             self.found = {}
             end = partial(type(self)._after_backward, self)
             self.end = weakref.ref(end)
@@ -132,7 +134,7 @@ class Verifier:
         )
 
     def compare(self, mine: Mapping[str, list[Any]], advice: str) -> None:
-        """Raises on all ranks where one has another than rank 0; a collective."""
+        """Raises on all ranks where a rank's values differ from those of rank 0; a collective."""
         everybody = [json.loads(each) for each in self.group.comm.exchange(json.dumps(mine).encode())]
         first = everybody[0]
         for rank, theirs in enumerate(everybody):
@@ -146,12 +148,12 @@ class Verifier:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an argument has a value that can be compared."""
+    """Returns whether an argument has a value that can be compared."""
     return (type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta) or type(x) in (int, float, bool, str)
 
 
 def _other(a: Any, b: Any) -> bool:
-    """Whether ranks have different values; gradients of outputs that are themselves cut may differ."""
+    """Returns whether the ranks' values differ; gradients of outputs that are sharded themselves may differ."""
     if not isinstance(a, list) or not isinstance(b, list):
         return bool(a != b)
     cut = len(a) > 4 and differ(a[4], b[4])
@@ -169,8 +171,8 @@ def _said(values: list[Any] | None) -> str:
 
 
 def _first_of_each_kind(module: nn.Module, cut: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Blocks in which something is cut, with copies of them that have no memory; the module, where its blocks are the
-    layers that are cut: what goes in there, or comes out, is a rank's part."""
+    """Yields the first block of each kind that contains a sharded layer, with a copy on meta. Where the blocks are the
+    sharded layers themselves, it yields the module instead, since a rank has only a part of their inputs or outputs."""
     kinds = set()
     around = [(name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in cut)]
     for name, block in around or [("", module)]:
@@ -189,7 +191,7 @@ def _without_memory(block: nn.Module) -> nn.Module:
 
 
 class _Block:
-    """A block that is compared with its copy in its first call."""
+    """A block whose first call is compared with that of its unsharded copy."""
 
     def __init__(self, verifier: Verifier, name: str, before: nn.Module, styles: list[str]) -> None:
         self.verifier, self.name, self.before, self.styles = verifier, name, before, styles
@@ -200,7 +202,7 @@ class _Block:
         self.handle.remove()
         elsewhere = any(getattr(each, "_ringcomm_elsewhere", False) for each in block.modules())
         if elsewhere or not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
-            return  # of a pipeline, which has not come to this block, or has a part of it
+            return  # a pipeline's block that was not reached, or that has a part on this rank only
         modes = [(each, each.training) for each in (*block.modules(), *self.before.modules())]
         with torch.no_grad():
             block.eval()
@@ -209,7 +211,7 @@ class _Block:
             with _gathered(block):
                 values = {name: self._uncut(p) for name, p in block.named_parameters(remove_duplicate=False)}
             values |= dict(block.named_buffers(remove_duplicate=False))
-            call = torch.func.functional_call  # which gets a value for each name of a tied parameter
+            call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
             expected = _tensors(call(self.before, values, _apart(args), _apart(kwargs), tie_weights=False))
         for each, training in modes:
             each.training = training
@@ -245,7 +247,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """How far a block's output is from that of its copy; None: by rounding alone."""
+    """Returns how a block's output differs from that of its copy; None where the difference may be rounding."""
     if mine.shape != expected.shape:
         return f"the shape {tuple(mine.shape)} and not {tuple(expected.shape)}"
     if not expected.is_floating_point() or not expected.numel():
@@ -257,7 +259,7 @@ def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def _apart(value: Any) -> Any:
-    """A copy of arguments, of which nothing goes into the graph or into caches that are passed."""
+    """Returns a copy of arguments, so that nothing enters the graph or caches that are passed."""
     tensors: dict[int, Any] = {}
     seen: dict[int, Any] = {}
 
@@ -285,7 +287,7 @@ def _each(look: Any, values: Iterable[Any]) -> None:
 
 @contextmanager
 def _gathered(block: nn.Module) -> Iterator[None]:
-    """The parameters of a sharded block can be read; inside of a forward pass, which `whole` is not for."""
+    """Gathers the parameters of a sharded block inside of a forward pass, where `whole` cannot be used."""
     flat, mine = sharded_model_of(block), {id(p) for p in block.parameters()}
     units = [unit for unit in flat.units if not unit.is_whole] if flat is not None else []
     units = [unit for unit in units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]

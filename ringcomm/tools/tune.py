@@ -32,8 +32,9 @@ VARIABLE = "RINGCOMM_TUNING"
 ALGORITHMS = {  # what may serve auto: what keeps the bits
     "all_reduce": ("oneshot", "direct"),
     "reduce_scatter": ("direct",),
-    "all_gather": ("direct", "ring"),
+    "all_gather": ("direct", "ring", "copy_engine"),
     "broadcast": ("direct", "ring"),
+    "all_to_all": ("direct", "copy_engine"),
 }
 _LONGEST_ONESHOT = 4 << 20  # every rank reads every byte of all ranks: no use beyond
 _GAIN = 0.97  # of the engine's own choice, from where on another one is worth a line
@@ -48,7 +49,7 @@ class Candidate:
     threads: int = 0
 
     def columns(self) -> str:
-        return f"{self.algorithm:<9s} {self.channels:<9d} {self.threads}"
+        return f"{self.algorithm:<11s} {self.channels:<9d} {self.threads}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _call(comm: Communicator, op: str, source: torch.Tensor, target: torch.Tenso
         return lambda: comm.reduce_scatter(source[:whole], out=target[:part])
     if op == "all_gather":
         return lambda: comm.all_gather(source[:part], out=target[:whole])
+    if op == "all_to_all":
+        return lambda: comm.all_to_all(source[:whole], out=target[:whole])
     return lambda: comm.broadcast(source[:count])
 
 
@@ -124,7 +127,7 @@ def candidates(op: str, options: Options) -> list[Candidate]:
     """Every way to serve an op, the engine's own choices first."""
     found = [Candidate(algorithm) for algorithm in ALGORITHMS[op]]
     for algorithm, channels, threads in product(ALGORITHMS[op], options.channels, options.threads):
-        if channels or threads:
+        if (channels or threads) and algorithm != "copy_engine":  # which has neither
             found.append(Candidate(algorithm, channels, threads))
     return found
 
@@ -314,7 +317,7 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
     head = [
         f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, ranks as {options.ranks_as}\n",
         *_common(measured_on),
-        "# op            world_size  up_to_bytes  algorithm channels  threads     (0: the engine's choice)\n",
+        "# op            world_size  up_to_bytes  algorithm   channels  threads     (0: the engine's choice)\n",
     ]
     print("".join([*head, *body]), end="", flush=True)
     return "".join([*head, *body])

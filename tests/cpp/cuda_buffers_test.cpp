@@ -1,7 +1,9 @@
 // Memory of the caller's own between processes, and between the devices of one: peers come to see it, and what is freed
 // is not taken for what comes after it at the same address.
 #include <list>
+#include <set>
 
+#include "cuda/buffers.h"
 #include "cuda_engine_tools.h"
 #include "cuda_groups.h"
 
@@ -20,6 +22,7 @@ class Memory {
     else
       require(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(float)) == cudaSuccess, "cudaMalloc");
   }
+  Memory(float* data, std::size_t count) : data_(data), count_(count), foreign_(true) {}  // somebody else's
   ~Memory() {
     if (!foreign_) require(cudaFree(data_) == cudaSuccess, "cudaFree");
   }
@@ -98,6 +101,11 @@ int num_visible(const Engine& engine) {
   return -1;
 }
 
+void expect_visible(Engine& engine, int visible, const char* what) {
+  require(num_visible(engine) == visible,
+          concat(what, ": rank ", engine.rank(), " expected ", visible, " visible buffers, got ", num_visible(engine)));
+}
+
 // Ranks as threads of processes: sizes[i] of them in process i. What they share is a page for the handles.
 void run_ranks(const std::vector<int>& sizes, const RankFunction& function, const EngineOptions& options,
                int dies = -1) {
@@ -165,19 +173,6 @@ void all_operations(Engine& engine, bool foreign, int visible, const char* what)
 }
 void become_visible(Engine& engine) { all_operations(engine, false, 2, "visible"); }
 
-// What `body` writes to stderr.
-std::string said_by(const std::function<void()>& body) {
-  const int file = memfd_create("said", 0), kept = dup(2);
-  dup2(file, 2);
-  body();
-  dup2(kept, 2);
-  close(kept);
-  std::string text(static_cast<std::size_t>(lseek(file, 0, SEEK_END)), '\0');
-  require(pread(file, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()), "what was said");
-  close(file);
-  return text;
-}
-
 // One rank's input cannot be opened by others: the calls that need it are staged, and it says so once.
 void mixed(Engine& engine) {
   const bool foreign = engine.rank() == 1;
@@ -189,23 +184,25 @@ void mixed(Engine& engine) {
   require(!foreign || said.find(wanted, at + 1) == std::string::npos, "it is said once: " + said);
 }
 
-// Nobody can open what rank 1 offers, the file behind it being closed: it says so once and stages it from then on.
+// Nobody can open what rank 1 offers, the file behind it being closed: it says so once and stages it from then on,
+// until it tries again.
 void refused(Engine& engine) {
   const bool broken = engine.rank() == 1;
+  std::vector<std::pair<int, int>> hidden;  // and another number of the same file
   const auto allocate = [&]() -> Memory& {
     const int file = dup(2);  // the number that the next file gets
     close(file);
-    auto* const memory = new Memory(kCount);  // for ever: the number may be another file's when it would be closed
-    if (broken) close(file);
+    auto* const memory = new Memory(kCount);  // for ever, as its file
+    if (broken) {
+      hidden.emplace_back(file, dup(file));
+      dup2(2, file);
+    }
     return *memory;
   };
   const auto calls = [&](Memory& from, Memory& to, const char* what) {
     for (int round = 0; round < 8; ++round) check_call(engine, Op::kAllReduce, from, to, round, what);
   };
-  const auto expect = [&](int visible, const char* what) {
-    require(num_visible(engine) == visible, concat(what, ": rank ", engine.rank(), " expected ", visible,
-                                                   " visible buffers, got ", num_visible(engine)));
-  };
+  const auto expect = [&](int visible, const char* what) { expect_visible(engine, visible, what); };
   Memory &input = allocate(), &output = allocate();
   const std::string said = said_by([&] { calls(input, output, "refused"); });
   require((said.find(" could not open") != std::string::npos) == broken, "it is said: " + said);
@@ -213,9 +210,9 @@ void refused(Engine& engine) {
   expect(broken ? 0 : 2, "refused");
   calls(input, output, "not offered again");
   expect(broken ? 0 : 2, "not offered again");
-  Memory second_input(kCount), second_output(kCount);
-  calls(second_input, second_output, "other memory");
-  expect(broken ? 2 : 4, "other memory");
+  for (const auto& [file, kept] : hidden) require(dup2(kept, file) == file, "the file is there again");
+  for (int i = 0; i < 12; ++i) calls(input, output, "offered again");  // which happens after 64 calls
+  expect(2, "offered again");
 }
 
 // Memory that is freed, and new memory at its address.
@@ -303,6 +300,150 @@ void captured(Engine& engine) {
   require(more == 7, concat("the peers keep what was captured, and close the rest: 7 mappings, got ", more));
 }
 
+// ---- virtual memory ------------------------------------------------------------------------------------------------
+
+constexpr std::size_t kChunkBytes = 2u << 20;
+
+// A range of addresses with chunks of physical memory behind one another, as torch's expandable segments are; with one
+// chunk it is what torch's symmetric memory allocates.
+class Segment {
+ public:
+  explicit Segment(std::size_t chunks, CUmemAllocationHandleType type = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                   std::size_t nbytes = 8 * kChunkBytes, std::size_t first = 0)
+      : type_(type), nbytes_(nbytes) {
+    require(cuMemAddressReserve(&base_, nbytes_, 0, 0, 0) == CUDA_SUCCESS, "a range of addresses");
+    for (std::size_t i = 0; i < chunks; ++i) map(first + i);
+  }
+  ~Segment() {
+    while (!mapped_.empty()) unmap(*mapped_.begin());
+    require(cuMemAddressFree(base_, nbytes_) == CUDA_SUCCESS, "the range is free");
+  }
+  Segment(const Segment&) = delete;
+  void map(std::size_t chunk) {
+    const CUmemAllocationProp properties{CU_MEM_ALLOCATION_TYPE_PINNED, type_, {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+    const CUmemAccessDesc access{properties.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUmemGenericAllocationHandle handle;
+    require(cuMemCreate(&handle, kChunkBytes, &properties, 0) == CUDA_SUCCESS, "physical memory");
+    require(cuMemMap(base_ + chunk * kChunkBytes, kChunkBytes, 0, handle, 0) == CUDA_SUCCESS, "mapped");
+    require(cuMemRelease(handle) == CUDA_SUCCESS, "the mapping keeps it");
+    require(cuMemSetAccess(base_ + chunk * kChunkBytes, kChunkBytes, &access, 1) == CUDA_SUCCESS, "access");
+    mapped_.insert(chunk);
+  }
+  void unmap(std::size_t chunk) {
+    require(cuMemUnmap(base_ + chunk * kChunkBytes, kChunkBytes) == CUDA_SUCCESS, "unmapped");
+    mapped_.erase(chunk);
+  }
+  CUdeviceptr base() const { return base_; }
+  float* at(std::size_t offset) const { return reinterpret_cast<float*>(base_ + offset); }
+
+ private:
+  const CUmemAllocationHandleType type_;
+  const std::size_t nbytes_;
+  CUdeviceptr base_ = 0;
+  std::set<std::size_t> mapped_;
+};
+
+// Buffers on two chunks each, of segments that have more.
+void expandable(Engine& engine) {
+  const std::size_t all = kCount * engine.world_size();
+  const int before = mappings();
+  {
+    Segment from(3), to(2);
+    Memory input(from.at(2 * kChunkBytes - 40000), all), output(to.at(kChunkBytes - 100032), all);
+    for (int round = 0; round < 4; ++round)
+      for (const Op op : kOps) check_call(engine, op, input, output, round, "virtual memory");
+    expect_visible(engine, 4, "virtual memory");
+    Memory ordinary(kCount);
+    for (int round = 0; round < 6; ++round)
+      check_call(engine, Op::kAllReduce, input, ordinary, round, "virtual memory and other");
+    expect_visible(engine, 5, "virtual memory and other");
+  }
+  Memory input(kCount), output(kCount);
+  for (int round = 0; round < 70; ++round)
+    check_call(engine, Op::kAllReduce, input, output, round, "after virtual memory");
+  expect_visible(engine, 2, "after virtual memory");
+  require(mappings() == before + 2 * engine.world_size(),
+          concat("what is gone is closed, in windows too: ", before, " mappings before, now ", mappings()));
+}
+
+void expandable_teams(Engine& engine) {
+  const Segment from(2), to(2);
+  const std::size_t all = kCount * engine.world_size();
+  Memory input(from.at(kChunkBytes - 40000), all), output(to.at(kChunkBytes - 100032), all);
+  for (int round = 0; round < 4; ++round)
+    for (const Op op : kOps) check_call(engine, op, input, output, round, "virtual memory of teams");
+  expect_visible(engine, 4, "virtual memory of teams");
+}
+
+// Chunks go, and others come to their addresses; and a segment grows at its end.
+void chunks_change(Engine& engine) {
+  Segment from(2);
+  Memory output(kCount);
+  int round = 0;
+  const auto calls = [&](std::size_t offset, int visible, const char* what) {
+    Memory input(from.at(offset), kCount);
+    for (int i = 0; i < 10; ++i) check_call(engine, Op::kAllReduce, input, output, round++, what);
+    expect_visible(engine, visible, what);
+  };
+  calls(kChunkBytes - 40000, 3, "two chunks");
+  const int mapped = mappings();
+  for (int life = 0; life < 3; ++life) {
+    from.unmap(1);
+    from.map(1);
+    calls(kChunkBytes - 40000, 3, "another chunk at the address of one that is gone");
+    calls(kChunkBytes, 3, "the new chunk alone");
+    require(mappings() == mapped, concat("what is gone is closed: ", mapped, " mappings, now ", mappings()));
+  }
+  from.map(2);
+  calls(2 * kChunkBytes - 40000, 4, "a segment that has grown");
+  calls(kChunkBytes - 40000, 4, "its older part");
+  for (std::size_t chunk = 0; chunk < 3; ++chunk) from.unmap(chunk);
+  for (std::size_t chunk = 0; chunk < 3; ++chunk) from.map(chunk);
+  calls(2 * kChunkBytes - 40000, 3, "all chunks are new");
+}
+
+// torch's symmetric memory: one handle, and the user's data behind a pad of signals.
+void symmetric(Engine& engine) {
+  const Segment from(1), to(1);
+  Memory input(from.at(8192), kCount), output(to.at(8192), kCount);
+  for (int round = 0; round < 6; ++round) check_call(engine, Op::kAllReduce, input, output, round, "symmetric memory");
+  expect_visible(engine, 2, "symmetric memory");
+}
+
+// What cannot be passed on is staged, and it is said once.
+void unexportable(Engine& engine) {
+  const Segment from(2, CU_MEM_HANDLE_TYPE_NONE), fabric(1, CU_MEM_HANDLE_TYPE_FABRIC);
+  Memory input(from.at(kChunkBytes - 40000), kCount), other(fabric.at(0), kCount), output(kCount);
+  const std::string said = said_by([&] {
+    for (int round = 0; round < 6; ++round) {
+      check_call(engine, Op::kAllReduce, input, output, round, "memory without handles");
+      check_call(engine, Op::kAllReduce, other, output, round, "memory with handles of another kind");
+    }
+  });
+  expect_visible(engine, 1, "memory without handles");
+  require(said.find("virtual memory that was not created to be passed as a file descriptor") != std::string::npos,
+          said);
+  require(std::count(said.begin(), said.end(), '\n') == 1, "it is said once: " + said);
+}
+
+// A buffer in two windows.
+void window(Engine& engine) {
+  const Segment range(0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 2 * cuda::kWindowBytes);
+  const std::size_t boundary = cuda::kWindowBytes - range.base() % cuda::kWindowBytes;
+  auto& segment = const_cast<Segment&>(range);
+  segment.map(boundary / kChunkBytes - 1);
+  segment.map(boundary / kChunkBytes);
+  Memory input(range.at(boundary - 40000), kCount), beside(range.at(boundary), kCount), output(kCount);
+  const std::string said = said_by([&] {
+    for (int round = 0; round < 6; ++round)
+      check_call(engine, Op::kAllReduce, input, output, round, "a buffer in two windows");
+  });
+  require(said.find("both sides of an address that is a multiple of 64 GiB") != std::string::npos, said);
+  expect_visible(engine, 1, "a buffer in two windows");
+  for (int round = 0; round < 6; ++round) check_call(engine, Op::kAllReduce, beside, output, round, "a buffer in one");
+  expect_visible(engine, 2, "a buffer in one");
+}
+
 // Ranks on devices of their own, threads of this process: what cudaMalloc gave is visible at once.
 void devices() {
   auto engines = make_ranks(3, short_timeout(), 1);
@@ -345,6 +486,12 @@ const std::vector<Section> kSections = {
     {"ahead", ranks({1, 1, 1}, ahead), {}, true},
     {"captured", ranks({1, 1}, captured), {}, true},
     {"death", death, {}, true},
+    {"expandable", ranks({1, 1, 1}, expandable), {}, true},
+    {"expandable_teams", ranks({2, 2}, expandable_teams), {}, true},
+    {"chunks_change", ranks({1, 1}, chunks_change), {}, true},
+    {"symmetric", ranks({1, 1, 1}, symmetric), {}, true},
+    {"unexportable", ranks({1, 1}, unexportable), {}, true},
+    {"window", ranks({1, 1}, window), {}, true},
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ Memory noise(std::size_t nbytes, Random& random) {
 Form random_form(Random& random, int channels) {
   Form form;
   form.channels = channels;
-  form.threads = random.one_in(3) ? 8 : 16;
+  form.threads = cuda::kWarp * random.pick({1, 2, 2, 3, 4});
   form.together = random.one_in(2);
   form.seed = random.next();
   return form;

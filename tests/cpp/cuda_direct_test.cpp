@@ -23,6 +23,31 @@ std::string a_stream(std::uint64_t seed) {
 std::string absent(std::uint64_t seed) {
   return one_is_absent(seed, Algorithm::kDirect, cuda::WaitKind::kAnnouncement);
 }
+// One rank has not mapped a region that a peer announces: it says so, and all ranks return.
+std::string region_is_missing(std::uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.between(2, 4), channels = random.between(1, 2);
+  World world(small_layout(world_size, channels, random));
+  std::vector<Memory> buffers;
+  auto args = plain_all_reduce(world, buffers, Algorithm::kDirect, false, 400);
+  const int owner = static_cast<int>(random.below(world_size)), region = random.between(0, cuda::kMaxRegions - 1);
+  const int blind = (owner + random.between(1, world_size - 1)) % world_size;
+  for (int r = 0; r < world_size; ++r) {
+    const auto at = reinterpret_cast<std::uint64_t>(buffers[r].data());
+    args.ranks[r].input = args.ranks[r].output = {-1, 1, at};
+    if (r != blind) world.arena(r, owner, region) = buffers[owner].data() - 64;
+  }
+  (random.one_in(2) ? args.ranks[owner].input : args.ranks[owner].output) = {region, 1, 64};
+  Form form = random_form(random, channels);
+  form.exact = form.together = false;
+  if (!world.run(cuda::direct_kernel(DType::kFloat32, ReduceOp::kSum), args, form)) return world.error;
+  const cuda::Status& status = world.status(blind);
+  if (world.failure(blind) != cuda::Failure::kMismatch || status.peer != owner || !(status.mine == status.theirs))
+    return "rank " + std::to_string(blind) + " did not say that it misses a region of rank " + std::to_string(owner);
+  for (int r = 0; r < world_size; ++r)
+    if (r != blind && world.failure(r) != cuda::Failure::kAborted) return "rank " + std::to_string(r) + " went on";
+  return "";
+}
 std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kDirect); }
 
 // Every pair of a caller has a kernel, which computes what it should.
@@ -53,5 +78,6 @@ int main(int argc, char** argv) {
   bad += run_cases("direct, a stream of calls", cases / 3, first, a_stream);
   bad += run_cases("direct, one is absent", cases / 40 + 2, first, absent);
   bad += run_cases("direct, one differs", cases / 40 + 2, first, differs);
+  bad += run_cases("direct, a region is missing", cases / 40 + 2, first, region_is_missing);
   return bad != 0;
 }

@@ -50,6 +50,19 @@ void throws(ErrorCode code, const std::vector<std::string>& words, const std::st
   require(false, what + ": no error");
 }
 
+// What `body` writes to stderr.
+inline std::string said_by(const std::function<void()>& body) {
+  const int file = memfd_create("said", 0), kept = dup(2);
+  dup2(file, 2);
+  body();
+  dup2(kept, 2);
+  close(kept);
+  std::string text(static_cast<std::size_t>(lseek(file, 0, SEEK_END)), '\0');
+  require(pread(file, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()), "what was said");
+  close(file);
+  return text;
+}
+
 inline std::vector<std::unique_ptr<Engine>> make_ranks(int world_size, EngineOptions options = short_timeout(),
                                                        int ranks_per_device = 8) {
   std::vector<std::unique_ptr<Engine>> engines;

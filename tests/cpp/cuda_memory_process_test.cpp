@@ -212,6 +212,30 @@ void run_death(const World& world) {
   require(cuda::Cemetery::graves() == 0, "the dead mourn nobody");
 }
 
+// Rank 0 closes while rank 1's mailbox is full: rank 1 hears of it later, and frees its memory.
+void run_full_mailbox(const World& world) {
+  Groups groups = make_here(world);
+  const auto handles = exchange_handles(world, groups);
+  groups[0]->connect(handles);
+  world.meet("connected");
+  if (world.number == 0) {
+    const cuda::Mailbox stranger;
+    const auto to = GroupHandle::unpack(handles[1], 1).mailbox;
+    while (stranger.send(to, {}) == cuda::Mailbox::Sent::kYes) continue;
+    groups.clear();
+    require(cuda::Cemetery::graves() == 1, "a letter that could not be sent is kept");
+  }
+  world.meet("closed0");
+  groups.clear();
+  world.meet("closed1");
+  cuda::Cemetery::sweep();
+  require(world.number == 1 || cuda::Cemetery::graves() == 0, "the letter is sent, and rank 1 has closed");
+  world.meet("sent");
+  cuda::Cemetery::sweep();
+  require(cuda::Cemetery::graves() == 0, "rank 1 has heard that rank 0 has closed");
+  world.meet("end");
+}
+
 // Reads arrive, writes go astray: rank 0 is led to other memory of rank 1, with the right pattern in it.
 void run_astray(const World& world) {
   Groups groups = make_here(world);
@@ -265,6 +289,7 @@ int run_rank(char** argv) {
   if (scenario == "no_arena") run_no_arena(world);
   if (scenario == "deserted") run_deserted(world);
   if (scenario == "death") run_death(world);
+  if (scenario == "full_mailbox") run_full_mailbox(world);
   if (scenario == "astray") run_astray(world);
   if (scenario == "private") run_private(world);
   if (scenario == "no_peer") run_no_peer(world);
@@ -320,7 +345,7 @@ void run_all() {
     for (const char* order : {"01", "10"}) processes(order, {1, 1}, setting);
     for (const char* order : {"012", "120", "210"}) processes(order, {1, 1, 1}, setting);
     for (const char* order : {"0123", "2031"}) processes(order, {2, 2}, setting);
-    for (const char* scenario : {"no_arena", "deserted", "death"}) processes(scenario, {1, 1}, setting);
+    for (const char* scenario : {"no_arena", "deserted", "death", "full_mailbox"}) processes(scenario, {1, 1}, setting);
   }
   processes("astray", {1, 1});
   processes("private", {1, 1});

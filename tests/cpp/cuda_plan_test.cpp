@@ -110,6 +110,11 @@ void tables() {
   require(!t.find(Op::kAllReduce, 3, 1) && !t.find(Op::kReduce, 4, 1), "nothing for others");
   const Plan p = plan(Op::kAllReduce, Algorithm::kAuto, 1000, setting(4, false), t);
   require(p.algorithm == Algorithm::kOneshot && p.channels == 4 && p.threads == 256, "a plan by the table");
+  const Plan without_packets = make_plan(Op::kAllReduce, Algorithm::kAuto, 60000, false, false, setting(4, false), t);
+  const Plan direct = plan(Op::kAllReduce, Algorithm::kDirect, 60000, setting(4, false));
+  require(without_packets.algorithm == Algorithm::kDirect && without_packets.channels == direct.channels &&
+              without_packets.threads == direct.threads,
+          "where there are no packets, direct does not take the channels and threads of an entry for oneshot");
   require(plan(Op::kAllReduce, Algorithm::kDirect, 1000, setting(4, false), t).algorithm == Algorithm::kDirect,
           "a request comes before the table");
   require(plan(Op::kAllGather, Algorithm::kAuto, 1000, setting(2, false), t).algorithm == Algorithm::kRing,

@@ -14,6 +14,7 @@ namespace {
 
 using cuda::CallArgs;
 using cuda::Failure;
+using cuda::kWarp;
 using cuda::WaitKind;
 
 template <typename T>
@@ -222,7 +223,7 @@ class RingCall {
 Form random_form(Random& random, int channels) {
   Form form;
   form.channels = channels;
-  form.threads = random.one_in(3) ? 8 : 16;
+  form.threads = kWarp * random.pick({1, 2, 2, 3, 4});  // without a posting warp, and with one beside 1 to 3 others
   form.together = random.one_in(2);
   form.seed = random.next();
   return form;

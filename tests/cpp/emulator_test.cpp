@@ -63,7 +63,7 @@ void a_seed_repeats() {
 }
 
 struct WarpResults {
-  int *rotated, *crossed, *all, *any, *block_and, *block_or;
+  int *rotated, *crossed, *all, *any, *block_and, *block_or, *some_and;
   unsigned* votes;
 };
 __global__ void warps(WarpResults out) {
@@ -76,19 +76,21 @@ __global__ void warps(WarpResults out) {
   out.any[i] = __any_sync(~0u, i == kWarp);
   out.block_and[i] = __syncthreads_and(i != 5) * 10 + __syncthreads_and(i >= 0);
   out.block_or[i] = __syncthreads_or(i == 5) * 10 + __syncthreads_or(i < 0);
+  constexpr int kSome = 2 * kWarp;  // the last warp does not come
+  out.some_and[i] = i < kSome ? emulator::bar_and(1, kSome, i != 5) * 10 + emulator::bar_and(1, kSome, true) : 1;
 }
 void warp_operations() {
   constexpr int kWarp = emulator::kWarp, kThreads = 3 * kWarp;
   unsigned votes = 0;
   for (int l = 0; l < kWarp; l += 3) votes |= 1u << l;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    std::vector<int> out[6];
+    std::vector<int> out[7];
     for (auto& o : out) o.resize(kThreads, -1);
     std::vector<unsigned> ballots(kThreads);
     emulator::Simulation simulation(seeded(seed));
     simulation.launch("warps", warps, dim3(1), dim3(kThreads),
                       WarpResults{out[0].data(), out[1].data(), out[2].data(), out[3].data(), out[4].data(),
-                                  out[5].data(), ballots.data()});
+                                  out[5].data(), out[6].data(), ballots.data()});
     require(simulation.run(), simulation.error.c_str(), static_cast<long>(seed));
     for (int i = 0; i < kThreads; ++i) {
       const int warp = i / kWarp, lane = i % kWarp;
@@ -98,11 +100,15 @@ void warp_operations() {
       require(out[2][i] == (warp > 0), "__all_sync", i);
       require(out[3][i] == (warp == 1), "__any_sync", i);
       require(out[4][i] == 1 && out[5][i] == 10, "__syncthreads_and, __syncthreads_or", i);
+      require(out[6][i] == 1, "bar.red.and of two warps", i);
     }
   }
 }
 
 __global__ void counts_differ(int*) { emulator::bar(3, threadIdx.x < 8 ? 16 : 24); }
+__global__ void too_few_come(int*) {
+  if (threadIdx.x != 0) emulator::bar_and(1, 2 * emulator::kWarp, true);
+}
 __global__ void lane_leaves(int* out) {
   if (emulator::lane() != 0) put(&out[threadIdx.x], __any_sync(~0u, true));
 }
@@ -127,6 +133,8 @@ void misuse_is_reported() {
   const std::string half = "misused block(0,0): waits at __syncthreads, bar 0  x" + std::to_string(kThreads / 2);
   require_says(error_of(half_arrives), half.c_str());
   require_says(error_of(counts_differ), "BARRIER MISUSE: thread counts differ at barrier 3 in misused block(0,0)");
+  require_says(error_of(too_few_come),
+               ("misused block(0,0): waits at bar 1  x" + std::to_string(kThreads - 1)).c_str());
   require_says(error_of(lane_leaves), "waits at a warp operation, warp 1");
   require_says(error_of(too_much_shared), "SHARED MEMORY: no room for a variable of 65536 bytes");
   require_says(error_of(traps), "TRAP");

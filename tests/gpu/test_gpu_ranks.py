@@ -45,6 +45,13 @@ def small_calls(comm: Communicator) -> int:
     comm.all_reduce(lent)
     comm.synchronize()
     assert bool((lent == world_size * (world_size - 1) / 2).all())
+    part, whole = comm.empty(5000, "float32"), comm.empty(5000 * world_size, "float32")
+    for turn in range(3):  # without a kernel: streams wait for words that the peers' streams write
+        part.fill_(10 * turn + rank)
+        comm.all_gather(part, out=whole, algorithm="copy_engine")
+        comm.synchronize()
+        assert whole.view(world_size, -1)[:, -1].tolist() == [10.0 * turn + r for r in range(world_size)]
+    assert comm.describe()["copy_engine"] == "3 calls, 0 of them by direct"
     return cells
 
 

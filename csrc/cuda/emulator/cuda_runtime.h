@@ -14,6 +14,7 @@
 //   RINGCOMM_EMULATED_SMS=8              of each, with room for RINGCOMM_EMULATED_SM_THREADS=2048 threads
 //   RINGCOMM_EMULATED_SEED=0             order of threads; 0: first come, first served
 //   RINGCOMM_EMULATED_PREEMPT=0          n: a switch at every n-th access too; 0: only where a thread waits
+//   RINGCOMM_EMULATED_NO_MEM_OPS=1       streams cannot wait for words in memory (cudaErrorNotSupported)
 //   RINGCOMM_EMULATED_NO_PEER=1          devices cannot see each other's memory
 //   RINGCOMM_EMULATED_NO_DRIVER=1        every call gives cudaErrorInsufficientDriver
 #pragma once
@@ -103,6 +104,13 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice = 3,
   cudaMemcpyDefault = 4
 };
+enum { cudaMemcpyFlagDefault = 0, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
+enum cudaMemcpySrcAccessOrder {
+  cudaMemcpySrcAccessOrderInvalid = 0,
+  cudaMemcpySrcAccessOrderStream = 1,
+  cudaMemcpySrcAccessOrderDuringApiCall = 2,
+  cudaMemcpySrcAccessOrderAny = 3
+};
 enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusNone = 0,
   cudaStreamCaptureStatusActive = 1,
@@ -184,6 +192,14 @@ struct cudaFuncAttributes {
   std::size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
   int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, maxDynamicSharedSizeBytes;
 };
+struct cudaMemLocation {
+  int type, id;
+};
+struct cudaMemcpyAttributes {
+  cudaMemcpySrcAccessOrder srcAccessOrder;
+  cudaMemLocation srcLocHint, dstLocHint;
+  unsigned flags;
+};
 struct cudaIpcMemHandle_t {
   char reserved[64];
 };
@@ -245,6 +261,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cuda
                             cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, std::size_t nbytes,
                                 cudaStream_t stream = nullptr);
+// In one and the same order always, which is not that of the array. One entry of attributes alone.
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* nbytes, std::size_t count,
+                                 cudaMemcpyAttributes* attributes, std::size_t* first_of_attributes,
+                                 std::size_t num_attributes, cudaStream_t stream);
 cudaError_t cudaMemset(void* memory, int value, std::size_t nbytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t nbytes, cudaStream_t stream = nullptr);
 
@@ -308,6 +328,88 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuDeviceGet(CUdevice* device, int index);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 
+// ---- the driver's virtual memory, and what it knows of an address (vmm.cpp) ----------------------------------------
+
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+enum CUdevice_attribute { CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103 };
+enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
+enum CUmemAllocationHandleType {
+  CU_MEM_HANDLE_TYPE_NONE = 0,
+  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+  CU_MEM_HANDLE_TYPE_FABRIC = 8,  // no emulated device exports one
+};
+enum CUmemLocationType { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+enum CUmemAccess_flags { CU_MEM_ACCESS_FLAGS_PROT_NONE = 0, CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
+enum CUmemAllocationGranularity_flags { CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1 };
+enum CUpointer_attribute {
+  CU_POINTER_ATTRIBUTE_BUFFER_ID = 7,
+  CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
+  CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11,
+  CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
+};
+struct CUmemLocation {
+  CUmemLocationType type;
+  int id;
+};
+struct CUmemAllocationProp {
+  CUmemAllocationType type;
+  CUmemAllocationHandleType requestedHandleTypes;
+  CUmemLocation location;
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  CUmemAccess_flags flags;
+};
+inline constexpr CUresult CUDA_SUCCESS = cudaSuccess;
+
+CUresult cuGetErrorString(CUresult error, const char** text);
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device);
+CUresult cuMemGetAllocationGranularity(std::size_t* nbytes, const CUmemAllocationProp* properties,
+                                       CUmemAllocationGranularity_flags which);
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t nbytes, const CUmemAllocationProp* properties,
+                     unsigned long long flags);
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
+CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t nbytes, std::size_t alignment, CUdeviceptr hint,
+                             unsigned long long flags);
+CUresult cuMemAddressFree(CUdeviceptr address, std::size_t nbytes);
+CUresult cuMemMap(CUdeviceptr address, std::size_t nbytes, std::size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags);
+CUresult cuMemUnmap(CUdeviceptr address, std::size_t nbytes);
+CUresult cuMemSetAccess(CUdeviceptr address, std::size_t nbytes, const CUmemAccessDesc* accesses, std::size_t count);
+CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location, CUdeviceptr address);
+CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags);
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from,
+                                        CUmemAllocationHandleType type);
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address);
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle);
+// Of an address that the driver does not know, all values are zero.
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address);
+
+// ---- the driver's operations of streams on words: 32 bits, written, or waited for until they are as great ----------
+
+using cuuint32_t = std::uint32_t;
+using cuuint64_t = std::uint64_t;
+enum CUstreamBatchMemOpType { CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1, CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2 };
+enum { CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WRITE_VALUE_DEFAULT = 0 };
+union CUstreamBatchMemOpParams {
+  CUstreamBatchMemOpType operation;
+  struct {
+    CUstreamBatchMemOpType operation;
+    CUdeviceptr address;
+    union {
+      cuuint32_t value;
+      cuuint64_t value64;
+    };
+    unsigned flags;
+    CUdeviceptr alias;
+  } waitValue, writeValue;
+  cuuint64_t pad[6];
+};
+
+CUresult cuStreamBatchMemOp(cudaStream_t stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags);
+
 namespace ringcomm::emulator {
 
 // Calls of this API and of the driver's that this process has made: what a collective costs the host.
@@ -315,10 +417,6 @@ long calls_so_far();
 
 // Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.
 bool has_context(int device);
-
-// As cuPointerGetAttributes tells it of memory from this process's cudaMalloc: base, size and buffer id. Of an address
-// elsewhere it tells nothing.
-void find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes, std::uint64_t* id);
 
 cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cudaStream_t stream, bool cooperative);
 

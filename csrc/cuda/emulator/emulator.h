@@ -115,8 +115,9 @@ void wrote(const void* flag);
 std::uint32_t rnd();
 std::uint64_t global_timer_ns();
 
-void bar(int id, int threads);         // bar.sync
-void bar_arrive(int id, int threads);  // bar.arrive
+void bar(int id, int threads);                 // bar.sync
+void bar_arrive(int id, int threads);          // bar.arrive
+int bar_and(int id, int threads, bool value);  // bar.red.and
 void sync_threads();
 int sync_threads_and(bool value);
 int sync_threads_or(bool value);

@@ -48,8 +48,8 @@ Barrier& named(int id) {
   if (id < 0 || id >= kNamedBarriers) Hooks::fail("BARRIER MISUSE: no such barrier,", static_cast<std::uint64_t>(id));
   return current->block->barriers[id];
 }
-unsigned vote(bool value) {
-  Barrier& barrier = named(0);
+unsigned vote(int id, int threads, const char* why, bool value) {
+  Barrier& barrier = named(id);
   barrier.all = barrier.all && value;
   barrier.any = barrier.any || value;
   const auto count = [&](unsigned generation) {
@@ -58,8 +58,10 @@ unsigned vote(bool value) {
     barrier.all = true;
     barrier.any = false;
   };
-  const int threads = static_cast<int>(current->block->fibers.size());
-  return arrive(barrier, {threads, true, true, "waits at __syncthreads, bar", 0}, count);
+  return arrive(barrier, {threads, true, true, why, static_cast<std::uint64_t>(id)}, count);
+}
+unsigned vote_of_all(bool value) {
+  return vote(0, static_cast<int>(current->block->fibers.size()), "waits at __syncthreads, bar", value);
 }
 
 int warp_number() { return current->linear / kWarp; }
@@ -108,9 +110,13 @@ void bar(int id, int threads) {
 void bar_arrive(int id, int threads) {
   arrive(named(id), {threads, false, true, "", static_cast<std::uint64_t>(id)}, [](unsigned) {});
 }
-void sync_threads() { vote(true); }
-int sync_threads_and(bool value) { return current->block->barriers[0].all_of[vote(value)]; }
-int sync_threads_or(bool value) { return current->block->barriers[0].any_of[vote(value)]; }
+int bar_and(int id, int threads, bool value) {
+  const unsigned generation = vote(id, threads, "waits at bar", value);
+  return named(id).all_of[generation];
+}
+void sync_threads() { vote_of_all(true); }
+int sync_threads_and(bool value) { return current->block->barriers[0].all_of[vote_of_all(value)]; }
+int sync_threads_or(bool value) { return current->block->barriers[0].any_of[vote_of_all(value)]; }
 void sync_warp() {
   arrive(warp().in, {lanes(), true, true, "waits at __syncwarp, warp", static_cast<std::uint64_t>(warp_number())},
          [](unsigned) {});

@@ -37,6 +37,7 @@ void pass_on(void* payload) {  // to the thread of host functions
   release(&p.sync);
 }
 void join_payload(void* payload) { acquire(&static_cast<Payload*>(payload)->sync); }
+void look_at_word(void* at) { __atomic_load_n(static_cast<std::uint32_t*>(at), __ATOMIC_ACQUIRE); }
 void delete_payload(void* payload) { delete static_cast<Payload*>(payload); }
 void begin_grid(void* grid) {
   static_cast<Grid*>(grid)->join();
@@ -53,6 +54,7 @@ Config Config::from_environment() {
   Config c{};
   c.no_driver = number("RINGCOMM_EMULATED_NO_DRIVER", 0) != 0;
   c.no_mps = number("RINGCOMM_EMULATED_NO_MPS", 0) != 0;
+  c.no_mem_ops = number("RINGCOMM_EMULATED_NO_MEM_OPS", 0) != 0;
   c.no_peer = number("RINGCOMM_EMULATED_NO_PEER", 0) != 0;
   c.devices = static_cast<int>(number("RINGCOMM_EMULATED_DEVICES", 1));
   c.sms = static_cast<int>(number("RINGCOMM_EMULATED_SMS", 8));
@@ -110,6 +112,7 @@ void Gpu::enqueue(Stream* stream, const Work& work) {
     release(&task.payload->sync);
   } else {
     task.point = work.point;
+    task.word = work.word;
   }
   stream->tasks.push_back(std::move(task));
   if (!threads_started_) {
@@ -165,9 +168,16 @@ void Gpu::device_thread() {
     admit();
     if (scheduler_->has_blocks())
       run_kernels(lock);
+    else if (!some && waits_for_word())  // which other processes write too
+      work_.wait_for(lock, std::chrono::nanoseconds(kTickNs));
     else if (!some)
       work_.wait(lock);
   }
+}
+
+bool Gpu::waits_for_word() const {
+  return std::any_of(streams_.begin(), streams_.end(),
+                     [](const Stream& s) { return !s.tasks.empty() && s.tasks.front().kind == Kind::kWaitWord; });
 }
 
 // The legacy stream and the blocking streams of its device wait for each other.
@@ -175,6 +185,7 @@ bool Gpu::may_start(const Stream& stream) const {
   const Task& task = stream.tasks.front();
   if (task.started) return task.finished;
   if (task.kind == Kind::kWait && !task.point->reached) return false;
+  if (task.kind == Kind::kWaitWord && !task.word.reached()) return false;
   const auto before = [&](const Stream& s) { return !s.tasks.empty() && s.tasks.front().sequence < task.sequence; };
   if (stream.blocking()) return !before(*legacy_[stream.device]);
   return !stream.legacy || std::none_of(streams_.begin(), streams_.end(), [&](const Stream& s) {
@@ -239,6 +250,9 @@ void Gpu::start(std::unique_lock<std::mutex>& lock, Stream* stream) {
       break;
     case Kind::kWait:
       in_context(context, &acquire, &task.point->sync);
+      break;
+    case Kind::kWaitWord:
+      in_context(context, &look_at_word, task.word.at);
       break;
   }
   complete(stream);

@@ -35,7 +35,15 @@ struct EventState {
   bool timed = true;
 };
 
-enum class Kind { kKernel, kCall, kHost, kRecord, kWait };
+enum class Kind { kKernel, kCall, kHost, kRecord, kWait, kWaitWord };
+
+// 32 bits in memory that a stream waits for.
+struct Word {
+  std::uint32_t* at = nullptr;
+  std::uint32_t value = 0;
+
+  bool reached() const { return static_cast<std::int32_t>(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) >= 0; }
+};
 
 // What a caller asks of a stream; a graph keeps a list of these.
 struct Work {
@@ -47,6 +55,7 @@ struct Work {
   std::function<void()> call = {};
   std::shared_ptr<Point> point = {};
   int captured_event = -1;  // in a graph, in place of a point
+  Word word = {};
 };
 
 struct Payload {
@@ -60,6 +69,7 @@ struct Task {
   Grid* grid = nullptr;
   Payload* payload = nullptr;
   std::shared_ptr<Point> point = {};
+  Word word = {};
 };
 
 }  // namespace ringcomm::emulator
@@ -88,7 +98,7 @@ struct Config {
   int devices, sms, sm_threads;
   std::uint64_t seed;
   unsigned preempt_every;
-  bool no_peer, no_driver, no_mps;
+  bool no_peer, no_driver, no_mps, no_mem_ops;
   static Config from_environment();
 };
 
@@ -129,6 +139,7 @@ class Gpu {
   void fail_kernel();
   void discard(int device);
   void nap(std::unique_lock<std::mutex>& lock);
+  bool waits_for_word() const;
   bool fits(const Grid& grid, int device, unsigned blocks) const;
   unsigned cost(const Grid& grid) const;
 
@@ -172,6 +183,13 @@ cudaError_t wait_event(Gpu& gpu, Stream* stream, const std::shared_ptr<EventStat
 cudaError_t forbid_in_capture();
 cudaError_t forbid_in_capture(Stream* stream);
 void leave_capture(Stream* stream);  // it is destroyed
+
+// memory.cpp
+struct Range {
+  std::uint64_t base, nbytes, id;
+};
+// What cudaMalloc gave this process around an address. With the mutex of the GPU held.
+bool find_allocation(std::uint64_t pointer, Range& range);
 
 // runtime.cpp
 cudaError_t note(cudaError_t error);  // for cudaGetLastError

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <vector>
 
 #include "gpu.h"
 
@@ -246,14 +247,12 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   });
 }
 
-void ringcomm::emulator::find_allocation(const void* pointer, std::uint64_t* base, std::uint64_t* nbytes,
-                                         std::uint64_t* id) {
-  const std::lock_guard<std::mutex> lock(Gpu::get().mutex);
-  const auto at = find(pointer);
-  if (at == allocations().end() || at->second.type != cudaMemoryTypeDevice || at->second.fd < 0) return;
-  *base = at->first;
-  *nbytes = at->second.nbytes;
-  *id = at->second.id;
+// Under the mutex of the GPU.
+bool ringcomm::emulator::find_allocation(std::uint64_t pointer, Range& range) {
+  const auto at = find(reinterpret_cast<const void*>(pointer));
+  if (at == allocations().end() || at->second.type != cudaMemoryTypeDevice || at->second.fd < 0) return false;
+  range = {at->first, at->second.nbytes, at->second.id};
+  return true;
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
@@ -289,7 +288,8 @@ cudaError_t cudaIpcCloseMemHandle(void* memory) {
 // An aligned word arrives whole, as on a device: flags are set this way while kernels look at them.
 static void copy_bytes(void* to, const void* from, std::size_t nbytes) {
   if (nbytes == sizeof(std::uint64_t) && address(to) % nbytes == 0 && address(from) % nbytes == 0)
-    __atomic_store_n(static_cast<std::uint64_t*>(to), *static_cast<const std::uint64_t*>(from), __ATOMIC_RELEASE);
+    __atomic_store_n(static_cast<std::uint64_t*>(to),
+                     __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
   else if (nbytes)
     std::memcpy(to, from, nbytes);
 }
@@ -310,6 +310,29 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int f
   if (to_device < 0 || to_device >= devices || from_device < 0 || from_device >= devices)
     return note(cudaErrorInvalidDevice);
   return cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDefault, stream);
+}
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* nbytes, std::size_t count,
+                                 cudaMemcpyAttributes* attributes, std::size_t* first_of_attributes,
+                                 std::size_t num_attributes, cudaStream_t stream) {
+  const bool valid = count > 0 && num_attributes == 1 && first_of_attributes[0] == 0 &&
+                     attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream;
+  if (!valid || !stream || stream == cudaStreamLegacy) return note(cudaErrorInvalidValue);
+  struct Copy {
+    void* to;
+    const void* from;
+    std::size_t nbytes;
+  };
+  std::vector<Copy> copies;
+  for (std::size_t i = count; i-- > 0;) {
+    if (!to[i] || !from[i] || nbytes[i] == 0) return note(cudaErrorInvalidValue);
+    copies.push_back({to[i], from[i], nbytes[i]});
+  }
+  return call_on(
+      stream,
+      [=] {
+        for (const Copy& copy : copies) copy_bytes(copy.to, copy.from, copy.nbytes);
+      },
+      false);
 }
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t nbytes, cudaStream_t stream) {
   if (nbytes && !memory) return note(cudaErrorInvalidValue);

@@ -371,6 +371,23 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (!event) return note(cudaErrorInvalidResourceHandle);
   return on_stream(stream, [&](Gpu& gpu, Lock&, Stream* s) { return wait_event(gpu, s, event->state); });
 }
+CUresult cuStreamBatchMemOp(cudaStream_t stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags) {
+  if (Gpu::get().config.no_mem_ops) return cudaErrorNotSupported;
+  if (flags || count >= 256) return cudaErrorInvalidValue;
+  return on_stream(stream, [&](Gpu& gpu, Lock&, Stream* s) {
+    for (const CUstreamBatchMemOpParams* op = operations; op < operations + count; ++op) {
+      const bool waits = op->operation == CU_STREAM_MEM_OP_WAIT_VALUE_32;
+      if (!waits && op->operation != CU_STREAM_MEM_OP_WRITE_VALUE_32) return cudaErrorInvalidValue;
+      const Word word{reinterpret_cast<std::uint32_t*>(op->waitValue.address), op->waitValue.value};
+      if (!word.at || op->waitValue.address % 4 != 0 || op->waitValue.flags) return cudaErrorInvalidValue;
+      Work work{waits ? Kind::kWaitWord : Kind::kCall};
+      work.word = word;
+      if (!waits) work.call = [word] { __atomic_store_n(word.at, word.value, __ATOMIC_RELEASE); };
+      if (const cudaError_t error = submit(gpu, s, std::move(work))) return error;
+    }
+    return cudaSuccess;
+  });
+}
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* user_data) {
   if (!call) return note(cudaErrorInvalidValue);
   return on_stream(stream, [&](Gpu& gpu, Lock&, Stream* s) {

@@ -144,7 +144,7 @@ class CommTarget:
 
     def __init__(self, comm: Communicator, algorithm: str = "auto", agg: int = 1) -> None:
         self.comm, self.agg = comm, agg
-        self.algorithm = {} if algorithm == "auto" else {"algorithm": algorithm}
+        self.algorithm: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
 
     def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
         one = self._one(case, x, y, in_place)
@@ -157,7 +157,7 @@ class CommTarget:
 
     def _one(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
         comm, name, op = self.comm, case.collective.name, case.op
-        extra: dict[str, Any] = dict(self.algorithm)
+        extra = dict(self.algorithm)
         if case.collective.reduces and op == "premul_sum":
             extra["factor"] = case.factor
         if name == "all_reduce":
@@ -180,7 +180,7 @@ class CommTarget:
     def _moving(self, case: Case, x: torch.Tensor, y: torch.Tensor) -> Call | None:
         comm, name = self.comm, case.collective.name
         if name == "alltoall":
-            return partial(comm.all_to_all, x, out=y)
+            return partial(comm.all_to_all, x, out=y, **self.algorithm)
         if name == "gather":
             return partial(comm.gather, x, case.root, out=y if case.has_output else None)
         if name == "scatter":

@@ -23,6 +23,7 @@ ALGORITHM_HAS = {  # --algorithm: the collectives that have it
     "ring": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),
     "direct": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),
     "oneshot": ("all_reduce",),
+    "copy_engine": ("all_gather", "alltoall"),
 }
 PLOT_SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 DEFAULT_BYTES = 32 << 20

@@ -1,0 +1,63 @@
+// Waits of a rank's streams for words that its peers write (CopyWords). Nothing on the device bounds them, so a thread
+// of the host looks after those under way:
+//
+//   the peers have not come within the limit    ends the communicator
+//   the communicator has ended                  tells the peers, then lets the streams go on, by words of its own
+//
+// A stream that was let go runs through the rest of the call, and its peers take what it writes there for its part. So
+// it is told to all first that the communicator has ended, and each stream copies its segment's abort flag for the host
+// after its last wait (add_look): who has come to the end by such a word knows it.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "core/engine.h"
+#include "cuda/launch.h"
+#include "cuda/outcome.h"
+
+namespace ringcomm::cuda {
+
+class Context;
+
+class StreamWaits {
+ public:
+  explicit StreamWaits(Context& context) : context_(context) {}
+  ~StreamWaits() { stop(); }
+
+  struct Wait {
+    Op op;
+    std::uint32_t ticket;  // value of the words
+    std::int64_t limit_ms;
+    MarkPtr begin, end;  // around the waits
+  };
+  void add(Wait wait);
+  // Enqueues a copy of the abort flag to where the host looks.
+  void add_look(cudaStream_t stream) const;
+  void stop();
+
+ private:
+  struct Item {
+    Wait wait;
+    bool begun = false;
+    Clock::time_point since;
+  };
+  void run();
+  void loop();
+  // Whether it is over.
+  bool attend(Item& item);
+  void give_up(const Wait& wait);
+  void let_go(const Wait& wait);
+
+  Context& context_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> items_;
+  std::thread thread_;
+  bool stopping_ = false;
+};
+
+}  // namespace ringcomm::cuda
