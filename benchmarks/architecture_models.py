@@ -1,7 +1,7 @@
-"""Small random models of every text family of the installed transformers, for architectures.py.
+"""Builds small random models of every text family of the installed transformers, for architectures.py.
 
-A family is a key of transformers' automatic mappings. Its configuration is made small by the names of its numbers;
-SPECIAL has what a family needs besides.
+A family is a key of transformers' automatic mappings. Its configuration is made small through the names of its numbers;
+SPECIAL holds further options that a family needs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ NUMBERS: dict[tuple[str, ...], int] = {
 }
 SMALL = {name: value for names, value in NUMBERS.items() for name in names}
 OFF = ("dropout", "pdrop", "drop_path", "layerdrop", "jitter")
-"""Whatever draws random numbers: ranks draw others than one process."""
+"""Modules that draw random numbers, which differ between ranks and one process."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_experts": 8, "partial_rotary_factor": 1.0},
@@ -101,7 +101,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
     },
-    "reformer": {"axial_pos_embds": False, "is_decoder": False},  # positions of any length
+    "reformer": {"axial_pos_embds": False, "is_decoder": False},  # position embeddings of any length
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 64,
@@ -111,11 +111,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What the names of numbers do not tell."""
+"""Options that cannot be derived from the names of the numbers."""
 
 
 def families() -> Iterator[tuple[str, str]]:
-    """(family, kind), each family once: an encoder-decoder as one, an encoder as a masked model."""
+    """Yields (family, kind), each family once: an encoder-decoder as one, an encoder as a masked model."""
     seen = set()
     for kind, (names, _) in KINDS.items():
         for family in names:
@@ -125,11 +125,11 @@ def families() -> Iterator[tuple[str, str]]:
 
 
 def small(config: Any, family: str = "") -> dict[str, Any]:
-    """Options that make a configuration small."""
+    """Returns the options that make a configuration small."""
     made: dict[str, Any] = {}
     fields = getattr(type(config), "__dataclass_fields__", {})
     for name, value in config.to_dict().items():
-        inner = config.__dict__.get(name)  # not what may vary from layer to layer
+        inner = config.__dict__.get(name)  # excludes values that may vary from layer to layer
         if isinstance(inner, transformers.PreTrainedConfig):
             made[name] = small(inner)
         elif name in SMALL and (isinstance(value, (int, float)) or name in ("head_dim", "num_key_value_heads")):
@@ -139,20 +139,20 @@ def small(config: Any, family: str = "") -> dict[str, Any]:
         elif isinstance(value, list) and name.endswith(("_types", "_type", "_layers")) and len(value) > LAYERS:
             default = getattr(fields.get(name), "default", None)
             made[name] = _shortened(value) if default is not None or name not in fields else None
-    if "kv_lora_rank" in made:  # latent attention: no groups of heads
+    if "kv_lora_rank" in made:  # latent attention has no groups of heads
         made["num_key_value_heads"] = SMALL["num_attention_heads"]
     return made | SPECIAL.get(family, {})
 
 
 def _shortened(values: list[Any]) -> list[Any]:
-    """As many as layers, of every kind one if there is room."""
+    """Returns as many values as layers, one of every kind if there is room."""
     kinds = list(dict.fromkeys(map(str, values)))[:LAYERS]
     some = [next(each for each in values if str(each) == kind) for kind in kinds]
     return (some * LAYERS)[:LAYERS]
 
 
 def config_of(family: str, kind: str) -> Any:
-    """The family's configuration, small."""
+    """Returns the family's small configuration."""
     found = CONFIG_MAPPING[family]
     default = found()
     other = next((each for each in OTHER_INPUTS if getattr(default, each, None) is not None), None)
@@ -169,12 +169,12 @@ def config_of(family: str, kind: str) -> Any:
 
 
 class NotText(Exception):
-    """A family that is left out."""
+    """Raised for a family that is left out, because it is not a text model."""
 
 
 def build(family: str, kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model in training, with values that lie apart: initial ones are so small that attention hardly
-    attends."""
+    """Returns a model in training mode with spread-out values, because initial values are so small that attention
+    has hardly any effect."""
     config = config_of(family, kind)
     torch.manual_seed(0)
     try:
@@ -185,7 +185,7 @@ def build(family: str, kind: str, dtype: torch.dtype = torch.float64) -> nn.Modu
     if count > MOST:
         raise NotText(f"still {count / 1e6:.0f} million parameters")
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped_mm has no float64
+        model.set_experts_implementation("eager")  # grouped_mm does not support float64
     with torch.no_grad():
         for p in model.to(dtype).parameters():
             if p.is_floating_point():
@@ -197,7 +197,7 @@ def build(family: str, kind: str, dtype: torch.dtype = torch.float64) -> nn.Modu
 
 
 def inputs_of(model: nn.Module, rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """A batch with labels."""
+    """Returns a batch with labels."""
     ids = torch.randint(4, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids if not model.config.is_encoder_decoder else ids.flip(0)
     return {"input_ids": ids, "labels": labels}
@@ -209,7 +209,8 @@ def takes(model: nn.Module, name: str) -> bool:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The names of the model's blocks, in the order of their registration: of the lists with most parameters."""
+    """Returns the names of the model's blocks in order of registration: the members of the lists with most
+    parameters."""
     lists = [(n, each) for n, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
     outer = [(n, each) for n, each in lists if not any(n.startswith(f"{other}.") for other, _ in lists if other != n)]
     sizes = {name: sum(p.numel() for p in each.parameters()) for name, each in outer}
@@ -241,14 +242,15 @@ GPT2: dict[str, Any] = {
 
 
 def plan_of(model: nn.Module) -> dict[str, Any]:
-    """A plan by the names that most models give to their layers: pairs of layers cut along outputs and inputs, the
-    heads of the modules around them, and the norms of heads. Units for which these names are not enough stay whole:
-    those with position biases of their own, or parameters that would have to be cut, too. Empty: there are no pairs."""
+    """Returns a plan based on the names that most models give to their layers: pairs of layers split along outputs
+    and inputs, the heads of the modules around them, and the norms of heads. Units for which these names are not
+    sufficient stay whole: units with their own position biases, or with further parameters that would have to be
+    split. Empty: there are no pairs."""
     if type(model).__name__ == "GPT2LMHeadModel":
         return GPT2
     linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     found: list[tuple[type[nn.Module], dict[str, Any]]] = []
-    unfit: set[type[nn.Module]] = set()  # as a whole: T5's position biases lie in the first block alone
+    unfit: set[type[nn.Module]] = set()  # not split at all: T5's position biases exist only in the first block
     for unit in _units(model, linear):
         inside = [name for name in linear if name.startswith(f"{unit}.")]
         columns = [name for name in inside if _ends(name, COLUMNS)]
@@ -259,7 +261,7 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
             owner = f"{unit}.{name}".rpartition(".")[0]
             if owner in linear:
                 continue
-            norm = p.dim() == 1 and "norm" in owner.rpartition(".")[2] and p.numel() == 8  # a head's
+            norm = p.dim() == 1 and "norm" in owner.rpartition(".")[2] and p.numel() == 8  # the norm of a head
             fits = fits and (norm or owner.startswith(tuple(f"{each}.dense" for each in rows)) or _behind(owner, rows))
             if norm:
                 chosen[owner] = "summed"
@@ -281,12 +283,12 @@ def _ends(name: str, ends: tuple[str, ...]) -> bool:
 
 
 def _behind(owner: str, rows: list[str]) -> bool:
-    """Whether a module lies beside a layer cut along inputs in a module of its own, as BERT's norms."""
+    """Whether a module is the sibling, in its own submodule, of a layer split along inputs, like BERT's norms."""
     return any(owner.rpartition(".")[0] == row.rpartition(".")[0] and "output" in row for row in rows)
 
 
 def _units(model: nn.Module, linear: Mapping[str, nn.Module]) -> list[str]:
-    """The smallest modules that have a layer for columns and one for rows."""
+    """Returns the smallest modules that contain a layer for columns and one for rows."""
     found: list[str] = []
     for name in sorted((name for name, _ in model.named_modules() if name), key=lambda name: -name.count(".")):
         inside = [each for each in linear if each.startswith(f"{name}.")]
@@ -300,7 +302,8 @@ def _units(model: nn.Module, linear: Mapping[str, nn.Module]) -> list[str]:
 
 
 def order_of(model: nn.Module, at: str, run: Callable[[], Any]) -> list[str]:
-    """``order`` for a cut: the modules around it as ``run`` calls them first; empty: as they were registered."""
+    """Returns ``order`` for a split: the modules around it in the order in which ``run`` first calls them; empty if
+    that is the order of registration."""
     first: dict[str, int] = {}
 
     def note(name: str) -> None:

@@ -1,10 +1,11 @@
-"""Which models of transformers can be cut how: every text family of the installed version, small, with random values.
+"""Which transformers models can be split in which way: tests every text family of the installed version, small, with
+random values.
 
     OMP_NUM_THREADS=1 python benchmarks/architectures.py --write        # results/architectures.md
     OMP_NUM_THREADS=1 python benchmarks/architectures.py --only llama t5
 
-Each family is built once (architecture_models.py) and trained for two steps by one process, in float64 where its code
-lets it, and then by ranks that are threads. A cell says
+Each family is built once (architecture_models.py) and trained for two steps by one process, in float64 if its code
+supports it, and then by ranks that are threads. A cell says
 
     works    loss and weights after both steps are those of one process; the same tokens (generate)
     refused  every rank raised an error of ringcomm before the first step was done; the sentences are below the table
@@ -12,7 +13,7 @@ lets it, and then by ranks that are threads. A cell says
     error    anything else: another library's error, a limit of time, ranks that disagree, an error after the first step
     -        nothing to try: no plan, no tokens to generate, one process fails too
 
-and main ends with status 1 where a cell is wrong or an error. Each family has a process of its own, with a limit.
+and main exits with status 1 if a cell is wrong or an error. Each family runs in its own process, with a time limit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "architectures.md"
 
 
 class _Types(TorchDispatchMode):
-    """Notes whether float32 is computed with."""
+    """Records whether float32 is used in computations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,15 +68,15 @@ class _Types(TorchDispatchMode):
 
 
 class Family:
-    """A family's model, and what one process makes of it."""
+    """A family's model, and the results of one process."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
-        self.cuts: dict[str, dict[str, list[str]]] = {}  # by the name of a module: options of split
+        self.cuts: dict[str, dict[str, list[str]]] = {}  # by the name of a module: options for the split
         self._trained: dict[Any, tuple[list[float], dict[str, torch.Tensor]]] = {}
         try:
             self._build(torch.float64)
-        except RuntimeError:  # mixes types, or computes with the smallest number of float32
+        except RuntimeError:  # the model mixes types, or uses float32's smallest number
             self._build(torch.float32)
 
     def _build(self, dtype: torch.dtype) -> None:
@@ -88,7 +89,8 @@ class Family:
         self.tolerance = (1e-4 if types.narrow else 1e-9) if dtype == torch.float64 else 1e-3
 
     def trained(self, loss_of: Callable[[nn.Module, Any], torch.Tensor], pieces: int) -> Any:
-        """Losses, weights at the end and how far each moved, in one process that takes batches in pieces."""
+        """Returns the losses, the final weights and how far each moved, from one process that takes batches in
+        pieces."""
         key = (loss_of, pieces)
         if key not in self._trained:
             model, losses = copy.deepcopy(self.model), []
@@ -109,7 +111,7 @@ class Family:
         return [copy.deepcopy(self.model) for _ in range(world_size)]
 
     def compare(self, ranks: Sequence[tuple[list[float], Mapping[str, nn.Parameter]]], expected: Any) -> None:
-        """Raises `Wrong` where the ranks' losses or weights are others, or no rank has a weight."""
+        """Raises `Wrong` if the ranks' losses or weights differ, or no rank has a weight."""
         losses, weights = expected
         before, seen = values(self.model), set()
         most = max(float((x - before[name]).abs().max()) for name, x in weights.items() if x.numel())
@@ -134,11 +136,11 @@ class Family:
 
 
 class Wrong(Exception):
-    """Other values than one process has."""
+    """Raised for values that differ from one process's."""
 
 
 class Nothing(Exception):
-    """Nothing to try."""
+    """Raised if there is nothing to try."""
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -157,17 +159,17 @@ def own_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 
 class Refused(Exception):
-    """Every rank raised an error of ringcomm before the first step was done."""
+    """Raised if every rank raised an error of ringcomm before the first step was done."""
 
 
 class Failed(Exception):
-    """Anything else."""
+    """Raised for all other errors."""
 
 
 def on_ranks(world_size: int, fn: Callable[[Any, list[int]], Any]) -> list[Any]:
-    """What ``fn(comm, done)`` gives on ranks that are threads; ``done`` counts the steps that are done.
+    """Returns the results of ``fn(comm, done)`` on ranks that are threads; ``done`` counts the completed steps.
 
-    Raises: Refused, Failed.
+    Raises:  Refused, Failed.
     """
     raised: dict[int, tuple[BaseException, int]] = {}
 
@@ -195,7 +197,7 @@ def on_ranks(world_size: int, fn: Callable[[Any, list[int]], Any]) -> list[Any]:
 def steps(
     model: nn.Module, batches: Sequence[Any], done: list[int], loss_of: Any = own_loss
 ) -> tuple[list[float], dict[str, nn.Parameter]]:
-    """Trains a model as one process would."""
+    """Trains a model with the code for one process."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
     for batch in batches:
         loss = loss_of(model, batch)
@@ -230,7 +232,8 @@ def our_plan(family: Family) -> dict[str, Any]:
 
 
 def pipeline(family: Family, at: str) -> str:
-    """Cut in two. What a refusal advises is tried: the order of calls, and to carry what it names."""
+    """Splits the model in two. It follows the advice of a refusal: the order of calls, and the names of carried
+    values."""
     options = family.cuts.setdefault(at, {})
     while True:
         try:
@@ -251,7 +254,7 @@ def _pipeline(family: Family, at: str, options: Mapping[str, list[str]]) -> str:
     def rank_main(comm: Any, done: list[int]) -> Any:
         stages = ringcomm.split(ours[comm.rank], [at], **options)
         pipe = ringcomm.Pipeline(stages, comm, microbatches=2, ties="exact")
-        mine = [*pipe.parameters()] or [nn.Parameter(torch.zeros(1))]  # a stage may have none
+        mine = [*pipe.parameters()] or [nn.Parameter(torch.zeros(1))]  # a stage may have no parameters
         return _steps_of(pipe, torch.optim.SGD(mine, lr=RATE), family.batches, done)
 
     family.compare(on_ranks(2, rank_main), family.trained(own_loss, 2))
@@ -269,7 +272,7 @@ def _steps_of(pipe: Any, optimizer: Any, batches: Sequence[Any], done: list[int]
 
 
 def order_of(family: Family, at: str) -> list[str]:
-    """What a user passes whose modules are registered in another order than they are called in."""
+    """Returns the ``order`` that a user passes if modules are registered in another order than they are called in."""
     model = copy.deepcopy(family.model)
     return models.order_of(model, at, lambda: own_loss(model, family.batches[0]))
 
@@ -282,7 +285,7 @@ def middle(family: Family) -> str:
 
 
 def elsewhere(family: Family) -> str:
-    """Another boundary: of a block, or of a module inside of one, or behind all blocks."""
+    """Tries another boundary: of a block, of a module inside a block, or after all blocks."""
     known = [name for name, each in family.model.named_modules() if name and any(True for _ in each.parameters())]
     other = middle(family)
     known = [name for name in known[2:] if not f"{other}.".startswith(f"{name}.") and name != other]
@@ -311,7 +314,7 @@ def together(family: Family, plan: Any) -> None:
 
 
 def told(model: nn.Module, batch: Mapping[str, torch.Tensor], comm: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a rank's part of the batch, and the labels of that part; the model is told the positions."""
+    """Returns logits of a rank's part of the batch and that part's labels; the model gets the positions."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return x if comm is None else shard_sequence(x, comm, 1)
@@ -364,7 +367,7 @@ def context(family: Family) -> None:
 
 
 def generate(family: Family, plan: Any) -> None:
-    """Greedy tokens, with a cache that grows and with a static one."""
+    """Compares greedy tokens, with a growing cache and with a static one."""
     if family.kind == "masked" or not family.model.can_generate():
         raise Nothing("generates no tokens")
     ids = family.batches[0]["input_ids"][:2, :8]
@@ -399,7 +402,7 @@ def generate(family: Family, plan: Any) -> None:
 # ---- a family ------------------------------------------------------------------------------------------------------
 
 Cell = tuple[str, str]
-"""works, refused, wrong, error or -; and what was said."""
+"""(works, refused, wrong, error or -; the message)."""
 
 
 def cell(fn: Callable[..., str | None], *args: Any) -> Cell:
@@ -418,7 +421,7 @@ def cell(fn: Callable[..., str | None], *args: Any) -> Cell:
 
 
 def try_family(name: str, kind: str, say: Callable[[str, Cell], None]) -> None:
-    """Says each cell as it is known; "built": whether there is a model at all."""
+    """Reports each cell as soon as it is known; "built" tells whether there is a model at all."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
@@ -452,7 +455,8 @@ def try_family(name: str, kind: str, say: Callable[[str, Cell], None]) -> None:
 
 
 def _child(name: str, kind: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)  # torch replaces its pool in a forked process, in the first call: not in several threads
+    # Torch replaces its thread pool in the first call after a fork; that call must not come from several threads.
+    torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         try_family(name, kind, lambda column, found: pipe.send((column, found)))
@@ -461,7 +465,7 @@ def _child(name: str, kind: str, pipe: Connection) -> None:
 def try_all(
     wanted: Sequence[tuple[str, str]], jobs: int, limit: float, keep: Callable[[str, dict[str, Cell]], None]
 ) -> None:
-    """The cells of each family, each in a process of its own."""
+    """Tests each family in its own process, and passes its cells to ``keep``."""
     fork = multiprocessing.get_context("fork")
     left, running = list(wanted), {}
     while left or running:
@@ -497,7 +501,7 @@ def try_all(
 
 
 def _kind_of(said: str) -> str:
-    """A sentence without its names and numbers: what it refuses."""
+    """Reduces a message to its kind by removing names and numbers."""
     return re.sub(r"\b\S*[._]\S*|\b[A-Z]\w+|\d+|'[^']*'|\([^)]*\)", "", said)[:90]
 
 
@@ -603,7 +607,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     began = time.monotonic()
-    models.build("llama", "causal")  # imports what all families need, once
+    models.build("llama", "causal")  # imports once what all families need
     done = json.loads(a.json.read_text()) if a.resume and a.json else {}
 
     def keep(name: str, cells: dict[str, Cell]) -> None:

@@ -1,5 +1,5 @@
-"""Builds of the package `ringcomm` beside each other: each has ranks of its own, which stay and take turns; a turn is a
-batch of all_reduces, and its time that of rank 0. trace_cost.py and signatures.py compare by it."""
+"""Compares builds of the package `ringcomm`: each build has its own long-lived ranks, and the builds take turns. A
+turn is a batch of all_reduces, and its time is that of rank 0. trace_cost.py and signatures.py use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP = 2  # turns
 
 
 def batch(comm: Any, nbytes: int, calls: int, traced: bool) -> float:
-    """Microseconds of a call."""
+    """Returns the microseconds per call."""
     x = np.zeros(nbytes // 4, np.float32)
     starts = traced and (comm.rank == 0 or comm.describe()["ranks"] == "processes")
     if starts:
@@ -43,9 +43,9 @@ def batch(comm: Any, nbytes: int, calls: int, traced: bool) -> float:
 
 
 def rank_main(comm: Any, address: str) -> None:
-    """Does what rank 0 hears, until it hears the end."""
+    """Follows the orders that rank 0 receives, until it receives the end."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})  # the same for every build
+    os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})  # the same core for every build
     order = np.zeros(3, np.int64)
     ear = Client(address) if comm.rank == 0 else None
     if ear:
@@ -65,9 +65,9 @@ class Build:
     """A build's two ranks, threads or processes, waiting for orders.
 
     Args:
-        package: the folder that holds the package ``ringcomm``.
-        folder: for its socket.
-        environment: what its processes have besides this one's.
+        package: the folder that contains the package ``ringcomm``.
+        folder: the folder for its socket.
+        environment: environment variables of its processes, in addition to this one's.
     """
 
     def __init__(self, name: str, package: Path, ranks: str, folder: str, **environment: str) -> None:
@@ -94,11 +94,12 @@ class Build:
 
 
 Kind = tuple[str, Build, bool]
-"""Its name, a build, and whether that is traced."""
+"""(name, a build, whether it is traced)."""
 
 
 def in_turns(kinds: Sequence[Kind], nbytes: int, calls: int, turns: int) -> dict[str, list[float]]:
-    """Microseconds of a call in each turn, by the kinds' names; the kinds follow each other, forth and back."""
+    """Returns the microseconds per call in each turn, by the kinds' names; the kinds take turns, alternately in
+    forward and reverse order."""
     us: dict[str, list[float]] = {name: [] for name, _, _ in kinds}
     for turn in range(turns + WARM_UP):
         for name, build, traced in kinds if turn % 2 else reversed(kinds):
@@ -114,13 +115,13 @@ def end(builds: Iterable[Build]) -> None:
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> str:
-    """Of times to others within a turn: median [quartiles]."""
+    """Formats the ratios of two times within a turn: median [quartiles]."""
     low, middle, high = statistics.quantiles([one / other for one, other in zip(times, base, strict=True)], n=4)
     return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def times(us: Sequence[float]) -> str:
-    """Median / fastest tenth."""
+    """Formats median / fastest tenth."""
     return f"{statistics.median(us):.2f} / {statistics.quantiles(us, n=10)[0]:.2f}"
 
 

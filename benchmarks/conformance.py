@@ -1,13 +1,13 @@
-"""torch's own distributed test suites, with Gloo and with ringcomm: what passes with the one and not with the other?
+"""Runs torch's own distributed test suites with Gloo and with ringcomm, and lists the tests that pass only with one.
 
     python benchmarks/conformance.py --log FILE                        # the suite in torch's wheel, on 2 to 8 ranks
     python benchmarks/conformance.py --log FILE --torch-tests FOLDER   # and files of torch's test/distributed there
     python benchmarks/conformance.py --log FILE --suite distributed_test -k test_all_gather --backend ringcomm
     python benchmarks/conformance.py --log FILE --report --write       # results/conformance.md from what is in the log
 
-FILE gets a line for every test that has run; those are not run again: an interrupted run goes on. FOLDER is a checkout
-of test/distributed, best of the torch that is installed. Exit status 1 if a test passes with Gloo and not with
-ringcomm, and the reason is not in EXPLAINED.
+FILE gets a line for every completed test. Completed tests are not run again, so an interrupted run can be continued.
+FOLDER is a checkout of test/distributed, preferably of the installed torch version. Exit status 1 if a test passes with
+Gloo and not with ringcomm, and the reason is not in EXPLAINED.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from conformance_run import DISTRIBUTED_TEST, GLOO, IMPORT, Job, Record, serve
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ringcomm"
 WORLDS = (2, 3, 4, 8)
-FILES = (  # of test/distributed, those of which some run processes on CPUs
+FILES = (  # those files of test/distributed in which some tests run processes on CPUs
     "_composable/fsdp/test_fully_shard_init.py",
     "_composable/fsdp/test_fully_shard_state_dict.py",
     "_composable/fsdp/test_fully_shard_training.py",
@@ -55,7 +55,7 @@ FILES = (  # of test/distributed, those of which some run processes on CPUs
     "_shard/*/test_*.py",
     "test_c10d_common.py",
 )
-EXPLAINED = {  # pattern of a test's name: why it can pass with Gloo alone
+EXPLAINED = {  # pattern of a test's name: the reason why only Gloo can pass it
     "test_barrier_timeout_*": "asserts the words of Gloo's message; the timeout itself is right",
     "test_monitored_barrier_gloo_rank_0_timeout": "asserts the words of Gloo's message, for a limit of 0 s",
     "test_monitored_barrier_*": "torch asks for a group named gloo",
@@ -65,7 +65,7 @@ EXPLAINED = {  # pattern of a test's name: why it can pass with Gloo alone
 
 
 def jobs(a: argparse.Namespace) -> list[Job]:
-    """In the order in which they run: a suite with Gloo, then with ringcomm."""
+    """Returns the jobs in the order in which they run: each suite with Gloo, then with ringcomm."""
     files: dict[str, None] = {}
     for pattern in FILES if a.torch_tests else ():
         files |= dict.fromkeys(str(path.relative_to(a.torch_tests)) for path in sorted(a.torch_tests.glob(pattern)))
@@ -75,14 +75,15 @@ def jobs(a: argparse.Namespace) -> list[Job]:
 
 
 def read(log: Path) -> list[Record]:
-    """What has run, the newest of each test."""
+    """Returns the completed tests, the newest result of each."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     records = [Record(**json.loads(line)) for line in lines]
     return list({(r.suite, r.ranks, r.backend, r.test): r for r in records}.values())
 
 
 def run(a: argparse.Namespace) -> None:
-    """Each job in a process of its own: torch is imported there, for its backend and number of ranks."""
+    """Runs each job in a process of its own, because torch is imported there for the job's backend and number of
+    ranks."""
     for job in jobs(a):
         done = {r.test for r in read(a.log) if (r.suite, r.ranks, r.backend) == (job.suite, job.ranks, job.backend)}
 
@@ -97,20 +98,20 @@ def run(a: argparse.Namespace) -> None:
 
 
 def lost(records: Iterable[Record]) -> list[Record]:
-    """Ours of the tests that pass with Gloo and not with ringcomm."""
+    """Returns ringcomm's records of the tests that pass with Gloo and not with ringcomm."""
     by_test = {(r.suite, r.ranks, r.test, r.backend): r for r in records}
     passed = [(*key[:3], OURS) for key, r in by_test.items() if key[3] == GLOO and r.outcome == "passed"]
     return [by_test[key] for key in passed if key in by_test and by_test[key].outcome != "passed"]
 
 
 def explanation(record: Record) -> str:
-    """Why a test is lost, or nothing."""
+    """Returns the reason why a test is lost, or ""."""
     name = record.test.split(".")[-1]
     return next((why for pattern, why in EXPLAINED.items() if fnmatch.fnmatch(name, pattern)), "")
 
 
 def report(records: list[Record], note: str) -> str:
-    """The table and the lists, in Markdown."""
+    """Returns the table and the lists, in Markdown."""
     from importlib.metadata import version
 
     files = " --torch-tests FOLDER" if any(r.suite != DISTRIBUTED_TEST for r in records) else ""
@@ -145,7 +146,7 @@ def report(records: list[Record], note: str) -> str:
 
 
 def without_folders(text: str) -> str:
-    """The names of files alone: their folders are those of the machine."""
+    """Removes folders from file names, because they depend on the machine."""
     return re.sub(r"(?<![\w.])/\S*/(?=\w)", "", text)
 
 

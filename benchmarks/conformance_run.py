@@ -1,8 +1,10 @@
-"""What `conformance.py` does in a process that has torch: load one of torch's test suites, and run each test by itself.
+"""The part of `conformance.py` that runs in a process with torch: loads one of torch's test suites, and runs each test
+separately.
 
-Every test runs in a process of its own, forked from one that has imported torch, and so do its ranks (torch spawns
-them, which imports torch anew for each: hours in place of minutes). A group that a test makes over Gloo is made over
-the backend that is looked at, as the last step of `init_process_group` and `new_group`: the test cannot tell.
+Every test runs in its own process, forked from one that has imported torch, and so do its ranks. (torch would spawn
+them, and each would import torch again, which takes hours in place of minutes.) When a test makes a group over Gloo,
+the last step of `init_process_group` and `new_group` makes it over the tested backend instead, without the test
+noticing.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ GLOO = "gloo"
 IMPORT = "(import)"
 LONGEST_ERROR = 6000
 THIRD_PARTY = re.compile(r"^(\w+\.)*\w*(Error|Exception|Mismatch|Timeout|Interrupt)\b")
-OUTER = "RuntimeError: Process "  # what torch wraps the error of a rank in
+OUTER = "RuntimeError: Process "  # torch's prefix of a rank's error
 
 
 @dataclass(frozen=True)
 class Job:
-    """One suite with one backend. ``ranks`` 0: as many as each test wants."""
+    """One suite with one backend. ``ranks`` 0: the number that each test asks for."""
 
     suite: str
     ranks: int
@@ -46,27 +48,28 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What came of one test, a line of the log."""
+    """The result of one test, a line of the log."""
 
     suite: str
     ranks: int
     backend: str
     test: str
     outcome: str  # passed, failed or skipped
-    groups: int  # of the backend, that its ranks made, each counted on every rank
+    groups: int  # number of the backend's groups that its ranks made, counted on every rank
     seconds: float
-    error: str  # the traceback, or why it was skipped
+    error: str  # the traceback, or the reason for skipping
 
     @property
     def first_line(self) -> str:
-        """Of the error itself, past the traceback and what torch wraps it in."""
+        """Returns the first line of the error itself, without the traceback and torch's prefix."""
         lines = [line.strip() for line in self.error.splitlines() if line.strip()]
         named = [line for line in lines if THIRD_PARTY.match(line) and not line.startswith(OUTER)]
         return (named or lines or ["no output"])[0]
 
 
 class Name(str):
-    """Of a backend that a test takes for Gloo where it asks, as some do, to know that its tensors are on the CPU."""
+    """The name of a backend that equals "gloo" in comparisons, because some tests ask for it to learn that tensors
+    are on the CPU."""
 
     __slots__ = ()
 
@@ -80,12 +83,13 @@ class Name(str):
 
 
 class Tests:
-    """The tests of one job, each run by itself."""
+    """The tests of one job, each run separately."""
 
     def __init__(self, job: Job, folder: Path | None, limit_s: float) -> None:
         self.job, self.limit_s = job, limit_s
         self.groups = os.memfd_create("groups")  # a byte for every process group that a rank made
-        fcntl.fcntl(self.groups, fcntl.F_SETFL, os.O_APPEND)  # else ranks that write at once write at one position
+        # Otherwise ranks that write at the same time would write at one position.
+        fcntl.fcntl(self.groups, fcntl.F_SETFL, os.O_APPEND)
         os.environ.update(_environment(job.ranks, limit_s))
         import ringcomm  # noqa: F401  registers the backend
 
@@ -96,7 +100,7 @@ class Tests:
         self.cases = {_name(case): case for case in found if not _on_threads(case)}
 
     def run(self, name: str) -> Record:
-        """Run one test; what it leaves running is killed."""
+        """Runs one test, and kills the processes that it leaves running."""
         os.lseek(self.groups, 0, os.SEEK_SET)
         os.truncate(self.groups, 0)
         context = multiprocessing.get_context("fork")
@@ -114,7 +118,7 @@ class Tests:
                       seconds=round(time.monotonic() - began, 1), error=error[-LONGEST_ERROR:])  # fmt: skip
 
     def _answer(self, pipe: multiprocessing.connection.Connection) -> tuple[str, str]:
-        # The ranks' own limit comes first: torch then says where each of them is.
+        # The ranks' own time limit is shorter: torch then reports where each of them is.
         if not pipe.poll(self.limit_s + 20):
             return "failed", f"TimeoutError: no end within {self.limit_s + 20:g} s"
         try:
@@ -124,7 +128,7 @@ class Tests:
 
 
 def serve(job: Job, folder: Path | None, limit_s: float, wanted: Callable[[str], bool], log: Path) -> None:
-    """Run the tests of a job whose names are wanted, a line in the log for each."""
+    """Runs the wanted tests of a job, and writes a line in the log for each."""
 
     def note(record: Record) -> None:
         with log.open("a", encoding="utf-8") as lines:
@@ -157,8 +161,8 @@ def _environment(ranks: int, limit_s: float) -> dict[str, str]:
 
 
 def _fork_ranks(limit_s: float) -> None:
-    """Ranks are forked, and none has longer than the limit."""
-    multiprocessing.set_start_method("fork", force=True)  # torch's set_start_method("spawn") then does nothing
+    """Makes ranks fork, and limits their time."""
+    multiprocessing.set_start_method("fork", force=True)  # torch's later set_start_method("spawn") has no effect
     from torch.testing._internal import common_distributed as common
 
     def start(self: Any) -> None:
@@ -170,7 +174,7 @@ def _fork_ranks(limit_s: float) -> None:
 
 
 def _swap(backend: str, counter: int) -> None:
-    """A process group that would be one of Gloo is one of ``backend``; each is counted."""
+    """Makes process groups over ``backend`` in place of Gloo, and counts them."""
     from torch.distributed import Backend
     from torch.distributed import distributed_c10d as c10d
 
@@ -186,15 +190,15 @@ def _swap(backend: str, counter: int) -> None:
             os.write(counter, b".")
             call.arguments["backend"] = Backend(made)
             if backend != GLOO:
-                call.arguments["backend_options"] = None  # would be Gloo's
+                call.arguments["backend_options"] = None  # they would be Gloo's
         return original(*call.args, **call.kwargs)
 
     c10d._new_process_group_helper = helper
 
 
 def _wheel_suite(backend: str) -> Any:
-    """torch's suite for any backend. It is imported as for Gloo, so that it skips what it skips for Gloo; then it is
-    told its backend, which stands wherever Gloo does in its lists of what backends can do."""
+    """Returns torch's suite for any backend. It is imported as for Gloo, so that it skips the same tests; then its
+    backend is set, and takes the place of Gloo in its lists of backend capabilities."""
     from torch.testing._internal.common_distributed import DistTestCases
     from torch.testing._internal.distributed import distributed_test as suite
 
@@ -211,12 +215,12 @@ def _wheel_suite(backend: str) -> Any:
     for table in (DistTestCases.backend_feature, DistTestCases.skip_collective):
         for known in table.values():
             known.update({backend} if GLOO in known else set())
-    suite.TestDistBackend = TestDistBackend  # the one class that the loader finds
+    suite.TestDistBackend = TestDistBackend  # the only class that the loader finds
     return suite
 
 
 def _file_suite(name: str, folder: Path | None) -> Any:
-    """A file of torch's test/distributed."""
+    """Returns a file of torch's test/distributed as a module."""
     assert folder is not None
     path = folder / name
     sys.path[:0] = [str(path.parent), str(folder), str(folder.parent)]
@@ -232,7 +236,7 @@ def _flat(suite: Any) -> Iterator[unittest.TestCase]:
 
 
 def _on_threads(case: unittest.TestCase) -> bool:
-    """Whether its ranks are threads, over a backend of torch's that is for tests alone."""
+    """Whether a test's ranks are threads, over a test-only backend of torch."""
     from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
     return isinstance(case, MultiThreadedTestCase)
@@ -243,12 +247,12 @@ def _name(case: unittest.TestCase) -> str:
 
 
 def _run_one(case: unittest.TestCase, pipe: multiprocessing.connection.Connection) -> None:
-    """In its own process: run a test quietly, and tell what came of it."""
+    """Runs a test in its own process, with output suppressed, and sends the result."""
     os.setsid()
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
-    if int(getattr(case, "world_size", 1)) == 0:  # a rank for each GPU: torch lets such a test pass without any
+    if int(getattr(case, "world_size", 1)) == 0:  # one rank per GPU: torch lets such a test pass without a GPU
         return pipe.send(("skipped", "no ranks without GPUs"))
     result = unittest.TestResult()
     unittest.TestSuite([case]).run(result)

@@ -1,10 +1,11 @@
-"""A job over several hosts of which one is killed and started again: does it end with the bits of one that was not?
+"""Kills and restarts one of several hosts during a job, and checks that the job ends with the bits of an undisturbed
+one.
 
     python benchmarks/elastic.py --out benchmarks/results/elastic.txt
 
 Hosts are network namespaces joined by links of a given bandwidth and delay (tests/namespaces.py; needs root). Each runs
-a torchrun agent with --rdzv-backend c10d; the last host's processes are all killed (SIGKILL) when a checkpoint is
-there, and its agent is started again two seconds later. Exit status 1 if the checksums of the parameters differ.
+a torchrun agent with --rdzv-backend c10d. When a checkpoint exists, all processes of the last host are killed
+(SIGKILL), and its agent is started again two seconds later. Exit status 1 if the checksums of the parameters differ.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ PORT = 29400
 
 
 def words_of(a: argparse.Namespace, folder: Path) -> list[str]:
-    """Of the program that every rank runs."""
+    """Returns the command line of the program that every rank runs."""
     words = [str(ROOT / "examples" / "train_gpt.py"), "--stage", str(a.stage), "--steps", str(a.steps)]
     return [*words, "--sample", "0", "--save", str(folder / "run"), "--save-every", str(a.save_every)]
 
 
 class Job:
-    """An agent on each host of a cluster, and what they write."""
+    """An agent on each host of a cluster, and their output."""
 
     def __init__(self, cluster: Cluster, a: argparse.Namespace, folder: Path) -> None:
         self.cluster, self.a, self.folder = cluster, a, folder
@@ -45,7 +46,7 @@ class Job:
             self.start(host)
 
     def start(self, host: int) -> None:
-        """The same command, also when the host comes back."""
+        """Starts the same command, even when the host comes back."""
         conf = f"is_host={int(host == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [f"--nnodes={self.cluster.hosts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}"]
         options += [f"--rdzv-conf={conf}", f"--local-addr={address(host)}", "--max-restarts=3"]
@@ -59,7 +60,7 @@ class Job:
         return self.folder / f"host{host}.txt"
 
     def kill(self, host: int) -> int:
-        """All processes of a host; how many they were."""
+        """Kills all processes of a host; returns their number."""
         found = subprocess.run(["ip", "netns", "pids", self.cluster.names[host]], capture_output=True, text=True)
         for pid in (pids := found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
@@ -68,26 +69,26 @@ class Job:
         return len(pids)
 
     def wait_for_step(self, step: int) -> None:
-        """Until its checkpoint is whole."""
+        """Waits until the step's checkpoint is complete."""
         while not (self.folder / "run" / f"step-{step:08d}").exists():
             if any(agent.poll() is not None for agent in self.agents.values()):
                 raise SystemExit(f"elastic: an agent ended before step {step}\n{self.said()[-3000:]}")
             time.sleep(0.05)
 
     def finish(self) -> tuple[str, float]:
-        """The checksum of the parameters, and seconds since the start."""
+        """Returns the checksum of the parameters, and the seconds since the start."""
         for agent in self.agents.values():
             if agent.wait(600) != 0:
                 raise SystemExit(f"elastic: an agent ended with {agent.returncode}\n{self.said()[-3000:]}")
         return re.findall(r"parameters: (\w+)", self.said())[-1], time.monotonic() - self.began
 
     def said(self) -> str:
-        """What all hosts wrote."""
+        """Returns the output of all hosts."""
         return "\n".join(self.output(host).read_text(errors="replace") for host in self.agents)
 
 
 def run(a: argparse.Namespace, cluster: Cluster, kill_at: int) -> tuple[str, list[str]]:
-    """One job, interrupted where ``kill_at`` is not 0: the checksum, and the story in lines."""
+    """Runs one job, interrupted unless ``kill_at`` is 0; returns the checksum, and a report in lines."""
     story = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(cluster, a, Path(folder))

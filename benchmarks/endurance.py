@@ -1,11 +1,12 @@
-"""A million mixed collectives in one process: does anything grow?
+"""Runs a million mixed collectives in one process, and checks that nothing grows.
 
     OMP_NUM_THREADS=1 python benchmarks/endurance.py --calls 1000000 --write
 
 Ranks are threads, in worlds of 2, 3 and 4 that take turns and stay alive. Besides plain calls of all sizes there are
-asynchronous ones, coalesced groups, messages, lent memory that comes and goes (``comm.empty``), and communicators that
-are split off, used and closed; now and then a whole world ends and a new one is made. Between the turns, when nothing
-is under way, it counts what the process holds. After a warm-up nothing may grow: exit status 1 if something does.
+asynchronous calls, coalesced groups, messages, lent memory that is allocated and freed (``comm.empty``), and
+communicators that are split off, used and closed; from time to time a whole world ends and a new one is made. Between
+turns, when no call is in flight, the process's resources are counted. After a warm-up nothing may grow: exit status 1
+if something does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "endurance.txt"
 WORLD_SIZES = (2, 3, 4)
 LENGTHS = (1, 3, 64, 500, 4096, 40_000)
 LIMIT_S = 60.0
-RSS_SLACK_KB = 8 << 10  # of the allocator's own doing: it keeps and gives back in its own time
+RSS_SLACK_KB = 8 << 10  # for the allocator, which keeps and returns memory at times of its own choice
 
 
 # ---- what the ranks do -------------------------------------------------------------------------------------------
@@ -53,13 +54,13 @@ class Mix:
         )
 
     def run(self, calls: int) -> int:
-        """At least so many calls; how many there were."""
+        """Runs at least ``calls`` calls; returns their number."""
         while self.calls < calls:
             self.random.choice(self.kinds)(self.comm)
         return self.calls
 
     def plain(self, comm: Communicator, x: torch.Tensor | None = None) -> None:
-        """A handful of calls on one tensor, whose result is known."""
+        """Runs a few calls on one tensor, with known results."""
         length = self.random.choice(LENGTHS)
         x = torch.empty(length) if x is None else x
         x.fill_(comm.rank + 1)
@@ -73,7 +74,7 @@ class Mix:
         self.calls += 5
 
     def together(self, comm: Communicator) -> None:
-        """Calls inside a coalesce block."""
+        """Runs calls inside a coalesce block."""
         xs = [torch.ones(self.random.choice(LENGTHS)) for _ in range(4)]
         with comm.coalesce() as group:
             for x in xs:
@@ -83,7 +84,7 @@ class Mix:
         self.calls += len(group)
 
     def waited(self, comm: Communicator) -> None:
-        """Asynchronous calls that are waited for in another order; one is forgotten."""
+        """Runs asynchronous calls that are waited for in another order; one Work is dropped."""
         xs = [torch.ones(self.random.choice(LENGTHS)) for _ in range(5)]
         works = [comm.all_reduce(x, async_op=True) for x in xs]
         comm.all_gather(xs[0][:1], async_op=True)
@@ -94,7 +95,7 @@ class Mix:
         self.calls += len(works) + 1
 
     def messages(self, comm: Communicator) -> None:
-        """A message to the next rank, and one from anyone to rank 0."""
+        """Sends a message to the next rank, and one from any rank to rank 0."""
         x, got = torch.full((self.random.choice(LENGTHS),), float(comm.rank)), torch.zeros(1)
         work = comm.isend(x, (comm.rank + 1) % comm.world_size, tag=1)
         comm.recv(y := torch.empty_like(x), (comm.rank - 1) % comm.world_size, tag=1)
@@ -104,27 +105,27 @@ class Mix:
             comm.send(x[:1], 0, tag=2)
         else:
             assert {comm.recv(got, tag=2) for _ in range(1, comm.world_size)} == set(range(1, comm.world_size))
-        comm.barrier()  # or rank 0 might take what belongs to its next turn
+        comm.barrier()  # otherwise rank 0 might receive a message of its next turn
         self.calls += 4
 
     def lent(self, comm: Communicator) -> None:
-        """Memory that the peers reach, given back at once."""
+        """Allocates memory that the peers access, and frees it at once."""
         self.plain(comm, comm.empty(self.random.choice(LENGTHS)))
 
     def parts(self, comm: Communicator) -> None:
-        """Communicators that come and go, one inside the other."""
+        """Makes and closes communicators, nested in each other."""
         part = comm.split(comm.rank % 2)
         assert part is not None
         with part, part.dup() as twin:
             self.plain(part)
             self.waited(twin)
             x = part.empty(4096)
-        x.fill_(0)  # outlives its communicator
+        x.fill_(0)  # the tensor outlives its communicator
         self.calls += 2
 
 
 class World:
-    """Ranks that stay alive and run a mix after the other."""
+    """Ranks that stay alive and run one mix after another."""
 
     def __init__(self, world_size: int) -> None:
         self.jobs: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world_size)]
@@ -143,7 +144,7 @@ class World:
             self.done.put(Mix(comm, job[0]).run(job[1]))
 
     def run(self, seed: int, calls: int) -> int:
-        """One turn: how many calls it was, counted once for all ranks."""
+        """Runs one turn; returns its number of calls, counted once for all ranks."""
         for jobs in self.jobs:
             jobs.put((seed, calls))
         done = [self.done.get() for _ in self.jobs]
@@ -163,7 +164,7 @@ class World:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds at one moment."""
+    """The process's resources at one moment."""
 
     rss_kb: int
     descriptors: int
@@ -196,9 +197,10 @@ HEAD = " ".join(f"{name:>10}" for name in ("RSS KiB", "fds", "threads", "mapping
 
 
 def growth(samples: list[tuple[int, Held]]) -> list[str]:
-    """What grew after the warm-up, in words: the least of the last third above the most of the first third.
+    """Returns what grew after the warm-up, in words: a resource whose minimum in the last third exceeds its maximum in
+    the first third.
 
-    What comes and goes, such as a thread that is about to end, does neither.
+    Temporary fluctuations, such as a thread that is about to end, do not count.
     """
     third = max(1, len(samples) // 3)
     first, last = [held for _, held in samples[:third]], [held for _, held in samples[-third:]]
@@ -215,7 +217,8 @@ def growth(samples: list[tuple[int, Held]]) -> list[str]:
 
 
 def endure(calls: int, turn: int, seed: int = 0, warm_up: float = 0.1) -> Iterator[tuple[int, Held, bool]]:
-    """Runs so many calls in turns of ``turn``: calls so far, what is held after each, and whether it is warm."""
+    """Runs this many calls in turns of ``turn``; yields the calls so far, the resources after each turn, and whether
+    the warm-up is over."""
     worlds = {world_size: World(world_size) for world_size in WORLD_SIZES}
     done, number = 0, 0
     try:
@@ -226,7 +229,7 @@ def endure(calls: int, turn: int, seed: int = 0, warm_up: float = 0.1) -> Iterat
             again = WORLD_SIZES[number % len(WORLD_SIZES)]
             worlds[again].close()
             worlds[again] = World(again)
-            worlds[again].run(seed, 1)  # all that a world makes is made
+            worlds[again].run(seed, 1)  # makes everything that a world makes at first use
             yield done, Held.now(), done > warm_up * calls
     finally:
         for world in worlds.values():

@@ -1,11 +1,11 @@
-"""The fault campaign: ranks that die, stall, throw, differ or leave at a random moment of random calls, and what the
-others are told.
+"""The fault campaign: at a random moment of random calls, ranks die, stall, raise, make a different call or leave; it
+checks the errors of the other ranks.
 
     python benchmarks/faults.py --trials 1000 --write
     python benchmarks/faults.py --seed 0 --trial 17      # one of them again
 
-Every survivor must raise the right error in time, and it must name the rank; nothing may hang, no call may give a wrong
-value, nothing may be left behind.
+Every survivor must raise the right error in time, and the error must name the rank. Nothing may hang, no call may
+return a wrong value, and nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "faults.txt"
 
 
 def numbers(a: argparse.Namespace) -> Iterator[int]:
-    """Of the trials to make."""
+    """Returns the numbers of the trials to run."""
     if a.trial is not None:
         yield a.trial
         return
@@ -40,7 +40,7 @@ def numbers(a: argparse.Namespace) -> Iterator[int]:
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """A row for each kind of fault."""
+    """Returns a row for each kind of fault."""
     heads: tuple[str, ...] = ("kind", "trials", "right", *PROBLEMS)
     rows = [heads]
     for kind in (*fault_plan.KINDS, "all"):
@@ -57,7 +57,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def latencies(verdicts: Sequence[Verdict]) -> list[str]:
-    """How long the survivors took to hear, for each kind."""
+    """Returns how long the survivors took to raise, for each kind."""
     lines = []
     for kind in fault_plan.KINDS:
         ms = sorted(1e3 * s for v in verdicts if v.trial.fault.kind == kind for s in v.latencies)

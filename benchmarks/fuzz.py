@@ -1,11 +1,12 @@
-"""Random programs of collectives against one process, for as long as one likes: every bit of every result is checked.
+"""Compares random programs of collectives with one process, for any length of time: every bit of every result is
+checked.
 
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py --programs 100000 --write          # ranks are threads
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py --processes --programs 10000       # ranks are processes
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py --backend --programs 10000         # over torch.distributed's "ringcomm"
 
-tests/programs.py says what a program is, tests/test_fuzz.py is the short form. Program k of a seed is always the same.
-One that fails is made smaller and printed as calls; the run then goes on. Exit status 1 if any did.
+tests/programs.py defines the programs, tests/test_fuzz.py is the short form. Program k of a seed is always the same. A
+program that fails is reduced and printed as calls; the run then continues. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MOST_FAILURES = 5
 
 
 class Fuzz:
-    """One run: what it did, and what went wrong."""
+    """One run: counts and failures."""
 
     def __init__(self, pool: Pool, a: argparse.Namespace) -> None:
         self.pool, self.seed, self.world_sizes = pool, a.seed, a.worlds

@@ -1,10 +1,10 @@
-"""all_reduce over several hosts against Gloo's over the same ranks, in one interleaved run.
+"""Compares all_reduce over several hosts with Gloo's over the same ranks, in one interleaved run.
 
     python benchmarks/hosts.py --hosts 2 2 --gbps 1 --delay-ms 1
 
-Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). Every size is
-timed in turns: one of ours, one of Gloo's. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends sums
-in less.
+Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). For every size,
+calls of ringcomm and Gloo are timed alternately. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends
+sums in a smaller type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = [1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
 
 
 def measure(turns: int, sizes: list[int]) -> None:
-    """One rank's part: rank 0 prints a row for each size."""
+    """Runs one rank; rank 0 prints a row for each size."""
     import torch
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def measure(turns: int, sizes: list[int]) -> None:
         started = time.perf_counter()
         call()
         spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)  # of the slowest rank
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # the slowest rank's time
         return float(spent)
 
     for nbytes in sizes:

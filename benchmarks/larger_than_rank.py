@@ -1,18 +1,18 @@
-"""Trains a model of 1.5 times the memory that a rank may have: built on meta, cut, saved, resumed on another mesh.
+"""Trains a model of 1.5 times the memory allowed per rank: built on meta, split, saved, and resumed on another mesh.
 
     python benchmarks/larger_than_rank.py --write           # results/larger_than_rank.txt, some minutes on 2 cores
 
-The model is a GPT with AdamW: parameters, gradients and two moments, 16 bytes for each parameter. A rank may have two
-thirds of that beside what the program itself takes, with activations, messages and units that are whole for a while.
-The kernel keeps a rank's private memory below it (RLIMIT_DATA), and measures the most that the rank had resident,
-shared memory included, from before the model is built: a run with more fails. RLIMIT_AS would count the memory of other
-ranks, which is mapped as well. Saving and loading map files, whose pages the kernel takes back as it likes: there the
-limit of private memory holds, and the high-water mark does not count. Blocks of 1 MiB and more come from the kernel and
-go back to it at once (MALLOC_MMAP_THRESHOLD_), so that what is free does not count. One process under the same limit is
-run first, to see that it fails.
+The model is a GPT with AdamW: parameters, gradients and two moments, 16 bytes per parameter. A rank may use two thirds
+of that in addition to the program's own memory, including activations, messages and units that are temporarily
+unsharded. The kernel limits a rank's private memory (RLIMIT_DATA), and records the rank's peak resident memory, shared
+memory included, from before the model is built; a run that exceeds it fails. RLIMIT_AS would count the memory of other
+ranks, which is mapped as well. Saving and loading map files, whose pages the kernel reclaims at any time, so there only
+the limit of private memory applies, and the recorded peak is ignored. Blocks of 1 MiB and more come from the kernel and
+are returned to it at once (MALLOC_MMAP_THRESHOLD_), so that free memory is not counted. First, one process is run under
+the same limit, to check that it fails.
 
-Every mesh sees the same batches and the same values at the start; losses are compared with those of one process without
-a limit. Half-way each mesh saves; another mesh goes on from there, and its losses are compared too. The last checkpoint
+Every mesh has the same batches and the same initial values; its losses are compared with those of one process without a
+limit. Half-way each mesh saves; another mesh resumes from there, and its losses are compared, too. The last checkpoint
 is exported to safetensors, and a plain model loads it.
 """
 
@@ -36,7 +36,7 @@ import ringcomm
 from ringcomm.tensor_parallel import Colwise
 
 DIM, LAYERS, HEADS, WORDS, ROWS, LENGTH = 768, 8, 8, 256, 8, 8
-TIMES = 1.5  # of what a rank may have
+TIMES = 1.5  # the memory allowed per rank
 PLAN = {
     "embed": "vocab",
     "head": "colwise_gather_output",
@@ -46,7 +46,7 @@ PLAN = {
     "*.up": "colwise",
     "*.down": "rowwise",
 }
-MESHES: dict[str, tuple[dict[str, int], int, str]] = {  # axes, stage, and the mesh that goes on from its checkpoint
+MESHES: dict[str, tuple[dict[str, int], int, str]] = {  # axes, stage, and the mesh that resumes from its checkpoint
     "pp 2": ({"pp": 2}, 0, "tp 2"),  # over one data rank stage 3 shards nothing, and a step keeps a second copy
     "tp 2": ({"tp": 2}, 3, "pp 4"),
     "pp 4": ({"pp": 4}, 3, "tp 2 x dp 2"),
@@ -91,17 +91,17 @@ def on_meta() -> Model:
 
 
 def state_nbytes() -> int:
-    """Of the whole model in training."""
+    """Returns the bytes of the whole model in training."""
     return 16 * sum(p.numel() for p in on_meta().parameters())
 
 
 def limit_nbytes() -> int:
-    """That a rank may have beside the program."""
+    """Returns the bytes that a rank may use in addition to the program's own."""
     return int(state_nbytes() / TIMES)
 
 
 def starting_values(model: nn.Module) -> Callable[[nn.Module], None]:
-    """What initialises a module, with values that depend on its name alone."""
+    """Returns an init function whose values depend only on a module's name."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def init(module: nn.Module) -> None:
@@ -130,16 +130,16 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def status_nbytes(key: str) -> int:
-    """A line of what the kernel knows of this process."""
+    """Returns a value from the kernel's status of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 class Limit:
-    """From now on this process may have `limit_nbytes` more than it has."""
+    """Limits this process to `limit_nbytes` more than it uses now."""
 
     def __init__(self) -> None:
-        warm = nn.Linear(8, 8)  # libraries load when they are first used
+        warm = nn.Linear(8, 8)  # loads libraries that are loaded at first use
         optimizer = torch.optim.AdamW(warm.parameters(), fused=True)
         warm(torch.ones(2, 8)).sum().backward()
         optimizer.step()
@@ -149,11 +149,11 @@ class Limit:
         resource.setrlimit(resource.RLIMIT_DATA, (private, private))
 
     def begin_anew(self) -> None:
-        """Forgets the most so far: of loading, and of what libraries took."""
+        """Resets the recorded peak, which contains loading and libraries."""
         Path("/proc/self/clear_refs").write_text("5")
 
     def most(self) -> int:
-        """The most that it has had since, but for pages of libraries. Raises where that was more than it may have."""
+        """Returns the peak since the reset, without pages of libraries. Raises if it exceeds the limit."""
         taken = status_nbytes("VmHWM") - self.before - (status_nbytes("RssFile") - self.libraries)
         if taken > limit_nbytes():
             raise MemoryError(f"a rank had {taken:,} bytes, expected at most {limit_nbytes():,}")
@@ -164,7 +164,7 @@ class Limit:
 
 
 def plain(steps: int, limited: bool) -> list[float]:
-    """One process."""
+    """Trains in one process."""
     limit = Limit() if limited else None
     model = Model()
     model.apply(starting_values(model))
@@ -183,7 +183,7 @@ def plain(steps: int, limited: bool) -> list[float]:
 
 
 def fails(comm: ringcomm.Communicator) -> str:
-    """What one process says under the limit."""
+    """Returns the error of one process under the limit."""
     try:
         plain(2, limited=True)
     except (MemoryError, RuntimeError) as error:
@@ -194,7 +194,7 @@ def fails(comm: ringcomm.Communicator) -> str:
 def train(
     comm: ringcomm.Communicator, axes: dict[str, int], stage: int, steps: Sequence[int], load: str | None, save: str
 ) -> dict[str, Any]:
-    """A rank on a mesh."""
+    """Runs a rank on a mesh."""
     mesh = ringcomm.init_mesh({"dp": 1, **axes} if "dp" not in axes else axes, comm)
     limit = Limit()
     model: nn.Module = on_meta()
@@ -251,7 +251,7 @@ def main() -> None:
     p.add_argument("--write", action="store_true", help=f"into {RESULTS.parent.name}/{RESULTS.name}")
     a = p.parse_args()
     torch.set_num_threads(1)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # of the ranks
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # for the ranks
     lines: list[str] = []
 
     def say(text: str) -> None:

@@ -1,12 +1,12 @@
 """
-The example on one mesh after the other: the same loss, the same bits? what does a rank keep, and how fast is it?
+Runs the example on one mesh after another, and compares loss, bits, memory per rank and speed.
 
     python benchmarks/mesh.py                    # into results/mesh.txt, a few minutes on 2 cores
     python benchmarks/mesh.py --steps 20 --only dp
 
-Every mesh sees the same windows, four micro-batches a step. More ranks than cores take turns on the cores: their
-tokens/s say what composing costs, not what it gains. A mesh's checksum of all parameters beside that of one process
-says whether it has left a trace in the bits.
+Every mesh has the same windows, with four micro-batches per step. If there are more ranks than cores, they share the
+cores; their tokens/s then show the cost of composing, not its gain. A mesh's checksum of all parameters is compared
+with that of one process, to show whether the mesh changes the bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODEL = "--batch 2 --context 64 --layers 4 --dim 64 --heads 4 --clip 1 --sample 0"
-RUNS = {  # name: ranks, and the flags of the mesh, four micro-batches in all
+RUNS = {  # name: ranks, and the flags of the mesh, four micro-batches in total
     "one process": (1, "--micro-batches 4"),
     "dp 2": (2, "--micro-batches 2"),
     "dp 4": (4, ""),
@@ -42,14 +42,14 @@ RUNS = {  # name: ranks, and the flags of the mesh, four micro-batches in all
     "dp 2 x tp 2 x pp 2, stage 1": (8, "--dp 2 --tp 2 --pp 2 --micro-batches 2 --stage 1"),
     "cp 2 x tp 2 x pp 2, stage 3": (8, "--cp 2 --tp 2 --pp 2 --micro-batches 4 --stage 3"),
 }
-HALVES = (  # a checkpoint half-way, and the mesh that goes on
+HALVES = (  # a checkpoint half-way, and the mesh that resumes from it
     ("dp 2 x tp 2, then pp 2", 4, "--tp 2 --micro-batches 2 --stage 2", 2, "--pp 2 --micro-batches 4"),
     ("dp 4, then pp 2", 4, "--stage 3", 2, "--pp 2 --micro-batches 4"),
 )
 
 
 def run(ranks: int, words: Sequence[str]) -> dict[str, Any]:
-    """The figures of a run of the example."""
+    """Returns the figures of a run of the example."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -65,7 +65,7 @@ def run(ranks: int, words: Sequence[str]) -> dict[str, Any]:
 
 
 def line(name: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     off = abs(found["loss"] - reference["loss"]) / reference["loss"]
     same = "the same" if found["parameters"] == reference["parameters"] else f"loss off by {off:.0e}"
     median, least, most = found["step_ms"]

@@ -1,10 +1,10 @@
-"""Random models on random meshes, for as long as one likes, compared with one process.
+"""Compares random models on random meshes with one process, for any length of time.
 
     OMP_NUM_THREADS=1 python benchmarks/mesh_fuzz.py --programs 5000 --workers 2 --write
 
-tests/mesh_programs.py says what a program is, tests/test_mesh_fuzz.py is the short form. Program k of a seed is always
-the same. One that fails is made smaller and printed; the run then goes on, until Ctrl-C ends it with the report of what
-it did so far. Exit status 1 if any failed.
+tests/mesh_programs.py defines the programs, tests/test_mesh_fuzz.py is the short form. Program k of a seed is always
+the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so far.
+Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mesh_runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "mesh_fuzz.md"
 CHUNK = 10
 POOL = 1000
-"""Programs until the workers are replaced."""
+"""Number of programs after which the workers are replaced."""
 
 
 @dataclass
 class Counts:
-    """What was done.
+    """Counts of the run.
 
     Attributes:
-        refused: by sentence, its names and numbers left out.
-        examples: a program for each of these.
+        refused: number of refusals by message, without names and numbers.
+        examples: a program for each of these messages.
     """
 
     programs: int = 0
@@ -55,7 +55,7 @@ class Counts:
     failed: list[str] = field(default_factory=list)
 
     def add(self, other: Counts) -> None:
-        """Takes in those of a worker."""
+        """Adds the counts of a worker."""
         self.programs, self.bitwise = self.programs + other.programs, self.bitwise + other.bitwise
         self.unstable += other.unstable
         self.longest_s = max(self.longest_s, other.longest_s)
@@ -66,14 +66,14 @@ class Counts:
 
 
 def start() -> None:
-    """Once in each process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
+    """Initialises a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
 
 
 def run(seeds: range, shrinks: bool) -> Counts:
-    """Runs some programs."""
+    """Runs the programs of these seeds."""
     counts, runner = Counts(), Runner()
     for seed in seeds:
         program, began = generate(seed), time.monotonic()
@@ -89,14 +89,14 @@ def run(seeds: range, shrinks: bool) -> Counts:
 
 
 def wrapped(text: str) -> str:
-    """Lines of 120 columns at most, broken outside of quotes; what goes on from the one before is indented."""
+    """Wraps text to 120 columns, breaking only outside of quotes; continuation lines are indented."""
     whole = re.sub(r"'[^'\n]*'", lambda match: match[0].replace(" ", "\0"), text)
     lines = [textwrap.wrap(line, 120, subsequent_indent=" " * 8) for line in whole.splitlines()]
     return "\n".join(part.replace("\0", " ") for parts in lines for part in parts)
 
 
 def page(counts: Counts, seconds: float, asked: int) -> str:
-    """The result page."""
+    """Returns the result page."""
     refused = sum(counts.refused.values())
     compared = counts.programs - refused - counts.unstable - len(counts.failed)
     rows = [
@@ -143,7 +143,7 @@ def main() -> int:
     a = parser.parse_args()
     first, began, counts = a.seed * 10**6, time.monotonic(), Counts()
     chunks = [range(at, min(at + CHUNK, first + a.programs)) for at in range(first, first + a.programs, CHUNK)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs ignore it
     for at in range(0, len(chunks), POOL // CHUNK):
         some = chunks[at : at + POOL // CHUNK]
         with ProcessPoolExecutor(a.workers, multiprocessing.get_context("spawn"), start) as pool:

@@ -1,9 +1,10 @@
-"""Steps of torch's CPU optimizers on one flat shard, beside a copy of the same bytes: what `offload=True` costs.
+"""Times steps of torch's CPU optimizers on one flat shard against a copy of the same bytes: the cost of `offload=True`.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer.py                   # results/optimizer.txt
 
-A step of Adam reads parameter, gradient and two moments and writes three of them: 28 bytes for each float32 element.
-The copy moves as many bytes with memcpy, so its rate is the limit. Kinds take turns; median (min-max).
+A step of Adam reads the parameter, the gradient and two moments, and writes three of them: 28 bytes per float32
+element. The copy moves as many bytes with memcpy, so its rate is the limit. Kinds take turns; the table shows median
+(min-max).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The tests of other projects, unmodified, with ringcomm in the place of what they were written for.
+"""Runs the tests of other projects, unmodified, with ringcomm in place of the library that they were written for.
 
     OMP_NUM_THREADS=1 python benchmarks/outside_suites.py accelerate torch-ddp cs336=CHECKOUT torch-fsdp=CHECKOUT
 
-A suite is a name, or a name and the checkout that holds its tests. Nothing of theirs is copied: every process of a
-suite starts with `adapt`, which replaces names in torch's modules. Each suite runs in one or two ways:
+A suite is a name, or a name and the checkout that contains its tests. No test is copied: every process of a suite
+starts with `adapt`, which replaces names in torch's modules. Each suite runs in one or two ways:
 
     backend    torch's own classes over the backend "ringcomm"
     api        ringcomm.DistributedDataParallel and ringcomm.fully_shard in the place of torch's, over that backend
 
-A test that fails is looked up in VERDICTS, which says why it does not apply, or what the failure's cause is.
+A failing test is looked up in VERDICTS, which gives the reason why it does not apply, or the cause of the failure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAY, REPORT, GPUS = (
     "OUTSIDE_SUITES_REPORT",
     "OUTSIDE_SUITES_GPUS",
 )  # environment variables of the processes of a suite
-REFERENCE = "OUTSIDE_SUITES_REFERENCE"  # likewise: torch's DistributedDataParallel stays, as what is compared with
+REFERENCE = "OUTSIDE_SUITES_REFERENCE"  # likewise: torch's DistributedDataParallel stays, as the reference
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 
 
@@ -48,7 +48,7 @@ PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 
 
 def adapt() -> None:
-    """Puts ringcomm in the place of Gloo and, in the way "api", of torch's wrappers."""
+    """Replaces Gloo by ringcomm and, in the way "api", torch's wrappers."""
     import torch
     import torch.distributed as dist
 
@@ -74,7 +74,8 @@ def adapt() -> None:
 
 
 def _fully_shard(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with True for a number in ``reshard_after_forward``, which is refused by name."""
+    """Returns the same function, which replaces a number in ``reshard_after_forward`` by True, because numbers are
+    refused."""
 
     @functools.wraps(function)
     def with_flag(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,7 @@ def _fully_shard(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accept_device_ids(model: Any) -> None:
-    """Lets tests that were written for GPUs wrap a module on the CPU."""
+    """Makes tests that were written for GPUs wrap a module on the CPU."""
     constructor = model.__init__
 
     @functools.wraps(constructor)
@@ -99,7 +100,7 @@ def _accept_device_ids(model: Any) -> None:
 
 
 def _without_gpus(count: int) -> None:
-    """Lets tests that ask for GPUs run on the CPU: what is asked for on a GPU is made on the CPU."""
+    """Makes tests that ask for GPUs run on the CPU: objects requested on a GPU are made on the CPU."""
     import torch
     import torch.testing._internal.common_distributed as common
     from torch.overrides import TorchFunctionMode
@@ -133,7 +134,7 @@ def _without_gpus(count: int) -> None:
     common.skip_if_no_gpu = lambda function: function
     common.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(
         torch.multiprocessing.get_context("fork").Process
-    )  # which takes no time to import torch
+    )  # does not import torch, which would take time
     _without_npus(count)
     if os.environ[WAY] == "api":
         sharded: Any = importlib.import_module("torch.testing._internal.common_fsdp")
@@ -141,7 +142,7 @@ def _without_gpus(count: int) -> None:
 
 
 def _without_npus(count: int) -> None:
-    """The same for the tests of FSDP2 as Ascend keeps them, and what they import of torch_npu."""
+    """Does the same for Ascend's copy of the FSDP2 tests, including their imports from torch_npu."""
     import torch
     from torch.testing._internal import common_fsdp
 
@@ -176,7 +177,7 @@ def _without_npus(count: int) -> None:
 
 
 def _check_parity(case: Any, whole: Any, sharded: Any, prefixes_to_ignore: tuple[str, ...] = ()) -> None:
-    """Values and gradients of a sharded module against those of a replicated one; torch's looks into DTensors."""
+    """Compares a sharded module's values and gradients with a replicated one's; torch's version accesses DTensors."""
     for (name, p), (other, q) in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
         for prefix in prefixes_to_ignore:
             other = other.replace(prefix, "")
@@ -188,7 +189,7 @@ def _check_parity(case: Any, whole: Any, sharded: Any, prefixes_to_ignore: tuple
 
 
 def _over_ringcomm(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with "ringcomm" for the backend "gloo"."""
+    """Returns the same function, with "ringcomm" in place of the backend "gloo"."""
 
     @functools.wraps(function)
     def with_backend(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +202,7 @@ def _over_ringcomm(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer_the_course(ringcomm: Any) -> None:
-    """The functions that students of CS336 write, as the module that its tests import."""
+    """Provides the functions that students of CS336 write, as the module that its tests import."""
     import torch
 
     answers: Any = types.ModuleType("tests.adapters")
@@ -222,12 +223,12 @@ def _answer_the_course(ringcomm: Any) -> None:
 
 
 def run_script(name: str) -> None:
-    """One rank of a script of accelerate: its ``main``, with a line of the report for each of its checks."""
+    """Runs one rank of a script of accelerate: its ``main``, with a line of the report for each of its checks."""
     module = importlib.import_module(name)
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
-    # What accelerate has and tests only with several devices, here with several processes on the CPU.
+    # accelerate tests these features only with several devices; here it has several processes on the CPU.
     Accelerator.multi_device = property(lambda self: self.distributed_type == DistributedType.MULTI_CPU)
     devices = {each.name: each for each in DistributedType} | {"MULTI_NPU": DistributedType.MULTI_CPU}
     module.DistributedType = types.SimpleNamespace(**devices)
@@ -260,7 +261,7 @@ def _reported(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one test in one way."""
+    """The result of one test in one way."""
 
     suite: str
     way: str
@@ -271,7 +272,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of one project, and how they are started."""
+    """Tests of one project, and the function that runs them."""
 
     title: str
     version: Callable[[Path], str]
@@ -281,7 +282,7 @@ class Suite:
 
 
 def scripts(_: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The scripts of accelerate, each under torchrun on 2 ranks. A check fails if it does so on any rank."""
+    """Runs the scripts of accelerate, each under torchrun on 2 ranks. A check fails if it fails on any rank."""
     found = []
     env = {**env, "ACCELERATE_USE_CPU": "true"}
     for name in ("script", "sync", "distributed_data_loop", "ops", "ddp_comm_hook"):
@@ -313,7 +314,7 @@ def scripts(_: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str
 
 
 def files(*arguments: str, per_test_s: int = 60) -> Callable[[Path, dict[str, str], float], list[tuple[str, str, str]]]:
-    """Tests that pytest runs, in the checkout."""
+    """Returns a function that runs tests in the checkout with pytest."""
 
     def run(checkout: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -342,7 +343,7 @@ DDP_TESTS = (
 
 
 def torch_ddp(_: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The tests of DistributedDataParallel in the installed torch, each in 2 processes of its own."""
+    """Runs the tests of DistributedDataParallel in the installed torch, each in 2 processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "test_torch.py").write_text(TORCH_DDP)
         env = {**env, "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": folder, GPUS: "2"}
@@ -355,7 +356,7 @@ FSDP_TESTS = ("autograd", "clip_grad_norm_", "extensions", "frozen", "state", "s
 
 
 def torch_fsdp(checkout: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The tests of FSDP2, each in 2 processes of its own."""
+    """Runs the tests of FSDP2, each in 2 processes of its own."""
     names = [f"test/distributed/fsdp2/test_fully_shard_{name}.py" for name in FSDP_TESTS]
     names.append("test/distributed/_composable/fsdp/test_fully_shard_training.py")
     env = {**env, GPUS: "2", REFERENCE: "torch", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60"}
@@ -380,8 +381,8 @@ IN_PROCESSES = "ddp or spawn or fork or distributed or gather or collective or p
 
 
 def lightning(checkout: Path, env: dict[str, str], limit_s: float) -> list[tuple[str, str, str]]:
-    """The tests of Fabric and of the Trainer that make processes, and those of the strategy "ddp"; then those that
-    Lightning keeps apart from them and that a CPU can run."""
+    """Runs the tests of Fabric and of the Trainer that start processes, and those of the strategy "ddp"; then the
+    tests that Lightning keeps separate and that a CPU can run."""
     paths = [f"tests_{part}/{name}.py" for part, names in LIGHTNING_TESTS.items() for name in names]
     options = ("--rootdir=.", "-o", "markers=flaky: of a package that repeats tests", "-k")
     found = files(*paths, *options, IN_PROCESSES)(checkout / "tests", env, limit_s)
@@ -402,7 +403,8 @@ def _case(case: ElementTree.Element) -> tuple[str, str, str]:
 
 
 def _started(command: list[str], env: dict[str, str], limit_s: float, folder: Path) -> tuple[int, str]:
-    """Exit status and output of a command, which is ended with all of its children after ``limit_s``."""
+    """Runs a command; returns its exit status and output. The command and all its children are ended after
+    ``limit_s``."""
     process = subprocess.Popen(
         command,
         env=env,
@@ -468,7 +470,7 @@ if not any("resource_tracker" in each for each in sys.orig_argv):
     except BaseException:
         traceback.print_exc()
         os._exit(3)
-"""  # a sitecustomize.py, which Python imports first in every process
+"""  # sitecustomize.py, which Python imports first in every process
 
 
 def outcomes(name: str, checkout: Path, way: str, limit_s: float) -> list[Outcome]:
@@ -489,16 +491,16 @@ def outcomes(name: str, checkout: Path, way: str, limit_s: float) -> list[Outcom
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why tests fail: what they look at is not there to be replaced, or a cause that is a sentence."""
+    """The reason why tests fail: they access something that cannot be replaced, or a cause given as a sentence."""
 
     suite: str
-    test: str  # a regular expression, of the name or of the end of what was told
+    test: str  # a regular expression for the name or the end of the output
     reason: str
     applies: bool = False
     way: str = ""
 
     def covers(self, outcome: Outcome) -> bool:
-        """Whether this is about that outcome."""
+        """Whether this verdict applies to an outcome."""
         named = re.search(self.test, outcome.name) or re.search(self.test, _cause(outcome.told))
         return outcome.suite == self.suite and self.way in ("", outcome.way) and bool(named)
 
@@ -637,7 +639,7 @@ VERDICTS = [
 
 
 def table(kept: dict[str, list[Outcome]], versions: dict[str, str]) -> str:
-    """All outcomes as Markdown."""
+    """Returns all outcomes as Markdown."""
     rows, notes = [], []
     for key, found in kept.items():
         name, way = key.split()
@@ -678,7 +680,7 @@ def table(kept: dict[str, list[Outcome]], versions: dict[str, str]) -> str:
 
 
 def _wrapped(note: str) -> str:
-    """A line of the page in lines of at most 120 columns."""
+    """Wraps a line of the page to at most 120 columns."""
     return textwrap.fill(note, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,4 +1,4 @@
-"""Draws the picture of the README from the recorded results: results/dist-2.json, peers-2.md and stages-4.txt.
+"""Draws the README's picture from recorded results: results/dist-2.json, peers-2.md and stages-4.txt.
 
 python benchmarks/overview.py
 """
@@ -26,11 +26,11 @@ SHADES = {
     "gathered": "#eedcc3",
 }
 Curve = dict[int, float]
-"""Microseconds of a call, by bytes of the message."""
+"""Microseconds per call, by bytes of the message."""
 
 
 def through_torch() -> tuple[Curve, Curve, Curve]:
-    """The median all_reduce on 2 ranks: of ringcomm, of Gloo, and of a plain copy of the message."""
+    """Returns the median time of all_reduce on 2 ranks: of ringcomm, of Gloo, and of a plain copy of the message."""
     ours, gloo, limit = Curve(), Curve(), Curve()
     for row in json.loads((RESULTS / "dist-2.json").read_text())["results"]:
         if row["experiment_name"] == "all_reduce":
@@ -42,7 +42,8 @@ def through_torch() -> tuple[Curve, Curve, Curve]:
 
 
 def from_cpp() -> tuple[Curve, Curve, Curve]:
-    """ringcomm in ordinary memory and in comm.empty, and the fastest of the three MPI-like peers."""
+    """Returns the times of ringcomm in ordinary memory and in comm.empty, and of the fastest of the three MPI-like
+    peers."""
     ours, visible, peer = Curve(), Curve(), Curve()
     for line in (RESULTS / "peers-2.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -53,7 +54,7 @@ def from_cpp() -> tuple[Curve, Curve, Curve]:
 
 
 def stages() -> tuple[dict[str, list[float]], list[float], str]:
-    """MiB on a rank at stages 0 to 3 by what it is, the predicted sums, and the final loss."""
+    """Returns MiB per rank at stages 0 to 3 by kind, the predicted sums, and the final loss."""
     kinds = {"parameters": 2, "gradients": 4, "optimizer": 5, "transient": 6, "gathered": 7}  # columns
     measured: dict[str, list[float]] = {kind: [] for kind in kinds}
     predicted, losses = [], set()

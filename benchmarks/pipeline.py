@@ -1,12 +1,13 @@
 """
-Pipelines measured: the idle share of every schedule beside its formula, and tokens a second beside torch's pipelining.
+Measures pipelines: the idle share of every schedule against its formula, and tokens per second against torch's
+pipelining.
 
     python benchmarks/pipeline.py --out benchmarks/results/pipeline.md
 
-The first part runs stages that wait for a known time in place of computing, so that the ranks need no cores of their
-own: what is idle then is the schedule's doing, or the runner's. The second trains a small GPT, untied, on ranks that
-are processes: our schedules beside those of torch.distributed.pipelining over Gloo, on the same batch and the same
-cuts, step by step in turns. Beside the table go pictures of the planned and the measured schedules.
+In the first part stages wait for a known time in place of computing, so that ranks need no cores of their own; all idle
+time then comes from the schedule or the runner. The second part trains a small GPT, untied, on ranks that are
+processes: our schedules and those of torch.distributed.pipelining over Gloo, on the same batch and the same stage
+boundaries, with interleaved steps. Pictures of the planned and the measured schedules are written beside the table.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from gpt import Block
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CHUNKS = {"interleaved": 2}
-RANKS = 4  # that wait
-TOLERANCE = 1e-4  # of losses beside torch's, relative
+RANKS = 4  # ranks in the first part
+TOLERANCE = 1e-4  # relative tolerance of losses against torch's
 
 
 # ---- stages that wait ---------------------------------------------------------------------------------------------
 
 
 class Waiting(torch.autograd.Function):
-    """Takes ``seconds`` forward, as long for the gradient of its input, and as long again for that of its weight."""
+    """Takes ``seconds`` in forward, and the same time for the gradient of its input and for that of its weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -69,13 +70,13 @@ class Waiting(torch.autograd.Function):
 
 
 def late(seconds: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a schedule that splits backward passes does later."""
+    """Returns the work that a schedule with split backward passes does later."""
     time.sleep(seconds)
     return []
 
 
 class Wait(nn.Module):
-    """A stage."""
+    """A stage that waits."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -87,7 +88,8 @@ class Wait(nn.Module):
 
 
 def waited(comm: ringcomm.Communicator, seconds: float, counts: Sequence[int], repetitions: int) -> list[list[Any]]:
-    """By schedule and number of micro-batches: idle shares, step times, and the timeline of the median step."""
+    """Returns, by schedule and number of micro-batches, idle shares, step times, and the timeline of the median
+    step."""
     torch.set_num_threads(1)
     found = []
     for name in SCHEDULES:
@@ -110,13 +112,13 @@ def waited(comm: ringcomm.Communicator, seconds: float, counts: Sequence[int], r
 
 
 def idle(rows: list[list[Any]]) -> float:
-    """The share of the time from the first start to the last end, as the mean over the ranks."""
+    """Returns the idle share of the time from the first start to the last end, as the mean over the ranks."""
     span = max(end for row in rows for _, _, end in row) - min(start for row in rows for _, start, _ in row)
     return 1 - sum(end - start for row in rows for _, start, end in row) / (span * len(rows))
 
 
 def bubbles(a: argparse.Namespace, folder: Path | None) -> list[str]:
-    """The table of the first part, and its pictures."""
+    """Returns the table of the first part, and writes its pictures."""
     arguments = (a.wait_ms / 1e3, a.microbatches, a.repetitions)
     done = ringcomm.run_ranks(waited, RANKS, *arguments, ranks="processes", timeout=60)[0]
     lines = [
@@ -153,7 +155,7 @@ def bubbles(a: argparse.Namespace, folder: Path | None) -> list[str]:
 
 
 class GPT(nn.Module):
-    """A decoder whose layers are a row, so that both sides can cut it in the same places."""
+    """A decoder whose layers form a sequence, so that both libraries can split it in the same places."""
 
     def __init__(self, a: argparse.Namespace) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class GPT(nn.Module):
 
 
 class Part(nn.Module):
-    """A stage as torch's pipelining wants it: a module of its own."""
+    """A stage in the form that torch's pipelining needs: a module of its own."""
 
     def __init__(self, model: GPT, stage: int, stages: int) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class Part(nn.Module):
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of every token."""
+    """Returns the cross entropy of every token."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -196,13 +198,13 @@ Step = Callable[[torch.Tensor, torch.Tensor], "float | None"]
 
 
 def model_of(a: argparse.Namespace) -> GPT:
-    """The same on every rank and for every contestant."""
+    """Returns the model, the same on every rank and for every contestant."""
     torch.manual_seed(0)
     return GPT(a)
 
 
 def ours(a: argparse.Namespace, comm: ringcomm.Communicator, name: str) -> Step:
-    """A step of our pipeline."""
+    """Returns a step of our pipeline."""
     stages = a.world * CHUNKS.get(name, 1)
     cuts = [f"blocks.{a.layers * i // stages}" for i in range(1, stages)]
     pipe = ringcomm.Pipeline(
@@ -217,7 +219,7 @@ def ours(a: argparse.Namespace, comm: ringcomm.Communicator, name: str) -> Step:
 
 
 def torchs(a: argparse.Namespace, name: str) -> Step:
-    """A step of torch's."""
+    """Returns a step of torch's pipeline."""
     from torch.distributed import pipelining as p
 
     rank, several = dist.get_rank(), name in ("Interleaved1F1B", "InterleavedZeroBubble")
@@ -247,7 +249,7 @@ TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def turns(a: argparse.Namespace, comm: ringcomm.Communicator) -> tuple[dict[str, list[float]], list[str]]:
-    """Seconds of every step, by contestant; and what could not run."""
+    """Returns the seconds of every step, by contestant, and notes about those that could not run."""
     generator = torch.Generator().manual_seed(1)
     steps = {f"ringcomm {name}": ours(a, comm, name) for name in SCHEDULES}
     steps |= {f"torch {name}": torchs(a, name) for name in TORCHS}
@@ -261,7 +263,7 @@ def turns(a: argparse.Namespace, comm: ringcomm.Communicator) -> tuple[dict[str,
             comm.barrier()
             start = time.perf_counter()
             losses[name] = steps[name](x, y)
-            comm.barrier()  # a step is over when the slowest rank is
+            comm.barrier()  # a step has ended when the slowest rank has
             if turn >= a.warmup:
                 seconds[name].append(time.perf_counter() - start)
         first = losses["ringcomm gpipe"]
@@ -275,7 +277,7 @@ def turns(a: argparse.Namespace, comm: ringcomm.Communicator) -> tuple[dict[str,
 
 
 def table(a: argparse.Namespace, seconds: dict[str, list[float]], notes: list[str]) -> list[str]:
-    """Markdown of the second part."""
+    """Returns the Markdown of the second part."""
     count = sum(p.numel() for p in model_of(a).parameters())
     per_step = a.m * a.batch * a.seq
     lines = [
@@ -302,12 +304,12 @@ def table(a: argparse.Namespace, seconds: dict[str, list[float]], notes: list[st
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median (min-max)."""
+    """Formats median (min-max)."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def worker(rank: int, a: argparse.Namespace, out: Any) -> None:
-    """One rank of the second part."""
+    """Runs one rank of the second part."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", a.world), ("LOCAL_WORLD_SIZE", a.world)):
@@ -326,7 +328,7 @@ def worker(rank: int, a: argparse.Namespace, out: Any) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
         ("world", 2, "ranks of the GPT"), ("layers", 8, "blocks"), ("dim", 192, "width"),
@@ -342,7 +344,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Both parts."""
+    """Runs both parts."""
     a = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     out = None if a.out is None else Path(a.out)

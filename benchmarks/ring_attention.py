@@ -1,13 +1,13 @@
 """
-Time and peak memory of causal attention over a split sequence on the CPU: the ring, beside its two alternatives.
+Time and peak memory of causal attention over a split sequence on the CPU: the ring and its two alternatives.
 
     python benchmarks/ring_attention.py --out benchmarks/results/ring_attention.md
 
-"one rank" is torch's attention over the whole sequence on rank 0, while the other ranks wait. "gather first" collects
+"one rank" is torch's attention over the whole sequence on rank 0, while the other ranks wait. "gather first" gathers
 the keys and values of all ranks, computes the same blocks with the same kernels, and reduces and scatters their
-gradients. In a turn each contestant makes a forward and a backward, from a barrier to a barrier; the order turns around
-every second turn. CPU is the time of all threads of the busiest rank: what a step takes on a machine that does nothing
-else, but for waiting. Peak memory is the kernel's high-water mark of one such step, with inputs and results.
+gradients. In a turn each contestant runs a forward and a backward, from a barrier to a barrier; the order is reversed
+in every second turn. CPU is the time of all threads of the busiest rank: the time of a step on an otherwise idle
+machine, without waiting. Peak memory is the kernel's high-water mark of one such step, with inputs and results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ringcomm.context import ring_attention, shard_sequence
 from ringcomm.context.blocks import FLASH_CPU, Scores, merge
 from ringcomm.context.sequence import Block, block_of
 
-TOLERANCE = 1e-5  # of the largest value
+TOLERANCE = 1e-5  # relative to the largest value
 
 
 class GatherFirst(torch.autograd.Function):
-    """The alternative: all keys and values on every rank, then the blocks of a zigzag."""
+    """The alternative: gathers all keys and values on every rank, then computes the blocks of a zigzag."""
 
     @staticmethod
     def blocks(comm: ringcomm.Communicator, length: int) -> list[tuple[int, Block]]:
-        """This rank's own first."""
+        """Returns the blocks, this rank's own first."""
         found = []
         for source in sorted(range(comm.world_size), key=lambda source: source != comm.rank):
             block = block_of(comm.rank, source, length, True, "zigzag")
@@ -84,7 +84,7 @@ class GatherFirst(torch.autograd.Function):
 
 
 def alone(comm: ringcomm.Communicator, *whole: torch.Tensor) -> torch.Tensor:
-    """torch's own."""
+    """Runs torch's own attention."""
     del comm
     return F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
 
@@ -92,12 +92,12 @@ def alone(comm: ringcomm.Communicator, *whole: torch.Tensor) -> torch.Tensor:
 def ring(
     comm: ringcomm.Communicator, *parts: torch.Tensor, layout: str = "zigzag", overlap: bool = True
 ) -> torch.Tensor:
-    """Ours."""
+    """Runs ringcomm's attention."""
     return ring_attention(*parts, comm, causal=True, layout=layout, overlap=overlap)
 
 
 ALONE = "one rank"
-CONTESTANTS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {  # the layout of the inputs, and what computes
+CONTESTANTS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {  # the layout of the inputs, and the function
     ALONE: ("", alone),
     "gather first": ("zigzag", lambda comm, *parts: GatherFirst.apply(*parts, comm)),
     "ring": ("zigzag", ring),
@@ -107,7 +107,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {  # the layou
 
 
 def inputs_of(comm: ringcomm.Communicator, a: argparse.Namespace, length: int, layout: str) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: whole on rank 0 and nowhere else ("") or this rank's parts."""
+    """Returns q, k, v and the gradient of the output: whole on rank 0 and nowhere else (""), or this rank's parts."""
     if not layout and comm.rank:
         return []
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +117,7 @@ def inputs_of(comm: ringcomm.Communicator, a: argparse.Namespace, length: int, l
 
 
 def step(comm: ringcomm.Communicator, name: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A forward and a backward: the output, and the gradients of q, k and v."""
+    """Runs a forward and a backward; returns the output, and the gradients of q, k and v."""
     if not inputs:
         return []
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
@@ -127,7 +127,7 @@ def step(comm: ringcomm.Communicator, name: str, inputs: list[torch.Tensor]) -> 
 
 
 def check(comm: ringcomm.Communicator, results: dict[str, list[torch.Tensor]]) -> None:
-    """Rank 0's part of every contestant's results is that of the whole."""
+    """Checks that rank 0's part of every contestant's results equals that part of the whole."""
     for name, parts in results.items():
         if comm.rank or name == ALONE:
             continue
@@ -141,7 +141,7 @@ def check(comm: ringcomm.Communicator, results: dict[str, list[torch.Tensor]]) -
 def measure(
     comm: ringcomm.Communicator, a: argparse.Namespace, length: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
-    """Seconds of every turn and of this rank's threads on a core in it, and the peak memory."""
+    """Returns the seconds of every turn, the CPU seconds of this rank's threads in it, and the peak memory."""
     torch.set_num_threads(1)
     inputs = {name: inputs_of(comm, a, length, layout) for name, (layout, _) in CONTESTANTS.items()}
     check(comm, {name: step(comm, name, inputs[name]) for name in CONTESTANTS})
@@ -159,20 +159,20 @@ def measure(
 
 
 def memory_kib(what: str) -> int:
-    """A line of this process' status."""
+    """Returns a line of this process's status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def peaks_mib(comm: ringcomm.Communicator, inputs: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    """Of one step of each: its inputs, and what it takes above what the process has."""
+    """Returns the peak memory of one step of each: its inputs, and what it uses above the process's own."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory is returned to the system at once
     found = {}
     for name in CONTESTANTS:
         libc.malloc_trim(0)
         comm.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = memory_kib("VmRSS")
         step(comm, name, inputs[name])
         taken = memory_kib("VmHWM") - before
@@ -182,13 +182,13 @@ def peaks_mib(comm: ringcomm.Communicator, inputs: dict[str, list[torch.Tensor]]
 
 
 def spread(values: list[float], scale: float, digits: int) -> str:
-    """Median (min-max)."""
+    """Formats median (min-max)."""
     found = (scale * each for each in (statistics.median(values), min(values), max(values)))
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(*found, d=digits)
 
 
 def table(a: argparse.Namespace, length: int) -> list[str]:
-    """Measures one length."""
+    """Measures one length, and returns its table."""
     results = ringcomm.run_ranks(measure, a.world, a, length, ranks="processes")
     times = results[0][0]
     lines = [
@@ -207,7 +207,7 @@ def table(a: argparse.Namespace, length: int) -> list[str]:
 
 
 def options() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])

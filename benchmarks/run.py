@@ -1,5 +1,5 @@
 """
-The measurements that docs/performance.md quotes: one command for all, one file of numbers for each.
+Runs the measurements that docs/performance.md quotes: one command for all, one file of numbers for each.
 
     python benchmarks/run.py                 # everything (about 15 minutes on 2 cores)
     python benchmarks/run.py dist-2 train    # some of it
@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SCAN = "-b 1K -e 256M -f 4"
-RUNS = {  # name: words of `ringcomm bench`, or of the example
+RUNS = {  # name: arguments of `ringcomm bench`, or of the example
     "dist-2": "all_reduce reduce_scatter all_gather broadcast -g 2 -b 1K -e 64M -f 4 --level dist --peer gloo --limit",
     "dist-4": "all_reduce -g 4 -b 1K -e 16M -f 4 --level dist --peer gloo --limit",
     "dist-8": "all_reduce -g 8 -b 1K -e 1M -f 4 --level dist --peer gloo --limit",
@@ -45,7 +45,7 @@ def command(name: str) -> list[str]:
 
 
 def shown(words: list[str]) -> str:
-    """The command as one types it."""
+    """Returns the command as a user types it."""
     text = " ".join(["python", *words[1:]])
     return text.replace("python -m ringcomm", "ringcomm").replace("python -m torch.distributed.run", "torchrun")
 

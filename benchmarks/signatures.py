@@ -1,11 +1,11 @@
-"""What signatures, places and records of calls cost the smallest all_reduces of 2 processes, called from Python.
+"""Measures what signatures, call sites and records of calls cost in the smallest all_reduces of 2 processes, called
+from Python.
 
     python benchmarks/signatures.py [--turns 81] [--rounds 8] [--write]
 
-Builds of this very source take turns: one without the lines of csrc/cpu/stage.cpp that send, compare and log signatures
-(what they consist of is still put together), one with them, one that also looks for the place of each call in the
-user's code, and that with the flight recorder, which is the package as it is. Needs what an installation from this
-folder leaves in build/.
+Builds of this source take turns: one without the lines of csrc/cpu/stage.cpp that send, compare and log signatures
+(their contents are still prepared), one with them, one that also looks up each call's place in the user's code, and one
+with the flight recorder, too, which is the unchanged package. Needs the build/ of an installation from this folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from builds import ROOT, Build, end, in_turns, machine, ratio, times
 
 RESULT = ROOT / "benchmarks" / "results" / "signatures.md"
-SIZES = {8: 200, 1024: 200}  # bytes: calls of a turn
+SIZES = {8: 200, 1024: 200}  # bytes: calls per turn
 LINES = (  # of stage.cpp
     "  group.begin_call(call, signature_);\n",
     "    header->signature = signature_;\n",
@@ -57,12 +57,13 @@ def once(pattern: str, by: str, text: str) -> str:
 
 
 def built() -> Path:
-    """The folder of the installation, which must be of these sources."""
+    """Returns the folder of the installation, which must be of these sources."""
     libraries = sorted(ROOT.glob("build/*/libringcomm_core.a"), key=lambda path: path.stat().st_mtime)
     if not libraries:
         sys.exit("signatures.py: expected build/*/libringcomm_core.a, got none; install ringcomm from this folder")
     build = libraries[-1].parent
-    subprocess.run([*NINJA, str(build), "_C"], stdout=subprocess.DEVNULL, check=True)  # nothing to do, if it is
+    # Does nothing if the build is current.
+    subprocess.run([*NINJA, str(build), "_C"], stdout=subprocess.DEVNULL, check=True)
     modules = [next(folder.glob("_C.*.so")).read_bytes() for folder in (build, ROOT / "ringcomm")]
     if modules[0] != modules[1]:
         sys.exit("signatures.py: expected an installation of these sources, got an older one; install it again")
@@ -70,7 +71,8 @@ def built() -> Path:
 
 
 def changed_build(folder: Path, edits: dict[str, Edit]) -> Path:
-    """A folder with a package whose _C has these sources changed; all else is what the installation has built."""
+    """Returns a folder with a package whose _C is built from these changed sources; everything else is from the
+    installation."""
     build, package = built(), folder / "ringcomm"
     words = [*NINJA, str(build), "-t", "commands", "_C"]
     commands = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -82,7 +84,8 @@ def changed_build(folder: Path, edits: dict[str, Edit]) -> Path:
         compile_it = next(command for command in commands if command.endswith(f"-c {source}"))
         compile_it = once(r"-MD -MT \S+ -MF \S+ -o \S+ -c \S+", f"-o {output} -c {copy}", compile_it)
         subprocess.run(compile_it, shell=True, cwd=build, check=True)
-        link = re.sub(rf"\S+/{re.escape(name)}\.o", "", link)  # that of a library is left out by itself
+        # An unchanged library's object is left out by the linker itself.
+        link = re.sub(rf"\S+/{re.escape(name)}\.o", "", link)
         objects.append(str(output))
     link = link.replace(" libringcomm_core.a", f" {' '.join(objects)} libringcomm_core.a", 1)
     subprocess.run(link, shell=True, cwd=build, check=True)

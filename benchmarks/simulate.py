@@ -1,14 +1,14 @@
 """
-The simulator beside measurements and beside published tables.
+Compares the simulator with measurements and with published tables.
 
     python benchmarks/simulate.py                    # everything; writes results/simulate.md (about 4 minutes, 2 cores)
     python benchmarks/simulate.py --ranks 2 --runs 3
     python benchmarks/simulate.py --reports one.json --over-hosts two.json   # of ringcomm bench, instead of measuring
 
 A run is one `ringcomm bench` of four collectives over eleven sizes; runs with different numbers of ranks take turns.
-Measurements are medians over all runs, and again over those that `quiet` keeps. Every second size calibrates, the
-others are predicted. Over hosts: two network namespaces with two ranks each, on a link of 1 Gbit/s and 1 ms (needs root
-and tests/namespaces.py), on top of the links inside as calibrated from two ranks.
+Measurements are medians over all runs, and again over the runs that `quiet` keeps. Every second size is used for
+calibration, the others are predicted. Over hosts: two network namespaces with two ranks each, on a link of 1 Gbit/s and
+1 ms (needs root and tests/namespaces.py); the links inside are those calibrated from two ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringcomm.tools.simulate.training import forward_us, step
 
 OUT = Path(__file__).resolve().parent / "results" / "simulate.md"
 MEASURED = "all_reduce reduce_scatter all_gather broadcast -b 64K -e 64M -f 2 -c 0 --rounds 5"
-USED = tuple(64 << (10 + 2 * k) for k in range(6))  # bytes that calibrate: 64K, 256K, ..., 64M
+USED = tuple(64 << (10 + 2 * k) for k in range(6))  # bytes used for calibration: 64K, 256K, ..., 64M
 OVER_HOSTS = "all_reduce all_gather broadcast -b 256K -e 32M -f 2 -c 0 --rounds 3 -n 4 -w 1"
 USED_OVER_HOSTS = tuple(256 << (10 + 2 * k) for k in range(4))  # 256K, 1M, 4M, 16M
 # (what, bytes, collective, algorithm, dtype, cluster, figure, its value): "us" or "busbw"
@@ -55,7 +55,7 @@ PUBLISHED = (
     ("8xA100 mscclpp CI (perf_ndmv4.jsonl)", 8 << 10, "all_reduce", "best", "float16", a100(1), "us", 6.5),
 )  # fmt: skip
 
-FITTED = {("8xH100 mscclpp, CUDA graph (mscclpp#646)", 1 << 10)}  # the preset's call_us is from there
+FITTED = {("8xH100 mscclpp, CUDA graph (mscclpp#646)", 1 << 10)}  # the preset's call_us comes from it
 
 
 def size(nbytes: int) -> str:
@@ -107,10 +107,10 @@ def measure_over_hosts(runs: int) -> list[dict[str, Any]]:
 
 
 def quiet(reports: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The reports without the collectives of the slower runs, and how many runs of each collective are left.
+    """Returns the reports without the collectives of slower runs, and the number of remaining runs of each collective.
 
-    A run's slowness is the median over sizes of its time over that of the fastest run; above 1.25 it is dropped, but
-    the three fastest runs always stay. It tells slow runs from fast ones, not why they were slow.
+    A run's slowness is the median over sizes of its time divided by the fastest run's. A run above 1.25 is dropped, but
+    the three fastest runs always stay. This separates slow runs from fast ones, but does not show why they were slow.
     """
     times = [{(s.collective, s.nbytes): s.time_us for s in samples_of(each)} for each in reports]
     least = {key: min(each[key] for each in times) for key in times[0]}
@@ -127,7 +127,7 @@ def quiet(reports: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict
 
 
 def spread(reports: Sequence[dict[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
-    """(least, most) time over the runs, by collective and bytes."""
+    """Returns (least, most) time over the runs, by collective and bytes."""
     times: dict[tuple[str, int], list[float]] = {}
     for each in reports:
         for sample in samples_of(each):
@@ -154,7 +154,7 @@ def beside_measurements(runs: Sequence[dict[str, Any]]) -> list[str]:
 def beside_medians(
     reports: Sequence[dict[str, Any]], used: Sequence[int], known: Cluster | None = None, hosts: int = 1
 ) -> list[str]:
-    """The table of the sizes that are predicted."""
+    """Returns the table of the predicted sizes."""
     found = calibrate(reports, known, sizes=used, hosts=hosts)
     ranges = spread(reports)
     rows = deviations(found.cluster, [s for s in samples_of(reports) if s.nbytes not in used])
@@ -173,7 +173,7 @@ def beside_medians(
 
 
 def beside_hosts(runs: Sequence[dict[str, Any]], inside: Sequence[dict[str, Any]]) -> list[str]:
-    """Two hosts of two ranks; what is inside is known from two ranks of one host."""
+    """Returns the table of two hosts with two ranks each; the links inside are known from two ranks of one host."""
     cluster = Cluster(1, 2, LinkClass(1.0, 10.0), LinkClass(1000.0, 0.1, **ENGINE), shared_nic=True)
     known = calibrate(inside, cluster, sizes=USED).cluster
     return [

@@ -1,10 +1,10 @@
-"""Tensor and sequence parallel layers: when cutting messages along the ring pays, and the same block under torch's own
-tensor parallelism (DTensor over Gloo).
+"""Tensor and sequence parallel layers: shows when splitting messages along the ring pays off, and compares with the
+same block under torch's own tensor parallelism (DTensor over Gloo).
 
     python benchmarks/tensor_parallel.py --out benchmarks/results/tensor_parallel.md
 
-Two processes, one thread each. Variants take turns in one run; figures are medians of the turns, with the least and the
-most. A turn is forward and backward of one block; its time is that of the slower rank.
+Two processes, one thread each. Variants take turns in one run; figures are medians of the turns, with minimum and
+maximum. A turn is the forward and backward of one block; its time is that of the slower rank.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def by_torch(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def turn(module: nn.Module, x: torch.Tensor, group: Any) -> float:
-    """Seconds of one forward and backward pass, on the slower rank."""
+    """Returns the seconds of one forward and backward pass, on the slower rank."""
     module.zero_grad()
     x.grad = None
     dist.barrier(group)
@@ -149,7 +149,7 @@ def figures(seconds: list[float], scale: float = 1e3) -> str:
 
 
 def quartiles(times: list[float], base: list[float]) -> tuple[str, float]:
-    """Of the ratios within a turn; and the third of them."""
+    """Returns the quartiles of the ratios within a turn, as text, and the third quartile."""
     first, middle, third = statistics.quantiles([a / b for a, b in zip(times, base, strict=True)], n=4)
     return f"{middle:.2f} [{first:.2f}, {third:.2f}]", third
 

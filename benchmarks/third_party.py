@@ -1,11 +1,12 @@
-"""Third-party models and training loops, unmodified, from many random configurations: the same bits at every stage?
+"""Checks that third-party models and training loops, unmodified and randomly configured, give the same bits at every
+stage.
 
     OMP_NUM_THREADS=1 python benchmarks/third_party.py --seeds 20 --write     # results/third_party.md
 
 A configuration is a seed: the model's sizes, dropout, accumulation, clipping, activation checkpointing, autocast and
 the optimizer are drawn from it. Three processes train each configuration with torch's DDP over the backend "ringcomm"
-and at the stages 0 to 3. Every loss, the text that the model writes, every parameter and buffer at the end, and the
-file that `save_pretrained` makes must be the same bits on each rank. The programs are those of tests/third_party.py.
+and at the stages 0 to 3. Every loss, the text that the model generates, every final parameter and buffer, and the file
+that `save_pretrained` writes must have the same bits on each rank. The programs are those of tests/third_party.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RESULT = HERE / "results" / "third_party.md"
 
 @dataclass
 class Row:
-    """What came of one program over all seeds."""
+    """The results of one program over all seeds."""
 
     name: str
     equal: Counter[str | int] = field(default_factory=Counter)
@@ -37,7 +38,7 @@ class Row:
     failures: list[str] = field(default_factory=list)
 
     def add(self, seed: int, found: dict[str | int, str]) -> None:
-        """Takes in one configuration."""
+        """Adds the result of one configuration."""
         self.ran += 1
         for way, told in found.items():
             self.equal[way] += told == "equal"
@@ -46,13 +47,13 @@ class Row:
                 self.failures.append(f"{self.name}, seed {seed}, {way if way == DDP else f'stage {way}'}: {told}")
 
     def cell(self, way: str | int) -> str:
-        """ "yes", "refused", or how many configurations agree."""
+        """Returns "yes", "refused", or the number of configurations that agree."""
         if self.equal[way] == self.ran:
             return "yes"
         return "refused" if self.refused[way] == self.ran else f"{self.equal[way]} of {self.ran}"
 
     def line(self) -> str:
-        """A row of the table."""
+        """Returns a row of the table."""
         package = PROGRAMS[self.name].package
         version = importlib.metadata.version(package.replace("_", "-")).split("+")[0]
         cells = [self.name, f"{package.replace('_', '-')} {version}", str(self.ran), *map(self.cell, STAGES)]
@@ -60,7 +61,7 @@ class Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The result as Markdown."""
+    """Returns the result as Markdown."""
     stages = " | ".join(f"stage {stage}" for stage in STAGES)
     head = [
         "# Third-party models and loops: the same bits as torch's DDP?",

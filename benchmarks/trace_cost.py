@@ -1,9 +1,10 @@
-"""What the timeline costs an all_reduce of 2 ranks: switched off, switched on, and beside a build without it.
+"""Measures what tracing costs an all_reduce of 2 ranks: switched off, switched on, and compared with a build without
+it.
 
     python benchmarks/trace_cost.py --base FOLDER --out benchmarks/results/trace.md
 
-FOLDER holds another build of the package `ringcomm`. Shown are the median and, after the slash, the fastest tenth;
-ratios within a turn, median [quartiles].
+FOLDER contains another build of the package `ringcomm`. The table shows the median and, after the slash, the fastest
+tenth; ratios are taken within a turn, as median [quartiles].
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from builds import ROOT, Build, end, in_turns, machine, ratio, times
 
-SIZES = {8: 100, 1024: 100, 1 << 20: 10}  # bytes: calls of a turn, few: on a shared machine some turns are undisturbed
+# Bytes: calls per turn, few, because on a shared machine some turns are then undisturbed.
+SIZES = {8: 100, 1024: 100, 1 << 20: 10}
 
 
 def measure(base: Path, turns: int) -> list[str]:

@@ -1,11 +1,12 @@
 """
-Time of a training step of a small GPT on CPU: our stages beside torch's data parallelism over Gloo.
+Times a training step of a small GPT on the CPU: our stages and torch's data parallelism over Gloo.
 
     python benchmarks/train.py --world 2 --out benchmarks/results/train-2.md
 
-Every contestant has its own copy of the model in the same processes. In a turn each of them makes one step on the same
-batch, from a barrier to a barrier; the order turns around every second turn. Printed are the median step (min-max), and
-the median over the turns of peer's time / our time in the same turn, so that what else the machine does cancels out.
+Every contestant has its own copy of the model in the same processes. In a turn each of them runs one step on the same
+batch, from a barrier to a barrier; the order is reversed in every second turn. The table shows the median step
+(min-max), and the median over the turns of peer's time / our time in the same turn, so that other load on the machine
+cancels out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gpt import Block
 
 LOCAL, DDP, FSDP, FSDP_WHOLE = "no communication", "torch DDP, Gloo", "torch FSDP2, Gloo", "torch FSDP2 whole, Gloo"
 PEER_OF = {"stage 0": (DDP,), "stage 1": (DDP,), "stage 2": (DDP, FSDP_WHOLE), "stage 3": (FSDP,)}
-TOLERANCE = 1e-3  # of losses between us and a peer, relative: the order of summation may differ
+TOLERANCE = 1e-3  # relative tolerance of losses between ringcomm and a peer: the order of summation may differ
 
 
 class GPT(nn.Module):
@@ -55,7 +56,7 @@ class GPT(nn.Module):
 
 
 class Contestant:
-    """A model in training, and what was measured of it."""
+    """A model in training, and its measurements."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -73,18 +74,18 @@ class Contestant:
 
 
 def model_of(a: argparse.Namespace) -> GPT:
-    """The same on every rank and for every contestant."""
+    """Returns the model, the same on every rank and for every contestant."""
     torch.manual_seed(0)
     return GPT(a)
 
 
 def adam(model: nn.Module, a: argparse.Namespace) -> torch.optim.Optimizer:
-    """The optimizer of every contestant."""
+    """Returns the optimizer of every contestant."""
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, **{a.adam: True})
 
 
 def fsdp2(a: argparse.Namespace, reshard: bool) -> nn.Module:
-    """torch's, block by block and then the rest, as its manual tells."""
+    """Wraps the model with torch's FSDP2, block by block and then the rest, as its manual advises."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -97,13 +98,13 @@ def fsdp2(a: argparse.Namespace, reshard: bool) -> nn.Module:
 
 
 def ddp(a: argparse.Namespace) -> nn.Module:
-    """torch's, at its best: gradients are views of the buckets."""
+    """Wraps the model with torch's DDP at its best: gradients are views of the buckets."""
     group = dist.new_group(backend="gloo")
     return nn.parallel.DistributedDataParallel(model_of(a), process_group=group, gradient_as_bucket_view=True)
 
 
 def contestants(a: argparse.Namespace, comm: ringcomm.Communicator) -> dict[str, Contestant]:
-    """All that are asked for."""
+    """Returns all requested contestants."""
     peers: dict[str, Callable[[], nn.Module]] = {
         LOCAL: lambda: model_of(a),
         DDP: lambda: ddp(a),
@@ -123,7 +124,7 @@ def contestants(a: argparse.Namespace, comm: ringcomm.Communicator) -> dict[str,
 
 
 def turns(a: argparse.Namespace, comm: ringcomm.Communicator, all_of_them: dict[str, Contestant]) -> None:
-    """Measures."""
+    """Runs and times the turns."""
     generator = torch.Generator().manual_seed(1 + comm.rank)
     names = list(all_of_them)
     for turn in range(a.warmup + a.turns):
@@ -134,7 +135,7 @@ def turns(a: argparse.Namespace, comm: ringcomm.Communicator, all_of_them: dict[
             comm.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             loss = each.step(x, y)
-            comm.barrier()  # a step is over when the slowest rank is
+            comm.barrier()  # a step has ended when the slowest rank has
             each.losses.append(loss)
             if turn >= a.warmup:
                 each.seconds.append(time.perf_counter() - start)
@@ -142,7 +143,7 @@ def turns(a: argparse.Namespace, comm: ringcomm.Communicator, all_of_them: dict[
 
 
 def check(all_of_them: dict[str, Contestant], rank: int) -> list[str]:
-    """Refuses losses that differ; says which are equal to the last bit."""
+    """Raises if losses differ; returns those that are equal to the last bit."""
     ours = {name: each.losses for name, each in all_of_them.items() if name.startswith("stage")}
     first = next(iter(ours))
     for name, losses in ours.items():
@@ -163,24 +164,24 @@ def check(all_of_them: dict[str, Contestant], rank: int) -> list[str]:
 
 
 def spread(values: Sequence[float], unit: float = 1.0, digits: int = 1) -> str:
-    """Median (min-max)."""
+    """Formats median (min-max)."""
     median, least, most = (unit * x for x in (statistics.median(values), min(values), max(values)))
     return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
 
 
 def quartiles(values: Sequence[float]) -> str:
-    """Median [lower quartile, upper quartile]."""
+    """Formats median [lower quartile, upper quartile]."""
     low, median, high = statistics.quantiles(values, n=4)
     return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def ratios(peer: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Turn by turn."""
+    """Returns the ratios, turn by turn."""
     return [p / q for p, q in zip(peer, ours, strict=True)]
 
 
 def table(a: argparse.Namespace, all_of_them: dict[str, Contestant], same: list[str]) -> str:
-    """Markdown."""
+    """Returns the table as Markdown."""
     count = sum(p.numel() for p in all_of_them[LOCAL].model.parameters())
     base = all_of_them[LOCAL].seconds
     lines = [
@@ -211,7 +212,7 @@ def table(a: argparse.Namespace, all_of_them: dict[str, Contestant], same: list[
 
 
 def worker(rank: int, a: argparse.Namespace) -> None:
-    """One rank."""
+    """Runs one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", a.world), ("LOCAL_WORLD_SIZE", a.world)):
@@ -232,7 +233,8 @@ def worker(rank: int, a: argparse.Namespace) -> None:
 
 
 def write(a: argparse.Namespace, text: str, all_of_them: dict[str, Contestant]) -> None:
-    """The table into a file with the command, behind what is there with --append; every turn into one beside it."""
+    """Writes the table with the command to a file, after its contents with --append; writes every turn to a file
+    beside it."""
     out = Path(a.out)
     before = out.read_text() if a.append and out.exists() else f"# Training steps beside torch over Gloo\n\n{NOTE}\n"
     out.write_text(f"{before}\n{text}\n    {a.command}\n")
@@ -261,7 +263,7 @@ KEEP_MEMORY = {
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
         ("world", 2, "ranks"), ("layers", 6, "blocks"), ("dim", 384, "width"), ("vocab", 8192, "tokens known"),

@@ -1,12 +1,12 @@
-"""Random training programs in every placement, for as long as one likes: every bit that they can see is compared.
+"""Compares every visible bit of random training programs in every placement, for any length of time.
 
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 20000 --workers 2 --write
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --processes
     OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --without checkpoint.reentrant mixed_precision
 
-tests/training_programs.py says what a program is, tests/test_training_fuzz.py is the short form. Program k of a seed is
-always the same. One that fails is made smaller and printed; the run then goes on, until Ctrl-C ends it with the report
-of what it did so far. Exit status 1 if any failed.
+tests/training_programs.py defines the programs, tests/test_training_fuzz.py is the short form. Program k of a seed is
+always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
+far. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from training_runner import Failure, Runner  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
 POOL = 2000
-"""Programs until the workers are replaced. Some programs leave cycles through graphs of autograd, which nothing
-collects, as in torch alone: with thousands of them Python's garbage collector stops all threads for seconds."""
+"""Number of programs after which the workers are replaced. Some programs leave reference cycles through autograd
+graphs, which are never collected, as in torch alone; with thousands of them Python's garbage collector stops all
+threads for seconds."""
 Found = tuple[int, list[Failure], str]
-"""A program that fails: its seed, how, and the program made smaller."""
+"""A failing program: its seed, the failure, and the reduced program."""
 
 
 class Worker:
-    """What a process of the run keeps."""
+    """The state of a worker process."""
 
     runner: Runner
     allowed: tuple[str, ...]
     shrinks: bool
-    stopped = longest_s = 0.0  # of Python's garbage collector: the last start, and the longest stop
+    stopped = longest_s = 0.0  # times of Python's garbage collector: the last start, and the longest stop
 
     @classmethod
     def start(cls, allowed: tuple[str, ...], shrinks: bool, processes: bool) -> None:
-        """Once in each process."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
+        """Initialises a worker process."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends it
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's advice about single programs
         cls.runner, cls.allowed, cls.shrinks = Runner(processes), allowed, shrinks
@@ -66,7 +67,8 @@ class Worker:
 
     @classmethod
     def run(cls, seeds: range) -> tuple[int, Counter[str], Counter[str], list[Found], float]:
-        """Comparisons, features, placements, what failed, and for how long all threads stood still at most."""
+        """Returns the comparisons, features, placements, failures, and the longest time for which all threads were
+        stopped."""
         features, places, failed = Counter[str](), Counter[str](), list[Found]()
         before = cls.runner.comparisons
         for seed in seeds:
@@ -81,7 +83,7 @@ class Worker:
 
 
 class Report:
-    """What the run did, and what went wrong."""
+    """The counts and failures of the run."""
 
     def __init__(self, a: argparse.Namespace) -> None:
         self.a, self.began = a, time.monotonic()
@@ -97,7 +99,7 @@ class Report:
         failed: list[Found],
         longest_s: float,
     ) -> None:
-        """Takes in what a worker did, and prints the programs that failed."""
+        """Adds a worker's results, and prints the programs that failed."""
         self.programs, self.comparisons = self.programs + count, self.comparisons + comparisons
         self.features.update(features)
         self.places.update(places)
@@ -109,7 +111,7 @@ class Report:
             print(f"\nprogram {seed} fails:\n  {lines}\nmade smaller:\n{text}", flush=True)
 
     def rows(self) -> list[str]:
-        """The report, line by line."""
+        """Returns the report, line by line."""
         seconds = time.monotonic() - self.began
         rows = [f"{self.programs} programs in {seconds:.0f} s, {self.programs / seconds:.1f} in a second"]
         rows.append(f"{self.comparisons} comparisons of a placement with the first one, {self.failed} programs fail")
@@ -133,7 +135,7 @@ def main() -> int:
     first = a.seed * 10**6
     chunks = [range(at, min(at + CHUNK, first + a.programs)) for at in range(first, first + a.programs, CHUNK)]
     report = Report(a)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs ignore it
     fresh, given = multiprocessing.get_context("spawn"), (allowed, not a.no_shrink, a.processes)
     for at in range(0, len(chunks), POOL // CHUNK):
         some = chunks[at : at + POOL // CHUNK]

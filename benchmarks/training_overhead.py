@@ -1,10 +1,10 @@
-"""What the training layer costs in small models, where Python decides the time of a step, and the memory that it keeps.
+"""Measures the training layer's cost in small models, where Python determines the time of a step, and its memory.
 
     python benchmarks/training_overhead.py --out benchmarks/results/training_overhead.md
 
-Time: every contestant has its own copy of the model in the same two processes and makes one step in each turn, on the
-same batch; the order turns around every second turn. A ratio is taken within a turn. Memory: two fresh processes for
-each stage, with glibc's own settings and with one that gives freed memory back.
+Time: every contestant has its own copy of the model in the same two processes and runs one step in each turn, on the
+same batch; the order is reversed in every second turn. A ratio is taken within a turn. Memory: two new processes for
+each stage, with glibc's default settings and with settings that return freed memory to the system.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SETTING, THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 4 << 20
 
 
 def options(size: str) -> argparse.Namespace:
-    """What `train.py` makes a model and its optimizer from."""
+    """Returns the options from which `train.py` makes a model and its optimizer."""
     layers, dim, vocab, seq = SIZES[size]
     return argparse.Namespace(layers=layers, dim=dim, vocab=vocab, seq=seq, batch=1, adam="fused")
 
 
 def torch_ddp(backend: str, how: argparse.Namespace) -> nn.Module:
-    """torch's, at its best: gradients are views of the buckets."""
+    """Wraps the model with torch's DDP at its best: gradients are views of the buckets."""
     group = dist.new_group(backend=backend)
     return nn.parallel.DistributedDataParallel(model_of(how), process_group=group, gradient_as_bucket_view=True)
 
 
 def sharded(stage: int, comm: ringcomm.Communicator, how: argparse.Namespace) -> Contestant:
-    """A model of a stage."""
+    """Makes a contestant at a stage."""
     model = model_of(how)
     optimizer = adam(model, how)
     ringcomm.shard(model, optimizer, stage, comm)
@@ -56,7 +56,7 @@ def sharded(stage: int, comm: ringcomm.Communicator, how: argparse.Namespace) ->
 
 
 def contestants(comm: ringcomm.Communicator, how: argparse.Namespace) -> dict[str, Contestant]:
-    """All, in the order of the table."""
+    """Returns all contestants, in the order of the table."""
     wrapped: dict[str, Callable[[], nn.Module]] = {
         OVER_GLOO: lambda: torch_ddp("gloo", how),
         OVER_US: lambda: torch_ddp("ringcomm", how),
@@ -72,13 +72,13 @@ def contestants(comm: ringcomm.Communicator, how: argparse.Namespace) -> dict[st
 
 
 def turns(how: argparse.Namespace, comm: ringcomm.Communicator, count: int, all_of_them: dict[str, Contestant]) -> None:
-    """Measures; refuses losses that are not those of torch DDP over ringcomm, bit for bit."""
+    """Runs the turns; raises for losses that are not those of torch DDP over ringcomm, bit for bit."""
     generator = torch.Generator().manual_seed(1 + comm.rank)
     names = list(all_of_them)
     for turn in range(4 + count):
         tokens = torch.randint(how.vocab, (how.batch, how.seq + 1), generator=generator)
         if turn == 4:
-            gc.freeze()  # the collector does not look through what all contestants have made, in one's step
+            gc.freeze()  # so that the collector does not scan all contestants' objects during the step of one
         for name in names if turn % 2 == 0 else reversed(names):
             each = all_of_them[name]
             comm.barrier()
@@ -94,7 +94,7 @@ def turns(how: argparse.Namespace, comm: ringcomm.Communicator, count: int, all_
 
 
 def table(size: str, how: argparse.Namespace, all_of_them: dict[str, Contestant]) -> str:
-    """Markdown."""
+    """Returns the table as Markdown."""
     numel = sum(p.numel() for p in all_of_them[OURS].model.parameters())
     count = len(all_of_them[OURS].seconds)
     lines = [
@@ -116,7 +116,7 @@ def table(size: str, how: argparse.Namespace, all_of_them: dict[str, Contestant]
 
 
 def begin(rank: int, port: int) -> ringcomm.Communicator:
-    """A process becomes a rank."""
+    """Makes this process a rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", WORLD), ("LOCAL_WORLD_SIZE", WORLD)):
@@ -127,7 +127,7 @@ def begin(rank: int, port: int) -> ringcomm.Communicator:
 
 
 def time_rank(rank: int, port: int, size: str, count: int, out: str) -> None:
-    """One rank of the measurement of time."""
+    """Runs one rank of the time measurement."""
     comm, how = begin(rank, port), options(size)
     all_of_them = contestants(comm, how)
     turns(how, comm, count, all_of_them)
@@ -138,13 +138,14 @@ def time_rank(rank: int, port: int, size: str, count: int, out: str) -> None:
 
 
 def proportional() -> float:
-    """MiB of this process; of pages that ranks share its part, so that the ranks' sum is what the machine gives."""
+    """Returns MiB of this process; a page shared by ranks counts in parts, so that the ranks' sum is the machine's
+    memory."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def memory_rank(rank: int, port: int, stage: int | None, steps: int, out: str) -> None:
-    """One rank of the measurement of memory; without a stage, torch DDP over ringcomm."""
+    """Runs one rank of the memory measurement; without a stage, torch DDP over ringcomm."""
     comm, how = begin(rank, port), options("40 M")
     comm.barrier()
     before = proportional()
@@ -172,7 +173,7 @@ def memory_rank(rank: int, port: int, stage: int | None, steps: int, out: str) -
 
 
 def spawned(rank: Callable[..., None], *args: object) -> str:
-    """Runs the ranks; what rank 0 has written."""
+    """Runs the ranks; returns the output of rank 0."""
     out = Path(f"/tmp/training_overhead.{os.getpid()}")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -185,7 +186,7 @@ def spawned(rank: Callable[..., None], *args: object) -> str:
 
 
 def memory_table(steps: int) -> str:
-    """Markdown."""
+    """Returns the table as Markdown."""
     lines = [
         "## Memory of a rank between two steps, 40 M parameters",
         "",
@@ -207,7 +208,7 @@ def memory_table(steps: int) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--turns", type=int, default=200, help="measured steps of each at 0.2 M; a quarter at 17 M (200)")
     p.add_argument("--steps", type=int, default=10, help="steps before memory is read (10)")

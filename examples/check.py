@@ -1,4 +1,4 @@
-"""The same training in one process, beside what the mesh has made: `train_gpt.py --check`."""
+"""Repeats the training in one process and compares it with the mesh's: `train_gpt.py --check`."""
 
 import argparse
 
@@ -10,12 +10,13 @@ from training import Training, batches_of, power_of_two, sharded_training
 import ringcomm
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
-"""Of the final loss, relative, where the mesh adds in another order than one process does."""
+"""Relative tolerance of the final loss, for meshes that add in another order than one process."""
 
 
 def same_bits(training: Training) -> bool:
-    """Whether the mesh is to have the bits of one process with as many micro-batches: tp and cp cut sums up; dp does
-    where their tree is not that of all micro-batches; float16 meets another scale of the loss."""
+    """Whether the mesh must produce the bits of one process with the same number of micro-batches. It need not with
+    tp and cp, which split sums; with dp, if its tree of sums is not that of all micro-batches; and with float16,
+    whose loss scale differs."""
     mesh, passes = training.mesh, training.measure.passes
     if mesh.size("tp") > 1 or mesh.size("cp") > 1 or training.scaler.is_enabled():
         return False
@@ -23,10 +24,10 @@ def same_bits(training: Training) -> bool:
 
 
 def check(a: argparse.Namespace, training: Training, state: dict[str, torch.Tensor], text: torch.Tensor) -> bool:
-    """Trains once more on this rank alone, prints the difference, and tells whether it is as small as expected.
+    """Trains once more on this rank alone, prints the difference, and returns whether it is as small as expected.
 
     Args:
-        state: all parameters that the mesh has made.
+        state: all parameters at the end of the mesh's training.
     """
     mesh = ringcomm.init_mesh(dict.fromkeys(axes_of(a, 1), 1), ringcomm.init(0, 1))
     micro_batches = training.mesh.size("dp") * training.measure.passes

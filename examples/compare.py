@@ -1,5 +1,5 @@
-"""Others beside our training: torch's DDP over either backend, and Gloo, ringcomm and no communication step by step in
-turns: `train_gpt.py --parallel torch` and `--compare`."""
+"""Comparisons: torch's DDP over either backend, and Gloo, ringcomm and no communication with their steps
+interleaved: `train_gpt.py --parallel torch` and `--compare`."""
 
 import argparse
 import statistics
@@ -20,15 +20,16 @@ NOTHING = "no communication"
 
 
 class TorchMeter:
-    """Torch's DDP waits inside C++. From outside: the time in starting its all_reduces, and the time from the start of
-    the last one to the end of backward, in which there is nothing to do but wait."""
+    """Measures the time that torch's DDP spends in communication. DDP waits inside C++, so this measures from
+    outside: the time to start its all_reduces, and the time from the start of the last one to the end of backward,
+    when only waiting is left."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
         self.group, self.seconds, self.last = group, 0.0, 0.0
         model.register_comm_hook(None, self.hook)
 
     def hook(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Torch's own, with a clock."""
+        """Runs torch's own all_reduce hook and measures its time."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         start = time.perf_counter()
@@ -38,7 +39,7 @@ class TorchMeter:
         return future
 
     def blocked(self) -> float:
-        """Called before forward and right after backward."""
+        """Returns the seconds so far; called before forward and right after backward."""
         if self.last:
             self.seconds += time.perf_counter() - self.last
             self.last = 0.0
@@ -46,7 +47,7 @@ class TorchMeter:
 
 
 def torch_training(a: argparse.Namespace, backend: str, mesh: ringcomm.Mesh) -> Training:
-    """Under torch's DistributedDataParallel."""
+    """Makes a training under torch's DistributedDataParallel."""
     made = plain_training(a, backend, mesh)
     group = dist.new_group(backend=backend)
     stock = nn.parallel.DistributedDataParallel(made.model, process_group=group, gradient_as_bucket_view=True)
@@ -55,7 +56,7 @@ def torch_training(a: argparse.Namespace, backend: str, mesh: ringcomm.Mesh) -> 
 
 
 def contestants(a: argparse.Namespace) -> list[Training]:
-    """The same model three times; all of torch.distributed is Gloo's here."""
+    """Makes the same model three times; all calls of torch.distributed use Gloo here."""
     axes = axes_of(a, dist.get_world_size())
     gloo = ringcomm.init_mesh(axes, ringcomm.Communicator.from_process_group(dist.group.WORLD))
     if a.parallel == "torch":
@@ -67,7 +68,7 @@ def contestants(a: argparse.Namespace) -> list[Training]:
 
 
 def predict(a: argparse.Namespace, copies: Sequence[Training]) -> None:
-    """Prints the measured speed-up beside the one that the saved time explains; a collective."""
+    """Prints the measured speed-up beside the one that the saved communication time predicts; a collective."""
     skip, tokens = min(5, len(copies[0].seconds) // 4), tokens_per_step(a, copies[0].mesh)
     steps = {c.name: slowest(c.seconds)[skip:] for c in copies}
     blocked = {c.name: mean_over_ranks(statistics.fmean(c.blocked_seconds[skip:])) for c in copies}

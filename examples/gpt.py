@@ -1,4 +1,4 @@
-"""A small GPT over bytes, in plain PyTorch: what `train_gpt.py` trains. It knows nothing of ranks."""
+"""A small GPT over bytes, in plain PyTorch: the model of `train_gpt.py`. It contains no code for ranks."""
 
 import math
 
@@ -50,7 +50,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens (batch, sequence) and where they stand, (sequence), to logits (batch, sequence, VOCABULARY)."""
+        """Maps tokens (batch, sequence) and their positions (sequence) to logits (batch, sequence, VOCABULARY)."""
         if positions is None:
             positions = torch.arange(tokens.shape[1])
         x = self.token(tokens) + self.position(positions)
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sample(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> str:
-        """The prompt, gone on with for ``count`` bytes."""
+        """Continues the prompt by ``count`` bytes."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)])
         for _ in range(count):

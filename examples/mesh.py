@@ -1,4 +1,4 @@
-"""The GPT on a mesh of ranks: how its layers are cut, where its stages begin, and the whole of it from all ranks."""
+"""The GPT on a mesh of ranks: splits its layers and stages, and gathers the whole model from all ranks."""
 
 import argparse
 import hashlib
@@ -27,23 +27,24 @@ AXES = ("pp", "dp", "cp", "tp")  # tp's ranks are neighbours
 
 
 def axes_of(a: argparse.Namespace, ranks: int) -> dict[str, int]:
-    """The mesh that the flags ask for; without --dp what the other axes leave."""
+    """Returns the axes that the flags ask for; without --dp, dp gets the ranks that the other axes leave."""
     others = a.pp * a.cp * a.tp
     return {"pp": a.pp, "dp": a.dp or max(1, ranks // others), "cp": a.cp, "tp": a.tp}
 
 
 def described(axes: dict[str, int]) -> str:
-    """Such as "dp 2 x tp 2"."""
+    """Formats axes, such as "dp 2 x tp 2"."""
     return " x ".join(f"{name} {extent}" for name, extent in axes.items() if extent > 1) or "one rank"
 
 
 def stages_of(a: argparse.Namespace) -> int:
-    """Into how many stages the model is cut."""
+    """Returns the number of pipeline stages."""
     return a.pp * (a.chunks if a.schedule == "interleaved" else 1)
 
 
 def refusal(a: argparse.Namespace, ranks: int) -> str | None:
-    """Why these flags cannot be had on so many ranks, in a sentence; None: they can."""
+    """Returns a sentence that says why these flags are impossible with this number of ranks; None if they are
+    possible."""
     found = _refused(a, ranks)
     return found and f"train_gpt: got {found}"
 
@@ -74,7 +75,7 @@ def _refused(a: argparse.Namespace, ranks: int) -> str | None:
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
-    """Those of the mesh."""
+    """Adds the flags of the mesh."""
     for name, text in (
         ("dp", "data parallel ranks (0: what the others leave)"),
         ("tp", "tensor parallel ranks: each has some of the heads and features (1)"),
@@ -89,7 +90,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
 
 
 def cut(a: argparse.Namespace, module: GPT, mesh: ringcomm.Mesh, loss: Callable[..., torch.Tensor]) -> nn.Module:
-    """This rank's part of the model: layers cut along tp, and of the blocks those of its stages, as a Pipeline."""
+    """Returns this rank's part of the model: layers split along tp, and the blocks of its stages, as a Pipeline."""
     if mesh.size("tp") > 1:
         plan = PLAN | ON_SEQUENCE if a.sequence_parallel else PLAN
         ringcomm.parallelize(module, plan, mesh["tp"], sequence_dim=1 if a.sequence_parallel else None)
@@ -104,7 +105,8 @@ def cut(a: argparse.Namespace, module: GPT, mesh: ringcomm.Mesh, loss: Callable[
 
 
 def whole_state(model: nn.Module, mesh: ringcomm.Mesh) -> dict[str, torch.Tensor]:
-    """The parameters of the whole model on every rank, by their names; a collective that needs the memory."""
+    """Returns the parameters of the whole model on every rank, by name; a collective that needs memory for all of
+    them."""
     state = model.state_dict()
     mine = []
     if mesh.coordinates["dp"] == mesh.coordinates["cp"] == 0:
@@ -123,7 +125,7 @@ def whole_state(model: nn.Module, mesh: ringcomm.Mesh) -> dict[str, torch.Tensor
 
 
 def checksum(state: dict[str, torch.Tensor]) -> str:
-    """Of all parameters: equal for equal bits."""
+    """Returns a checksum of all parameters; it is equal for equal bits."""
     found = hashlib.sha256()
     for name in sorted(state):
         found.update(name.encode() + state[name].contiguous().numpy().tobytes())

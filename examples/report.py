@@ -1,4 +1,4 @@
-"""What `train_gpt.py` shows: progress, then figures of time and memory."""
+"""The output of `train_gpt.py`: progress, then figures of time and memory."""
 
 import argparse
 import ctypes
@@ -19,12 +19,13 @@ MIB = 1 << 20
 
 
 class Peak:
-    """The most memory of this process beyond what it had before, sampled by a thread until `stop`. A page that several
-    ranks have mapped counts in parts, so that the ranks' sum is what the machine holds."""
+    """Measures this process's peak memory above what it had before; a thread samples it until `stop`. A page that
+    several ranks have mapped counts in parts, so that the ranks' sum is the memory that the machine uses."""
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier model had is not to be used again unseen
+        # Returns an earlier model's free memory, because its reuse would not be noticed.
+        ctypes.CDLL(None).malloc_trim(0)
         self.before = self.most = self.now()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -32,38 +33,38 @@ class Peak:
 
     @staticmethod
     def now() -> int:
-        """Bytes of this process."""
+        """Returns the bytes of this process."""
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
 
     def watch(self) -> None:
-        """The thread."""
+        """Runs the sampling thread."""
         while not self.stopped.wait(0.002):
             self.most = max(self.most, self.now())
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Stops the sampling."""
         self.stopped.set()
         self.thread.join()
 
     @property
     def extra(self) -> int:
-        """Bytes."""
+        """The peak above the starting point, in bytes."""
         return self.most - self.before
 
 
 def watched(steps: int) -> int:
-    """The first steps, in which memory is watched; their times do not count."""
+    """Returns the number of first steps in which memory is sampled; their times do not count."""
     return min(5, max(1, steps // 4))
 
 
 def mean_over_ranks(value: float) -> float:
-    """A collective."""
+    """Returns the mean over the ranks; a collective."""
     return statistics.fmean(by_rank(value))
 
 
 def by_rank(value: float) -> list[float]:
-    """Every rank's; a collective."""
+    """Returns every rank's value; a collective."""
     x = torch.tensor([value], dtype=torch.float64)
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
@@ -71,7 +72,7 @@ def by_rank(value: float) -> list[float]:
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Of every step, the slowest rank's; a collective."""
+    """Returns the slowest rank's time of every step; a collective."""
     x = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.tolist()
@@ -81,8 +82,8 @@ def train(
     a: argparse.Namespace, copies: Sequence[Training], batches: Batches, done: int = 0, peak: Peak | None = None,
     task: str = "training", after: Callable[[int], None] | None = None,
 ) -> None:  # fmt: skip
-    """Makes the steps from ``done`` to --until. Every copy makes every step, on the same batches; the order of the
-    copies turns around every second step. ``after`` is told the number of steps made, after each."""
+    """Runs the steps from ``done`` to --until. Every copy runs every step, on the same batches; the order of the
+    copies is reversed in every second step. ``after`` is called with the number of completed steps after each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     first, tokens, rank = copies[0], tokens_per_step(a, copies[0].mesh), dist.get_rank()
@@ -90,7 +91,7 @@ def train(
     with Progress(*columns, disable=rank != 0) as bar:
         shown = bar.add_task(task, total=a.until, completed=done)
         for step in range(done, a.until):
-            ringcomm.step(step)  # errors and records name it
+            ringcomm.step(step)  # errors and records contain it
             drawn = batches.draw()
             for copy in copies if step % 2 == 0 else reversed(copies):
                 if len(copies) > 1:
@@ -110,12 +111,12 @@ def train(
 
 
 def model_is_whole(training: Training) -> bool:
-    """Whether gradients and parameters are all that ranks send one another."""
+    """Whether ranks exchange only gradients and parameters."""
     return all(training.mesh.size(name) == 1 for name in AXES if name != "dp")
 
 
 def figures(a: argparse.Namespace, copies: Sequence[Training], peak: Peak | None) -> dict[str, object]:
-    """Prints the figures of every copy, the first steps left out as warm-up, and returns the first one's; a
+    """Prints the figures of every copy, without the first steps, which are warm-up, and returns the first copy's; a
     collective."""
     skip = min(5, len(copies[0].seconds) // 4)
     tokens = tokens_per_step(a, copies[0].mesh)

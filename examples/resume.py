@@ -1,5 +1,5 @@
-"""Checkpoints on the way, and going on from the newest: `train_gpt.py --save-every`. Started again, by torchrun after a
-failure or by a scheduler, the same command goes on where the last whole checkpoint was made."""
+"""Saves checkpoints during training and resumes from the newest: `train_gpt.py --save-every`. If the same command is
+started again, by torchrun after a failure or by a scheduler, it continues from the last complete checkpoint."""
 
 import argparse
 import shutil
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from text import Batches
 from training import Training
 
-KEPT = 2  # one to go on from while another is written, and one more
+KEPT = 2  # one to resume from while another is written, and one more
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Those of the whole checkpoints, ascending: one that is not whole has another name until it is."""
+    """Returns the steps of the complete checkpoints, ascending; an incomplete one has another name."""
     return sorted(int(each.name[5:]) for each in folder.glob("step-*") if each.name[5:].isdecimal())
 
 
@@ -22,10 +22,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 class Saved:
-    """The checkpoints of --save, a folder that all hosts see: one every --save-every steps, and the last two are kept.
+    """The checkpoints in --save, a folder that all hosts can access: one every --save-every steps; the last two are
+    kept.
 
-    Each is written under a new name, which any file system gives at once; a rank that dies meanwhile leaves those that
-    were there.
+    Each checkpoint is written under a new name and then renamed, which every file system does atomically. If a rank
+    dies meanwhile, the earlier checkpoints remain.
     """
 
     def __init__(self, a: argparse.Namespace, training: Training, batches: Batches) -> None:
@@ -33,7 +34,8 @@ class Saved:
         self.training, self.batches = training, batches
 
     def resume(self) -> int:
-        """Goes on from the newest one; the steps that were made, 0 if there is none. A collective."""
+        """Resumes from the newest checkpoint; returns the number of completed steps, 0 if there is none. A
+        collective."""
         comm = self.training.mesh.comm
         newest = (steps_in(self.folder) or [0])[-1] if comm.rank == 0 else 0
         step = int(comm.exchange(str(newest).encode())[0])  # as the first rank sees the folder
@@ -45,7 +47,7 @@ class Saved:
         return self.training.resume(str(path), self.batches)
 
     def after(self, step: int) -> None:
-        """Saves if it is due, after that many steps; a collective."""
+        """Saves if it is due after that many steps; a collective."""
         if step % self.every != 0 and step != self.until:
             return
         self.training.save(str(path_of(self.folder, step)), self.batches)

@@ -1,5 +1,5 @@
-"""Every ZeRO stage in turn: do they agree, and what does each keep and send, measured and predicted, as a table and as
-a picture: `train_gpt.py --stages`."""
+"""Runs every ZeRO stage in turn and checks that they agree. Shows what each stage keeps and sends, measured and
+predicted, as a table and as a picture: `train_gpt.py --stages`."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ COLUMNS = (*KEPT, "wire")
 
 @dataclass
 class Run:
-    """A stage's training from beginning to end; bytes are one rank's."""
+    """The complete training at one stage; bytes are those of one rank."""
 
     stage: int
     losses: list[float]
@@ -37,14 +37,15 @@ class Run:
 
 
 def wire(traffic: Mapping[str, int], ranks: int) -> float:
-    """Bytes that a rank sends for collectives on messages of so many bytes."""
+    """Returns the bytes that a rank sends for collectives on messages of these sizes."""
     share = (ranks - 1) / ranks
     factors = {"all_reduce bytes": 2 * share, "reduce_scatter bytes": share, "all_gather bytes": share}
     return sum(factor * traffic.get(kind, 0) for kind, factor in factors.items())
 
 
 def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor, mesh: ringcomm.Mesh) -> Run:
-    """Trains anew, with the same data; memory is watched in the first steps, time is taken from the others."""
+    """Trains from the beginning with the same data; memory is sampled in the first steps, times are taken from the
+    others."""
     first = watched(a.steps)
     peak = Peak()
     training = sharded_training(a, a.backend, mesh, stage)
@@ -70,7 +71,7 @@ def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor, mesh: ringc
 
 
 def run_stages(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> None:
-    """Every stage, and whether they agree to the last bit on every rank."""
+    """Runs every stage, and checks that they agree to the last bit on every rank."""
     runs: list[Run] = []
     for stage in range(4):
         if dist.get_rank() == 0:
@@ -91,7 +92,7 @@ def run_stages(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Two lines for each stage: as measured, and as predicted."""
+    """Returns two lines for each stage: measured, and predicted."""
     titles = f"{'loss':12s}{'same bits':12s}" + "".join(f"{name:>12s}" for name in COLUMNS)
     lines = [f"\n{'MiB on rank 0':20s}{titles}{'peak':>10s}   step ms"]
     for run in runs:
@@ -116,7 +117,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def plot(runs: Sequence[Run], file: str, title: str) -> None:
-    """Loss curves on top of each other, and memory by stage."""
+    """Plots loss curves on top of each other, and memory by stage."""
     import matplotlib
 
     matplotlib.use("Agg")

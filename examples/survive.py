@@ -1,10 +1,10 @@
-"""Training that outlives ranks: four processes train a small GPT, one is killed on the way, three go on.
+"""Training that survives lost ranks: four processes train a small GPT, one is killed during training, three continue.
 
     python examples/survive.py [--steps 60] [--kill-at 20]
 
-Nobody starts anything again. Each survivor's call raises RankLostError, they shrink the communicator, agree on the last
-step that all of them have, and go on from the copies of it that they hold in memory. That serves for stage 0, where
-every rank has the whole model and optimizer; of sharded ones go on from a checkpoint (`resume.py`).
+Nothing is restarted. Each survivor's call raises RankLostError; the survivors shrink the communicator, agree on the
+last step that all of them have, and continue from copies of its state that they hold in memory. This works at stage 0,
+where every rank has the whole model and optimizer; at other stages resume from a checkpoint (`resume.py`).
 """
 
 import argparse
@@ -30,15 +30,15 @@ LOST = (RankLostError, CollectiveTimeoutError)
 
 
 class Trainer:
-    """What one rank has: weights, moments, and where it is in its data."""
+    """The state of one rank: weights, moments, and its position in the data."""
 
     def __init__(self, comm: ringcomm.Communicator, rank: int) -> None:
         self.comm, self.step = comm, 0
         self.text, self.seed = read_text(None), rank
-        self.kept: dict[int, Any] = {0: None}  # states by the number of steps that made them: of the last two
+        self.kept: dict[int, Any] = {0: None}  # states of the last two steps, by number of steps
 
     def wrap(self) -> None:
-        """A model and its optimizer over the ranks that are there, as they were after ``step`` steps."""
+        """Wraps a model and its optimizer over the current ranks, with their state after ``step`` steps."""
         torch.manual_seed(0)
         model: Any = GPT(layers=2, dim=64, heads=2, context=CONTEXT)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -50,7 +50,7 @@ class Trainer:
         self.model, self.optimizer = ringcomm.shard(model, optimizer, stage=0, comm=self.comm)
 
     def one_step(self) -> float:
-        """Returns: the mean loss of all ranks."""
+        """Runs one step. Returns: the mean loss of all ranks."""
         starts = torch.randint(len(self.text) - CONTEXT, (BATCH,), generator=self.draw).tolist()
         windows = torch.stack([self.text[at : at + CONTEXT + 1] for at in starts]).long()
         loss = F.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
@@ -64,7 +64,7 @@ class Trainer:
         return mean
 
     def recover(self) -> None:
-        """Goes back to the last step that all the ranks have that are left. Another one may be lost meanwhile."""
+        """Goes back to the last step that all surviving ranks have. Another rank may be lost meanwhile."""
         for _ in range(WORLD_SIZE):
             try:
                 new = self.comm.shrink()
@@ -78,7 +78,7 @@ class Trainer:
 
 
 def train(rank: int, folder: str, steps: int, victims: dict[int, int]) -> None:
-    """What one process does; ``victims`` are killed before their steps."""
+    """Runs one process; each rank in ``victims`` is killed before its step."""
     torch.set_num_threads(1)
     store = FileStore(os.path.join(folder, "store"), WORLD_SIZE)
     trainer = Trainer(ringcomm.init(rank, WORLD_SIZE, store=store, timeout=30), rank)
@@ -92,7 +92,7 @@ def train(rank: int, folder: str, steps: int, victims: dict[int, int]) -> None:
                 loss = trainer.one_step()
                 if trainer.comm.rank == 0 and trainer.step % 10 == 0:
                     print(f"step {trainer.step}: loss {loss:.3f} on {trainer.comm.world_size} ranks", flush=True)
-            trainer.comm.barrier()  # nobody leaves before all have made the last step
+            trainer.comm.barrier()  # no rank leaves before all have completed the last step
             break
         except LOST as error:
             trainer.recover()

@@ -11,11 +11,11 @@ Trains a small GPT on text over several ranks, on any mesh: data, tensor, pipeli
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare           # both, step by step in turns
     torchrun --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py --save run --save-every 100   # survives failures
 
-A step has dp x --accumulate x --micro-batches micro-batches of --batch windows: meshes on which that product is the
-same see the same windows. With powers of two, and as many threads (OMP_NUM_THREADS) on a rank, dp, pp, the schedule and
-the stage then leave no trace in the bits of losses and parameters; tp and cp add in another order, and so may float16,
-whose scale of the loss differs. The text is the language reference that ships inside every Python, or `--text FILE`;
-the vocabulary is its bytes.
+A step has dp x --accumulate x --micro-batches micro-batches of --batch windows; meshes with the same product see the
+same windows. With powers of two, and the same number of threads (OMP_NUM_THREADS) on each rank, dp, pp, the schedule
+and the stage do not change the bits of losses and parameters. tp and cp do, because they add in another order, and
+float16 may, because its loss scale differs. The text is the language reference that ships with every Python, or `--text
+FILE`; the vocabulary is its bytes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from training import PRECISIONS, Training, batches_of, plain_training, sharded_t
 
 import ringcomm
 
-ENOUGH_STEPS = 200  # before them, what the model writes is noise
+ENOUGH_STEPS = 200  # before this many, the model's samples are noise
 
 
 def parse() -> argparse.Namespace:
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
 
 
 def refused(a: argparse.Namespace, ranks: int) -> str | None:
-    """Why these flags do not go together, in a sentence; None: they do."""
+    """Returns a sentence that says why these flags cannot be combined; None if they can."""
     ours = a.parallel == "ringcomm" and not a.compare
     mesh = a.tp * a.pp * a.cp > 1
     if a.save_every and (a.save_every < 0 or not a.save):
@@ -101,7 +101,7 @@ def refused(a: argparse.Namespace, ranks: int) -> str | None:
 def main() -> None:
     a = parse()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
-        os.environ.setdefault(name, value)  # without torchrun: a world of one
+        os.environ.setdefault(name, value)  # without torchrun: a world of one rank
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
     if here == int(os.environ["WORLD_SIZE"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -111,7 +111,7 @@ def main() -> None:
     wrong = refused(a, ranks)
     if wrong and dist.get_rank() == 0:
         print(wrong, file=sys.stderr, flush=True)
-    dist.barrier()  # the sentence is out before torchrun sees the first rank leave
+    dist.barrier()  # the sentence is printed before torchrun sees the first rank exit
     if wrong:
         raise SystemExit(2)
     text = read_text(a.text)
@@ -127,7 +127,8 @@ def main() -> None:
 
 
 def warm_up(a: argparse.Namespace, text: torch.Tensor) -> None:
-    """A step of a tiny model on this rank alone: what torch loads at its first step is nobody's memory."""
+    """Runs a step of a tiny model on this rank alone, so that the memory that torch allocates at its first step is
+    not counted."""
     one = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "layers": 1, "heads": 1, "dim": 16, "micro_batches": 1, "accumulate": 1}
     small = argparse.Namespace(**{**vars(a), **one, "batch": 1})
     mesh = ringcomm.init_mesh({"pp": 1, "dp": 1, "cp": 1, "tp": 1}, ringcomm.init(0, 1))
@@ -135,7 +136,7 @@ def warm_up(a: argparse.Namespace, text: torch.Tensor) -> None:
 
 
 def run_comparison(a: argparse.Namespace, text: torch.Tensor) -> None:
-    """Three copies of the model, step by step in turns."""
+    """Trains three copies of the model with their steps interleaved."""
     copies = contestants(a)
     introduce(a, copies[0], text)
     train(a, copies, batches_of(a, text, copies[0].mesh))
@@ -145,7 +146,7 @@ def run_comparison(a: argparse.Namespace, text: torch.Tensor) -> None:
 
 
 def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> None:
-    """A training, from its beginning or from a checkpoint."""
+    """Runs a training, from its beginning or from a checkpoint."""
     warm_up(a, text)
     peak = Peak()
     if a.parallel == "torch":
@@ -174,7 +175,7 @@ def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> N
 
 
 def introduce(a: argparse.Namespace, training: Training, text: torch.Tensor) -> None:
-    """What is going to be trained, in a line."""
+    """Prints a line that describes the training."""
     mesh = training.mesh
     ranks = mesh.comm.world_size
     if dist.get_rank() == 0:
@@ -189,7 +190,7 @@ def introduce(a: argparse.Namespace, training: Training, text: torch.Tensor) -> 
 
 
 def finish(a: argparse.Namespace, training: Training, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole model: its checksum, what it writes, and its parameters; a collective."""
+    """Prints the whole model's checksum and a sample of its text, and returns its parameters; a collective."""
     state = whole_state(model, training.mesh)
     if dist.get_rank() == 0:
         print(f"parameters: {checksum(state)}")

@@ -1,4 +1,4 @@
-"""What `train_gpt.py` does in a step, on any mesh: micro-batches, the optimizer's step, the loss of all ranks."""
+"""A step of `train_gpt.py` on any mesh: micro-batches, the optimizer's step, the loss of all ranks."""
 
 import argparse
 import math
@@ -24,7 +24,8 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Loss:
-    """Cross entropy of a micro-batch, as its share of a step's; and the mean over the micro-batches of all ranks.
+    """Cross entropy of a micro-batch, as its share of the step's loss, and the mean over the micro-batches of all
+    ranks.
 
     Args:
         passes: micro-batches of a rank in a step.
@@ -40,8 +41,8 @@ class Loss:
         return loss / self.passes
 
     def mean(self, mesh: ringcomm.Mesh) -> float:
-        """Of the step, exactly rounded, so that its bits depend on the micro-batches alone; a collective. Ranks of the
-        last stage have losses, and those of tp the same ones."""
+        """Returns the step's mean loss, exactly rounded, so that its bits depend only on the micro-batches; a
+        collective. Ranks of the last stage have losses, and those along tp have equal ones."""
         mine = torch.tensor([float(x) for x in self.found] or [0.0] * self.passes, dtype=torch.float64)
         self.found.clear()
         ranks = mesh.comm.world_size
@@ -52,12 +53,12 @@ class Loss:
 
 @dataclass
 class Training:
-    """A model on its way, and what was measured of it.
+    """A model during training, and its measurements.
 
     Attributes:
-        model: the GPT, a Pipeline of it, or another's wrapper around it.
+        model: the GPT, a Pipeline of it, or torch's wrapper around it.
         blocked: seconds in communication since the start.
-        losses: of all ranks, by step; seconds, blocked_seconds: this rank's.
+        losses: losses of all ranks, by step; seconds, blocked_seconds: this rank's times.
     """
 
     name: str
@@ -76,21 +77,21 @@ class Training:
 
     @property
     def loss(self) -> float:
-        """The mean of the last 50 steps."""
+        """The mean loss of the last 50 steps."""
         return statistics.fmean(self.losses[-50:])
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients only add up on this rank."""
+        """Inside, gradients only accumulate on this rank."""
         if sharded_model_of(self.model) is not None:
             return ringcomm.no_sync(self.model)
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
-        """Inside, attention is that of whole windows."""
+        """Inside, attention covers whole windows."""
         return context_parallel(self.mesh["cp"]) if self.mesh.size("cp") > 1 else nullcontext()
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """One optimizer step on the mean of the micro-batches' losses."""
+        """Runs one optimizer step on the mean of the micro-batches' losses."""
         start, blocked = time.perf_counter(), self.blocked()
         together = self.model.microbatches if isinstance(self.model, ringcomm.Pipeline) else 1
         with self.attention():
@@ -110,7 +111,7 @@ class Training:
         self.losses.append(self.measure.mean(self.mesh))
 
     def backward(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward passes: of one micro-batch, or of as many as a pipeline takes at a time."""
+        """Runs forward and backward: of one micro-batch, or of as many as a pipeline takes at a time."""
         if isinstance(self.model, ringcomm.Pipeline):
             inputs, targets = (list(each) for each in zip(*batches, strict=True))
             more = {} if self.positions is None else {"positions": [self.positions] * len(inputs)}
@@ -121,12 +122,12 @@ class Training:
         self.scaler.scale(self.measure(logits, y)).backward()
 
     def save(self, path: str, batches: Batches) -> None:
-        """All that training goes on from; a collective."""
+        """Saves everything that training resumes from; a collective."""
         state = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict(), "losses": self.losses}
         checkpoint.save(path, self.model, self.optimizer, generator=batches.generator.get_state(), **state)
 
     def resume(self, path: str, batches: Batches) -> int:
-        """Takes up what was saved on any mesh, and returns the steps that were made; a collective."""
+        """Loads a checkpoint of any mesh, and returns the number of completed steps; a collective."""
         state = checkpoint.load(path, self.model, self.optimizer)
         batches.generator.set_state(state["generator"])
         self.schedule.load_state_dict(state["schedule"])
@@ -136,13 +137,14 @@ class Training:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Returns the learning rate: linear warm-up, then a cosine down to a tenth."""
     warm = max(1, min(20, steps // 10))
     return min((step + 1) / warm, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
 
 def plain_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh) -> Training:
-    """This rank's part of the model, the same values on every mesh, and its optimizer; nothing is averaged yet."""
+    """Makes this rank's part of the model, with the same values on every mesh, and its optimizer; nothing is
+    averaged yet."""
     torch.manual_seed(a.seed)
     measure = Loss(a.micro_batches * a.accumulate)
     model = cut(a, GPT(a.layers, a.dim, a.heads, a.context), mesh, measure)
@@ -154,7 +156,7 @@ def plain_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh) -> Tra
 
 
 def sharded_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh, stage: int) -> Training:
-    """The same, averaged over the ranks of dp and cp, with what ``stage`` says cut over them."""
+    """Makes the same, averaged over the ranks of dp and cp, and sharded over them according to ``stage``."""
     made = plain_training(a, name, mesh)
     precision = ringcomm.MixedPrecision(PRECISIONS[a.precision], output_dtype=torch.float32)
     ringcomm.shard(
@@ -167,8 +169,8 @@ def sharded_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh, stag
 
 
 def order_of(passes: int) -> str:
-    """How gradients of micro-batches are added: a power of two of them in a tree, as the ranks' are, so that it is the
-    same sum however they are dealt out to ranks."""
+    """Returns how gradients of micro-batches are added: a power of two of them in a tree, as the ranks' gradients
+    are, so that the sum does not depend on their distribution over ranks."""
     return "tree" if power_of_two(passes) else "sequential"
 
 
@@ -177,10 +179,10 @@ def power_of_two(x: int) -> bool:
 
 
 def batches_of(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> Batches:
-    """This rank's."""
+    """Returns this rank's batches."""
     return Batches(text, a.batch, a.micro_batches * a.accumulate, a.context, a.seed, mesh)
 
 
 def tokens_per_step(a: argparse.Namespace, mesh: ringcomm.Mesh) -> int:
-    """Of all ranks."""
+    """Returns the tokens per step of all ranks."""
     return a.batch * a.micro_batches * a.accumulate * a.context * mesh.size("dp")

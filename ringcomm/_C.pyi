@@ -11,13 +11,14 @@ def build_info() -> dict[str, str]: ...
 def read_record(bytes: bytes) -> tuple[dict[str, int | str], list[dict[str, int | str]]]: ...
 def set_step(step: int) -> None: ...
 def addresses(dicts: list[dict[str, Any]]) -> bytes:
-    """Where the values of some dicts lie, one behind the other: two calls tell whether they hold the same objects."""
+    """Returns the addresses of the values of some dicts, in order: two results are equal if the dicts hold the same
+    objects."""
 
 class Arrivals:
-    """Notes the gradients that autograd adds to the parameters of a model.
+    """Records the gradients that autograd adds to the parameters of a model.
 
     Attributes:
-        expected: the number of the pass of autograd whose gradients are noted without a call of Python; -1: none.
+        expected: the number of the autograd pass whose gradients are recorded without calling Python; -1: none.
     """
 
     expected: int
@@ -25,18 +26,18 @@ class Arrivals:
     def hook(
         self, group: int, params: int, index: int, noted: list[set[int]], prepare: Callable[[int], None]
     ) -> Callable[[tuple[Any, ...]], None]:
-        """What a node that accumulates a gradient calls before it does. ``noted`` gets the parameter's index: in the
-        first set, and where the gradient is defined in the second one. ``prepare(index)`` comes before where ``noted``
-        is empty or the pass is not the expected one."""
+        """Returns the hook that a node calls before it accumulates a gradient. It adds the parameter's index to the
+        first set in ``noted`` and, if the gradient is defined, to the second. It calls ``prepare(index)`` first if
+        ``noted`` is empty or the pass is not the expected one."""
 
     def take_complete(self) -> int:
-        """The group whose last gradient this thread has added since it was asked last; -1: none."""
+        """Returns the group whose last gradient this thread has added since the previous call; -1: none."""
 
     def adding_elsewhere(self) -> int:
-        """The group to which another thread may be adding a gradient; -1: none."""
+        """Returns the group to which another thread may be adding a gradient; -1: none."""
 
     def end(self) -> None:
-        """The pass has ended."""
+        """Called at the end of a pass."""
 
 def trace_start(spans_per_thread: int) -> None: ...
 def trace_stop() -> tuple[list[tuple[int, str, list[tuple[str, str, int, int, dict[str, Any]]]]], int]: ...

@@ -6,7 +6,7 @@
     comm.all_reduce(x)                    # torch, NumPy, DLPack
     torch.distributed.init_process_group("ringcomm")
 
-Importing this imports neither torch nor NumPy. The torch.distributed backend registers itself as soon as
+Importing this module imports neither torch nor NumPy. The torch.distributed backend registers itself as soon as
 torch.distributed has been imported, before or after.
 """
 
@@ -23,7 +23,7 @@ from typing import Any as _Any
 
 __version__ = "0.1.0"
 
-# Where each public name is: "from HOME import NAME as NAME" in the stub, a line each.
+# The module of each public name: the stub has a line "from HOME import NAME as NAME" for each.
 _HOMES = {
     words[3]: words[1]
     for words in map(str.split, _Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8").splitlines())
@@ -56,12 +56,12 @@ _TORCH_DISTRIBUTED = "torch.distributed"
 
 
 def _register_backend() -> None:
-    if hasattr(_sys.modules[_TORCH_DISTRIBUTED], "Backend"):  # not in a torch that was built without it
+    if hasattr(_sys.modules[_TORCH_DISTRIBUTED], "Backend"):  # false in a torch that was built without it
         _importlib.import_module("ringcomm.backend").register()
 
 
 class _AfterTorchDistributed(_abc.MetaPathFinder):
-    """Finds torch.distributed where it is, and registers the backend once it has been imported."""
+    """An import hook that registers the backend once torch.distributed has been imported."""
 
     def find_spec(
         self, fullname: str, path: _Any = None, target: _ModuleType | None = None

@@ -1,4 +1,4 @@
-"""The public names: the one list of them, which `__init__.py` reads too."""
+"""The only list of the public names; `__init__.py` reads it, too."""
 
 from ringcomm import checkpoint as checkpoint
 from ringcomm import context as context

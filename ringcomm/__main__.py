@@ -1,4 +1,4 @@
-"""`python -m ringcomm`: the command."""
+"""`python -m ringcomm`: runs the command."""
 
 import sys
 

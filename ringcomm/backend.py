@@ -1,10 +1,11 @@
 """The ``ringcomm`` backend of :mod:`torch.distributed`.
 
-``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything built on process
-groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs over ringcomm's engines without a change.
+``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything that is built on
+process groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs unchanged over ringcomm's
+engines.
 
-A group serves tensors on cpu and on cuda. What it needs on its GPU is made by its first call there, which every rank
-must make together, or at once by ``init_process_group(..., device_id=...)``.
+A group serves tensors on cpu and on cuda. Its engine on the GPU is made by its first call there, which every rank must
+make together, or immediately by ``init_process_group(..., device_id=...)``.
 """
 
 from __future__ import annotations
@@ -33,40 +34,40 @@ DEVICES = ["cpu", "cuda"]
 _INIT = "init_process_group"
 
 
-# What goes wrong between the ranks of a process group is both ringcomm's error and torch.distributed's.
+# An error between the ranks of a process group is both ringcomm's error and torch.distributed's.
 class CollectiveTimeoutError(errors.CollectiveTimeoutError, dist.DistBackendError):
-    """A wait of a process group outlived its limit; the group is aborted."""
+    """A wait of a process group exceeded its time limit; the group is aborted."""
 
 
 class AbortedError(errors.AbortedError, dist.DistBackendError):
-    """A rank of the process group gave up; the group is aborted."""
+    """A rank of the process group aborted; the group is aborted."""
 
 
 class RankLostError(errors.RankLostError, AbortedError):
-    """A rank of the process group ended while others need it; the group is aborted."""
+    """A rank of the process group ended while other ranks need it; the group is aborted."""
 
 
 class MismatchError(errors.MismatchError, dist.DistBackendError):
-    """The ranks of the process group called different things; the group is aborted."""
+    """The ranks of the process group made different calls; the group is aborted."""
 
 
 class EngineError(errors.EngineError, dist.DistBackendError):
-    """The operating system refused something that the process group needs."""
+    """The operating system refused a resource that the process group needs."""
 
 
 def register() -> None:
-    """Make ``"ringcomm"`` a backend of :mod:`torch.distributed`, for cpu and cuda devices. Idempotent.
+    """Registers ``"ringcomm"`` as a backend of :mod:`torch.distributed`, for cpu and cuda devices. Idempotent.
 
-    Cost: one dictionary entry; the extension is loaded when the first process group is made.
+    Cost:    one dictionary entry; the extension is loaded when the first process group is made.
     """
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
 
 
 def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.Options | None = None) -> _c10d.Backend:
-    """Make one rank of a process group; torch calls it once on every rank of the group.
+    """Makes one rank of a process group; torch calls it once on every rank of the group.
 
-    Returns: the backend, connected to that of every other rank.
+    Returns: the backend, connected to every other rank's.
     Raises:  InvalidArgumentError: ``pg_options`` of another backend. CollectiveTimeoutError: a rank did not come within
              the group's timeout. UnsupportedError: this installation has no torch extension.
     """
@@ -85,10 +86,10 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
 
 
 def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.Options) -> _c10d.Backend:
-    """Make one rank of a group that is split off another one, whose ranks share ``store``.
+    """Makes one rank of a group that is split off another group, whose ranks share ``store``.
 
     Shapes:  ``options.global_ranks_in_group`` holds the members of the new group, in rank order.
-    Returns: the backend, connected to that of every other rank.
+    Returns: the backend, connected to every other rank's.
     Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
     """
     world_size = len(options.global_ranks_in_group)
@@ -122,14 +123,14 @@ def _backend(
 
 
 class DeviceMaker:
-    """Makes the engine of one rank of a group on its device, when the first call there needs it."""
+    """Makes the engine of one rank of a group on its device, when the first call on the device needs it."""
 
     kind = "cuda"
 
     def __init__(
         self, on_cpu: Span, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options
     ) -> None:
-        self._on_cpu = on_cpu  # lives as long as the group
+        self._on_cpu = on_cpu  # stays alive as long as the group
         self._rank, self._hosts, self._network = on_cpu.rank, hosts, network
         self._prefix, self._options = prefix, options
         self._span: Span | None = None
@@ -137,16 +138,16 @@ class DeviceMaker:
 
     @property
     def serves_cpu(self) -> bool:
-        """Whether this is a build for tests, on whose emulated GPU every tensor lies."""
+        """Whether this is a test build, in which every tensor lies on an emulated GPU."""
         from ringcomm import _C
 
         return _C.build_info().get("cuda") == "emulated"
 
     def make(self, call: str, index: int) -> object:
-        """The engine, as a capsule. Waits for no other rank.
+        """Returns the engine, as a capsule. Does not wait for other ranks.
 
-        Args:    call: that needs it. index: of the device; below 0 for an emulated one.
-        Raises:  UnsupportedError: no CUDA engine in this build, or nothing to run it on.
+        Args:    call: the call that needs it. index: index of the device; negative for an emulated one.
+        Raises:  UnsupportedError: this build has no CUDA engine, or there is no device to run it on.
         """
         device = Device("cuda", max(index, 0))
         limit_ms, world_size = _milliseconds(self._options._timeout), self._hosts.world_size
@@ -161,9 +162,10 @@ class DeviceMaker:
         return self._span.engine.capsule()
 
     def connect(self, call: str) -> object:
-        """Connect the engine to those of the other ranks.
+        """Connects the engine to those of the other ranks.
 
-        What went wrong once goes wrong again: a second try would meet ranks that are still at the first.
+        After a failure, every later call raises the same error: a second attempt would meet ranks that are still in the
+        first.
 
         Returns: the engine to use from now on, as a capsule.
         Raises:  CollectiveTimeoutError: not every rank made a call on its device within the group's timeout.
@@ -184,16 +186,17 @@ def _milliseconds(limit: timedelta) -> int:
 
 
 def _connect(span: Span, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
-    """Exchange handles through ``store``."""
+    """Exchanges handles through ``store`` and connects."""
     span.connect(_exchange(store, prefix, span.rank, span.world_size, span.handle(), timeout, call)[1])
 
 
 def _exchange(
     store: dist.Store, prefix: str, rank: int, world_size: int, mine: bytes, timeout: timedelta, call: str
 ) -> tuple[str, list[bytes]]:
-    """(A name that no other exchange has, what every rank brought)."""
+    """Returns (a name that no other exchange has, every rank's message by rank)."""
     place = dist.PrefixStore(prefix, store)
-    # A store can outlive a group of the same name: every generation of groups has keys of its own.
+    # A store can outlive a group and serve another one of the same name, so every generation of groups has its own
+    # keys.
     count = generation(place, f"generation/{rank}", call, rank)
     keys = [f"handle/{count}/{peer}" for peer in range(world_size)]
     place.set(keys[rank], seal(mine, world_size))
@@ -205,7 +208,7 @@ def _exchange(
 def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
     try:
         store.wait(keys, timeout)
-    except RuntimeError as error:  # the stores do not agree on a class
+    except RuntimeError as error:  # the stores raise different classes
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise

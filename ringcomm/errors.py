@@ -1,4 +1,4 @@
-"""Every error of this package. A message is one sentence: call, rank, expected, got, what to do."""
+"""All errors of this package. A message is one sentence: call, rank, expected, got, what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 
 class RingcommError(RuntimeError):
-    """Root of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class InvalidArgumentError(RingcommError, ValueError):
@@ -19,7 +19,7 @@ class ShapeError(InvalidArgumentError):
 
 
 class DtypeError(InvalidArgumentError):
-    """An element type does not exist here, differs between arrays, or does not have the reduction."""
+    """An element type is unknown, differs between arrays, or does not support the reduction."""
 
 
 class DeviceError(InvalidArgumentError):
@@ -39,20 +39,20 @@ class CollectiveTimeoutError(RingcommError, TimeoutError):
 
 
 class AbortedError(RingcommError):
-    """A rank gave up. The communicator is aborted; create a new one."""
+    """A rank aborted. The communicator is aborted; create a new one."""
 
 
 class RankLostError(AbortedError):
-    """A rank's process ended, or it closed its communicator, while others need it. The communicator is aborted; go on
-    with those that are left by `Communicator.shrink`, or create a new one."""
+    """A rank's process ended, or it closed its communicator, while other ranks need it. The communicator is aborted;
+    continue with the surviving ranks by `Communicator.shrink`, or create a new communicator."""
 
 
 class MismatchError(RingcommError):
-    """The ranks called different things. The communicator is aborted; create a new one."""
+    """The ranks made different calls. The communicator is aborted; create a new one."""
 
 
 class EngineError(RingcommError):
-    """The operating system refused something that the engine needs."""
+    """The operating system refused a resource that the engine needs."""
 
 
 class RankFailedError(RingcommError):
@@ -63,7 +63,8 @@ _SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """A wrong argument as a message has it: short, and without the argument's own code, which may fail or never end."""
+    """Formats a wrong argument for a message: short, and without running the argument's own code, which may fail or
+    hang."""
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if type(value) in (list, tuple):
@@ -76,12 +77,12 @@ def shown(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of other code says, short enough for a message."""
+    """Returns the message of another library's error, short enough for a message."""
     return " ".join(str(error).split())[:200]
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Such as "ranks 0-2, 5"."""
+    """Formats ranks, such as "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -93,6 +94,6 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def carry_notes(source: BaseException, target: BaseException) -> None:
-    """Gives an error that replaces another one its notes."""
+    """Copies an error's notes to the error that replaces it."""
     for note in getattr(source, "__notes__", ()):
         target.add_note(note)  # type: ignore[attr-defined]  # Python 3.11

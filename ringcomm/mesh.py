@@ -1,10 +1,10 @@
-"""Named axes over the ranks, and a communicator for each: what the layers of a composed training run over.
+"""A mesh: named axes over the ranks, with a communicator for each axis, on which the layers of composed training run.
 
     mesh = ringcomm.init_mesh(pp=2, dp=2, tp=2)      # 8 ranks; the last axis varies fastest
     mesh["tp"]                                       # a communicator: the ranks that differ in tp alone
     mesh["dp", "cp"]                                 # of the ranks that differ in these two
 
-Nothing here is global: a layer takes one of these communicators, or any other.
+There is no global mesh: a layer takes one of these communicators, or any other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA = ("dp", "shard", "cp")
-"""Axes whose ranks share the shards of one model, and average its gradients."""
+"""Axes whose ranks shard one model, and average its gradients."""
 REPLICATE, TENSOR = "replicate", "tp"
 
 
@@ -31,10 +31,10 @@ class Mesh:
     """The ranks of a communicator as a grid with named axes; made by `init_mesh`.
 
     Attributes:
-        names, shape: of the axes; the last varies fastest with the rank.
+        names, shape: names and sizes of the axes; the last varies fastest with the rank.
         comm: all ranks.
-        coordinates: this rank's number along each axis.
-        device_mesh: torch's, from which it was made, or None.
+        coordinates: this rank's index along each axis.
+        device_mesh: torch's DeviceMesh from which it was made, or None.
     """
 
     def __init__(
@@ -51,19 +51,20 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return len(self.names)
 
     def size(self, name: str) -> int:
-        """Ranks along an axis; 1 for an axis that is not there."""
+        """Returns the number of ranks along an axis; 1 for an axis that does not exist."""
         return self.shape[self.names.index(name)] if name in self.names else 1
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
-        """The communicator of the ranks that differ from this one along these axes alone, in the order of the mesh.
+        """Returns the communicator of the ranks that differ from this one only along these axes, in the order of the
+        mesh.
 
-        Of several axes, or none, a collective of the whole mesh when it is asked for first.
+        For several axes, or none, the first access is a collective of the whole mesh.
 
-        Raises: InvalidArgumentError: no such axis.
+        Raises:  InvalidArgumentError: no such axis.
         """
         asked = tuple(names) if isinstance(names, (tuple, list)) else (names,)
         unknown = [name for name in asked if not isinstance(name, str) or name not in self.names]
@@ -87,28 +88,29 @@ class Mesh:
             if name not in key:
                 colour = colour * extent + self.coordinates[name]
         made = self.comm.split(colour, self.comm.rank)
-        assert made is not None  # every rank has a colour
+        assert made is not None  # every rank has a color
         return made
 
     @property
     def data(self) -> tuple[Communicator, Communicator | None]:
-        """Over which gradients are averaged: the ranks that share shards (dp or shard, and cp), and those that hold the
-        same shard (replicate)."""
+        """The communicators over which gradients are averaged: the ranks that share shards (dp or shard, and cp),
+        and the ranks that hold the same shard (replicate)."""
         shards = self[tuple(name for name in self.names if name in DATA)]
         return shards, self[REPLICATE] if REPLICATE in self.names else None
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for parameters that all ranks of its tensor parallel group have whole."""
+        """True on one rank of each tensor parallel group, which counts and saves the parameters that all its ranks
+        have whole."""
         return self.coordinates.get(TENSOR, 0) == 0
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes of more than one rank whose ranks have different parts of the model."""
+        """The axes of more than one rank whose ranks have different parts of the model."""
         return tuple(name for name in self.names if name not in (*DATA, REPLICATE) and self.size(name) > 1)
 
     def close(self) -> None:
-        """Lets go of the communicators that the mesh has made; ``comm`` stays."""
+        """Closes the communicators that the mesh has made; ``comm`` stays open."""
         for made in self._made.values():
             made.close()
 
@@ -118,7 +120,7 @@ class Mesh:
 
 
 def refuse_mesh(comm: Any, call: str, axis: str) -> None:
-    """Raises where something else was passed as the communicator of an axis, such as the whole mesh."""
+    """Raises if another object was passed as the communicator of an axis, such as the whole mesh."""
     if isinstance(comm, Mesh):
         raise InvalidArgumentError(
             f"{call}: rank {comm.comm.rank} got a mesh, expected a communicator; pass one of its axes, such as "
@@ -131,7 +133,7 @@ def refuse_mesh(comm: Any, call: str, axis: str) -> None:
 
 
 def refuse_no_mesh(mesh: Any, call: str) -> None:
-    """Raises for what is no mesh, neither ours nor torch's."""
+    """Raises for an object that is not a mesh, neither ours nor torch's."""
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidArgumentError(
             f"{call}: got mesh={shown(mesh)}, expected one of ringcomm.init_mesh, or a DeviceMesh; pass that"
@@ -150,16 +152,16 @@ def init_mesh(
     device: Any = None,
     **sizes: int,
 ) -> Mesh:
-    """Lays named axes over the ranks; a collective of all of them.
+    """Arranges the ranks along named axes; a collective of all ranks.
 
     Args:
-        axes: extents by name, or a DeviceMesh of torch, whose groups are used. In place of it keywords: ``dp=2, tp=2``.
-            One extent may be -1: what is left. An axis of 1 is allowed.
+        axes: sizes by name, or a DeviceMesh of torch, whose groups are used. Alternatively keywords: ``dp=2, tp=2``.
+            One size may be -1: the number of ranks that is left. An axis of size 1 is allowed.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment.
         device: where arrays lie, if ``comm`` is None.
-    Names that `ringcomm.shard` knows: dp, shard and cp (averaged, and shards cut over them), replicate (averaged), tp
-    and pp (cut by the layers). Others are the caller's.
-    Raises:  InvalidArgumentError: extents whose product is not the number of ranks. MismatchError: the ranks ask for
+    `ringcomm.shard` knows the names dp, shard and cp (gradients are averaged over them, and shards cut over them),
+    replicate (gradients are averaged over it), tp and pp (layers are split over them). Other names are the caller's.
+    Raises:  InvalidArgumentError: sizes whose product is not the number of ranks. MismatchError: the ranks ask for
              different axes.
     """
     if axes is not None and not isinstance(axes, Mapping):
@@ -171,7 +173,7 @@ def init_mesh(
     wrong = not named or not all(_is_axis(*each) for each in named.items())
     words = [f"{name if _is_axis(name, 1) else shown(name)}={shown(extent)}" for name, extent in named.items()]
     asked = ", ".join(words).encode(errors="backslashreplace").decode() or "no axes"
-    everybody = [each.decode() for each in comm.exchange(asked.encode())]  # also from a rank that is refused below
+    everybody = [each.decode() for each in comm.exchange(asked.encode())]  # also from a rank that raises below
     known = 0 if wrong else math.prod(extent for extent in named.values() if extent != -1)
     free = [] if wrong else [name for name, extent in named.items() if extent == -1]
     if len(free) == 1 and known > 0 and comm.world_size % known == 0:

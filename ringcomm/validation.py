@@ -1,9 +1,9 @@
-"""What the arguments of a call must be: looked at before the call does anything, by a line above it.
+"""Checks the arguments of a call before the call does anything; a decorator declares what each must be.
 
     @expects("stretch", times=whole(1), how=one_of("once", "twice"))
     def stretch(text: str, times: int, how: str | None = None) -> str:
 
-What is not named is not looked at.
+Arguments that are not named are not checked.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _R = TypeVar("_R")
 
 
 class Wanted(NamedTuple):
-    """What an argument must be.
+    """The requirement on an argument.
 
     Attributes:
-        said: in words, for the error.
-        take: gives the argument as the call takes it; raises whatever it likes where it is another one.
+        said: the requirement in words, for the error.
+        take: converts the argument to the form that the call uses; raises any exception for a wrong argument.
     """
 
     said: str
@@ -40,7 +40,7 @@ def _plain(value: Any) -> int | float:
 
 
 def that(said: str, fits: Callable[[Any], bool], take: Callable[[Any], Any] | None = None) -> Wanted:
-    """What fits, by a question of its own."""
+    """Requires that ``fits`` returns True."""
 
     def taken(value: Any) -> Any:
         if not fits(value):
@@ -51,33 +51,33 @@ def that(said: str, fits: Callable[[Any], bool], take: Callable[[Any], Any] | No
 
 
 def a(said: str, *types: type) -> Wanted:
-    """An object of one of these types."""
+    """Requires an object of one of these types."""
     return that(said, lambda value: isinstance(value, types))
 
 
 def or_none(wanted: Wanted) -> Wanted:
-    """Or None, where that is not the default."""
+    """Also accepts None, for arguments whose default is not None."""
     return Wanted(f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value))
 
 
 def one_of(*known: str) -> Wanted:
-    """One of a few words."""
+    """Requires one of a few words."""
     return that(f"one of {', '.join(map(repr, known))}", lambda value: isinstance(value, str) and value in known)
 
 
 def whole(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
-    """A whole number within these bounds, of Python or NumPy; the call gets Python's."""
+    """Requires an integer within these bounds, of Python or NumPy; the call gets Python's."""
     said = said or f"a whole number from {least} to {most}"
     return that(said, lambda value: _is_a(value, Integral) and least <= value <= most, int)
 
 
 def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Wanted:
-    """A number within these bounds, of Python or NumPy; the call gets Python's."""
+    """Requires a number within these bounds, of Python or NumPy; the call gets Python's."""
     return that(said, lambda value: _is_a(value, Real) and least <= float(value) <= most, _plain)
 
 
 def several(said: str, wanted: Wanted) -> Wanted:
-    """Whatever can be gone through once and gives such values; the call gets a list."""
+    """Requires an iterable of such values, which is iterated once; the call gets a list."""
 
     def taken(values: Iterable[Any]) -> list[Any]:
         if isinstance(values, (str, bytes, dict)):
@@ -101,7 +101,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 
 def is_communicator(value: Any) -> bool:
-    """Whether it is one of ranks; a stand-in for tests is, too."""
+    """Whether a value has a communicator's rank and world size, as test doubles also have."""
     return type(getattr(value, "rank", None)) is int and type(getattr(value, "world_size", None)) is int
 
 
@@ -109,9 +109,9 @@ COMMUNICATOR = that("a communicator", is_communicator)
 
 
 def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """The function with its named arguments looked at first; ``call`` is what errors name. Defaults always fit.
+    """Makes a function check its named arguments first; ``call`` is the name in errors. Defaults are always accepted.
 
-    Raises: InvalidArgumentError, from the call: an argument that is not what is wanted.
+    Raises:  InvalidArgumentError: from the call, if an argument does not meet its requirement.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -137,7 +137,7 @@ def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callabl
             named = {name: taken(name, value) for name, value in kwargs.items()}
             return function(*first, *args[len(names) :], **named)  # type: ignore[arg-type]
 
-        # torch.compile counts what it compiles by code object
+        # torch.compile counts compilations per code object.
         checked.__code__ = checked.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
         return checked
 

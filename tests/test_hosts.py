@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import BOOL_COMBINE, COMBINE, DTYPES, FLOATS, accumulator, factor_of, ops_of, same_bits, tree, values
+from reference import DTYPES, FLOATS, combine_of, divided, factor_of, leaves_of, ops_of, same_bits, stored, tree, values
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
@@ -100,19 +100,11 @@ def in_order(ranks: Ranks) -> bool:
 
 def reduced_over(ranks: Ranks, inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """A tree over ranks, or else one inside each host and one over hosts; rounded once."""
-    name = str(inputs[0].dtype).removeprefix("torch.")
-    acc = accumulator(name)
-    leaves = [x.to(acc) for x in inputs]
-    if op == "premul_sum":
-        leaves = [leaf * torch.tensor(factor_of(r), dtype=acc) for r, leaf in enumerate(leaves)]
-    combine = (BOOL_COMBINE if name == "bool" else COMBINE)["sum" if op in ("avg", "premul_sum") else op]
+    leaves = leaves_of(inputs, op)
+    combine = combine_of(str(inputs[0].dtype).removeprefix("torch."), op)
     apart = [tree([leaves[r] for r in host], combine) for host in ranks]
     total = tree(leaves, combine) if in_order(ranks) else tree(apart, combine)
-    if op == "avg" and acc.is_floating_point:
-        total = total / len(inputs)
-    elif op == "avg":
-        total = torch.div(total, len(inputs), rounding_mode="trunc")
-    return (total.clamp(-448, 448) if name == "float8_e4m3fn" else total).to(inputs[0].dtype)
+    return stored(divided(total, len(inputs)) if op == "avg" else total, inputs[0].dtype)
 
 
 @cache
@@ -234,6 +226,16 @@ def test_the_bits_of_one_host_whatever_the_path(counts: list[int]) -> None:
     for one, several in zip(together, apart, strict=True):
         for way, x in enumerate(several):
             check(f"way {way}", x, one[-1] if way == len(one) - 1 else one[0])
+
+
+def copied_without_a_kernel(comm: Communicator) -> float:
+    with pytest.raises(UnsupportedError, match="copy_engine, which GPUs of one host have"):
+        comm.all_gather(torch.ones(4), algorithm="copy_engine")
+    return float(comm.all_reduce(torch.ones(1)))
+
+
+def test_hosts_refuse_copies_without_a_kernel_before_anything_is_sent() -> None:
+    assert run_ranks(copied_without_a_kernel, 2, hosts=[1, 1], timeout=20) == [2.0, 2.0]
 
 
 def ring_sums(comm: Communicator) -> None:

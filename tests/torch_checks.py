@@ -37,13 +37,15 @@ def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     wide = torch.float64 if dtype.is_floating_point else dtype
     total = first.to(wide)
     two = {
+        "sum": torch.add,
+        "avg": torch.add,
         "prod": torch.mul,
         "min": torch.minimum,
         "max": torch.maximum,
         "band": torch.bitwise_and,
         "bor": torch.bitwise_or,
         "bxor": torch.bitwise_xor,
-    }.get(op, torch.add)
+    }[op]
     for tensor in tensors[1:]:
         total = two(total, tensor.to(wide))
     if op == "avg":

@@ -52,6 +52,13 @@ enum class ReduceOp : std::uint8_t {
 #undef X
 };
 
+// Loops over the types end at kBool, those over the operators at kBxor.
+#define X(...) +1
+static_assert(static_cast<int>(DType::kBool) + 1 == 0 RINGCOMM_FOR_EACH_DTYPE(X), "kBool must be the last type");
+static_assert(static_cast<int>(ReduceOp::kBxor) + 1 == 0 RINGCOMM_FOR_EACH_REDUCE_OP(X),
+              "kBxor must be the last operator");
+#undef X
+
 namespace bits {
 template <typename To, typename From>
 RINGCOMM_HD To cast(From from) {

@@ -194,12 +194,17 @@ void Buffers::offer(const Allocation& allocation, const char* call) {
   Own own;
   own.allocation = allocation;
   own.handle.magic = kMemoryMagic;
-  own.handle.kind = allocation.chunk ? HandleKind::kVmm : HandleKind::kIpc;
+  own.handle.kind = HandleKind::kIpc;
   own.handle.address = allocation.base;
   own.handle.nbytes = allocation.nbytes;
   std::string why_not;
   if (allocation.chunk) {
-    if (!allocation.chunk->is_exportable(device_)) why_not = kUnexportableMemory;
+    const auto way = allocation.chunk->way_out(device_);
+    own.handle.kind = way == VmmReference::Export::kFabric ? HandleKind::kFabric : HandleKind::kVmm;
+    static_assert(sizeof own.handle.ipc >= kFabricBytes, "a handle has room for the driver's");
+    if (way == VmmReference::Export::kNot ||
+        (way == VmmReference::Export::kFabric && !allocation.chunk->export_fabric(&own.handle.ipc)))
+      why_not = kUnexportableMemory;
   } else {
     const RelaxedCapture relaxed(rank_);
     const cudaError_t status = cudaIpcGetMemHandle(&own.handle.ipc, reinterpret_cast<void*>(allocation.base));
@@ -327,7 +332,8 @@ void Buffers::map(const MemoryHandle& handle, int fd, Opened& opened) {
   const DeviceGuard guard(device_, rank_);
   if (handle.address + handle.nbytes > base + kWindowBytes) fail(ErrorCode::kInvalid, "it is in no window");
   opened.window = other == opened_.end() ? std::make_shared<VmmWindow>(kWindowBytes, rank_) : other->window;
-  opened.memory = VmmWindow::map(opened.window, handle.address - base, handle.nbytes, fd, device_, rank_);
+  const void* const fabric = handle.kind == HandleKind::kFabric ? &handle.ipc : nullptr;
+  opened.memory = VmmWindow::map(opened.window, handle.address - base, handle.nbytes, fd, fabric, device_, rank_);
   if (other == opened_.end()) set_(opened.peer, opened.region, opened.window->data());
 }
 
@@ -410,7 +416,7 @@ bool Buffers::tell(Mailbox& mailbox, Own& own, int peer) {
   mail.subject = own.handle.identity;
   mail.call = own.from;
   if (mail.kind == Mail::kOffer) mail.text = text_of(own.handle);
-  if (mail.kind == Mail::kOffer && own.allocation.chunk && !peers_[peer].here) try {
+  if (mail.kind == Mail::kOffer && own.handle.kind == HandleKind::kVmm && !peers_[peer].here) try {
       mail.fd = vmm_export(own.allocation.chunk->number(), rank_);
     } catch (const Error&) {
       // no more files: the peer says that it cannot open it

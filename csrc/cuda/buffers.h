@@ -64,7 +64,7 @@ bool is_from_cuda_malloc(const void* data, std::size_t nbytes);
 void say_staged(const char* call, int rank, const std::string& got);
 inline constexpr const char* kForeignMemory = "memory that cudaMalloc did not give, as it does for torch by default";
 inline constexpr const char* kUnexportableMemory =
-    "virtual memory that was not created to be passed as a file descriptor";
+    "virtual memory that was not created to be passed to other processes";
 // Smaller buffers are staged, in a window or two: opening the memory would cost the peers more.
 inline constexpr std::size_t kLeastShown = 64u << 10;
 

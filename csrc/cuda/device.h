@@ -199,9 +199,10 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #else
   emulator::look();
   a = b = 0;
+  // The flag of a line first: another process writes it last, and may do so meanwhile.
   emulator::warp_op(a, b, const_cast<char*>(lines), [](std::uint64_t(*word)[2], int lanes, void* from) {
-    for (int l = 0; l < lanes; ++l)
-      for (int k = 0; k < 2; ++k)
+    for (int l = lanes - 1; l >= 0; --l)
+      for (int k = 1; k >= 0; --k)
         word[l][k] = __atomic_load_n(static_cast<const u64*>(from) + 2 * l + k, __ATOMIC_RELAXED);
   });
 #endif

@@ -19,7 +19,9 @@
 
 namespace ringcomm::cuda {
 
-enum class HandleKind : std::uint32_t { kPrivate, kIpc, kVmm };  // kPrivate: this device exports nothing
+// kPrivate: this device exports nothing. kVmm: a file descriptor goes with it. kFabric: memory of others alone, see
+// Buffers; the driver's handle is in the place of that of IPC.
+enum class HandleKind : std::uint32_t { kPrivate, kIpc, kVmm, kFabric };
 const char* name(HandleKind kind);
 
 struct MemoryHandle {

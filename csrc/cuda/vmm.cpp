@@ -31,6 +31,8 @@ namespace {
   X(retain, cuMemRetainAllocationHandle)           \
   X(properties, cuMemGetAllocationPropertiesFromHandle)
 
+constexpr auto kFabric = static_cast<CUmemAllocationHandleType>(8);  // by number: unknown to toolkits before 12.3
+
 // The driver's functions, by the versions that they had in CUDA 12.0.
 struct Driver {
 #define RINGCOMM_LOOK_UP(name, function) decltype(&function) name = RINGCOMM_DRIVER(function);
@@ -172,11 +174,19 @@ VmmReference::~VmmReference() {
   if (Driver::get().may_release()) Driver::get().release(number_);
 }
 
-bool VmmReference::is_exportable(int device) const {
+VmmReference::Export VmmReference::way_out(int device) const {
   CUmemAllocationProp properties{};
-  return Driver::get().properties(&properties, number_) == CUDA_SUCCESS &&
-         properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE && properties.location.id == device &&
-         (properties.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0;
+  if (Driver::get().properties(&properties, number_) != CUDA_SUCCESS ||
+      properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties.location.id != device)
+    return Export::kNot;
+  const int types = properties.requestedHandleTypes;
+  return types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ? Export::kFile
+         : types & kFabric                                ? Export::kFabric
+                                                          : Export::kNot;
+}
+
+bool VmmReference::export_fabric(void* to) const {
+  return Driver::get().export_handle(to, number_, kFabric, 0) == CUDA_SUCCESS;
 }
 
 bool vmm_is_granted(std::uint64_t address, int device) {
@@ -205,12 +215,14 @@ VmmWindow::~VmmWindow() {
 }
 
 std::shared_ptr<void> VmmWindow::map(const std::shared_ptr<VmmWindow>& window, std::size_t offset, std::size_t nbytes,
-                                     int fd, int device, int rank) {
+                                     int fd, const void* fabric, int device, int rank) {
   const Driver& driver = Driver::get();
   CUmemGenericAllocationHandle allocation = 0;
-  driver.check(driver.import_handle(&allocation, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)),
-                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-               "cuMemImportFromShareableHandle", rank);
+  const CUresult imported =
+      fabric ? driver.import_handle(&allocation, const_cast<void*>(fabric), kFabric)
+             : driver.import_handle(&allocation, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)),
+                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  driver.check(imported, "cuMemImportFromShareableHandle", rank);
   const VmmRange range{window->data_ + offset, nbytes, allocation};
   const CUresult status = driver.map(address_of(range), nbytes, 0, allocation, 0);
   driver.release(allocation);  // the mapping keeps it

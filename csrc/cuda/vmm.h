@@ -26,6 +26,8 @@ void vmm_release(VmmRange& range) noexcept;
 
 // ---- memory that others have mapped, such as torch's expandable segments ----
 
+inline constexpr std::size_t kFabricBytes = 64;
+
 // The physical memory that somebody has mapped at an address. While this is held, no other has its number.
 class VmmReference {
  public:
@@ -37,8 +39,11 @@ class VmmReference {
   VmmReference& operator=(const VmmReference&) = delete;
 
   std::uint64_t number() const { return number_; }  // its handle
-  // Whether it lies on `device`, and can be passed as a file descriptor.
-  bool is_exportable(int device) const;
+  // How it can be passed to other processes, if it lies on `device`.
+  enum class Export { kNot, kFile, kFabric };
+  Export way_out(int device) const;
+  // kFabric: writes kFabricBytes, which stand for it in any process.
+  bool export_fabric(void* to) const;
 
  private:
   const std::uint64_t number_;
@@ -55,9 +60,10 @@ class VmmWindow {
   VmmWindow& operator=(const VmmWindow&) = delete;
 
   char* data() const { return data_; }
-  // Maps what `fd` stands for, for use on `device`. It is unmapped, and then the window let go, when the result goes.
+  // Maps what `fd`, or else `fabric`, stands for, for use on `device`. It is unmapped, and then the window let go, when
+  // the result goes.
   static std::shared_ptr<void> map(const std::shared_ptr<VmmWindow>& window, std::size_t offset, std::size_t nbytes,
-                                   int fd, int device, int rank);
+                                   int fd, const void* fabric, int device, int rank);
 
  private:
   char* data_ = nullptr;

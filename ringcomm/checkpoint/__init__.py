@@ -1,15 +1,15 @@
-"""Checkpoints: save at one stage and world size, load at another, and go on.
+"""Checkpoints: save at one stage and world size, and resume at another.
 
     ringcomm.checkpoint.save("run/step100", model, optimizer, step=100, rng=torch.get_rng_state())
     extra = ringcomm.checkpoint.load("run/step100", model, optimizer)
     ringcomm.checkpoint.export("run/step100", "model.safetensors")
 
-Every rank writes its own part of every tensor under the tensor's ordinary name and in its ordinary shape, in the format
-of torch.distributed.checkpoint. A plain process reads the module with ``dcp.load(module.state_dict(),
+Every rank writes its own part of every tensor under the tensor's usual name and in its usual shape, in the format of
+torch.distributed.checkpoint. A process without ringcomm can read the module with ``dcp.load(module.state_dict(),
 checkpoint_id=path)``.
 
-Of a model that is cut over a mesh the tensors are the whole model's, put together from the ranks' parts, as if one
-process had saved it: a checkpoint does not know how it was cut, and is loaded with any other cut, or none.
+If a model is split over a mesh, the checkpoint holds the whole model's tensors, put together from the ranks' parts, as
+if one process had saved them. A checkpoint does not record the split, and can be loaded with any other split, or none.
 
     NAME                          parameters, as the optimizer has them (master weights), and buffers
     optimizer.state.NAME.KEY      the optimizer's state
@@ -42,25 +42,26 @@ from ringcomm.validation import PATH, expects
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any
 ) -> None:
-    """Saves a sharded module, its optimizer and whatever else is to be there on resuming; a collective, of all ranks of
-    the mesh where there is one.
+    """Saves a sharded module, its optimizer and other values needed for resuming; a collective of all ranks, including
+    all ranks of a mesh.
 
-    What had the path stays until all of the new checkpoint is written, and is then replaced at once. Gradients are not
-    saved: save between two steps.
+    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically.
+    Gradients are not saved: save between two steps.
 
     Args:
-        path: a folder that all ranks see.
-        optimizer: of `ringcomm.shard`, or at stage 0 a plain one over the module's parameters.
-            Of a pipeline every stage has its own, with the same groups, of which some may be empty.
-        extra: tensors, numbers, strings, and lists, tuples and dicts of these. Where the ranks' values differ, as those
-            of random generators do, each rank's is kept; so it is with buffers.
-    Cost:    each rank writes 1/W of parameters and state, also at stage 0, and reads it back for its checksums (W ranks
-             share the shards; what tensor parallel ranks have whole the first of them writes); between ranks only the
-             list of what was written travels. Memory: 128 MiB, and one part of a tensor at a time.
+        path: a folder that all ranks can access.
+        optimizer: an optimizer of `ringcomm.shard`, or at stage 0 a plain one over the module's parameters. In a
+            pipeline every stage has its own, with the same groups, some of which may be empty.
+        extra: tensors, numbers, strings, and lists, tuples and dicts of these. If the ranks' values differ, as those of
+            random generators do, each rank's value is kept. Buffers are handled in the same way.
+    Cost:    each rank writes 1/W of parameters and state, even at stage 0, and reads them back for their checksums (W
+             ranks share the shards; the first of the tensor parallel ranks writes the tensors that all of them have
+             whole); ranks exchange only the list of what was written. Memory: 128 MiB, and one part of a tensor at a
+             time.
     Raises:  InvalidArgumentError: a module or an optimizer that is not sharded, an extra that cannot be loaded safely,
-             stages whose optimizers have other groups.
-             UnsupportedError: an optimizer's state of another shape than its parameter, which is cut: factored moments.
-             EngineError: the operating system refused to write. On every rank; the old checkpoint is there then.
+             or pipeline stages whose optimizers have different groups. UnsupportedError: optimizer state with another
+             shape than its sharded parameter, such as factored moments. EngineError: the operating system refused to
+             write. All ranks raise, and the old checkpoint remains.
     """
     flat, path = flat_of(model, "save"), Path(path)
     world = World(flat.ranks, "save")
@@ -79,18 +80,19 @@ def save(
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Loads what `save` has saved, at any stage, world size, bucket size and mesh; a collective, of all ranks of the
-    mesh where there is one.
+    """Loads what `save` has saved, at any stage, world size, bucket size and mesh; a collective of all ranks, including
+    all ranks of a mesh.
 
-    Training goes on as if it had not been interrupted, with the same bits on the same mesh. A checkpoint that
-    torch.distributed.checkpoint has saved from a module's state dict serves too. Gradients stay as they are.
+    Training continues as if it had not been interrupted, with the same bits on the same mesh. A checkpoint that
+    torch.distributed.checkpoint has saved from a module's state dict can be loaded, too. Gradients stay as they are.
 
-    Returns: ``extra``. Where the ranks' values differed: this rank's, or on another mesh, or at another world size, a
-             `ByRank` of all. Buffers that differed are this rank's, or on another mesh the first rank's that had them.
-    Cost:    each rank reads what it keeps, and holds it twice for a moment, in the host's memory; stages 1 and 2 gather
-             the parameters. Random access to the files.
+    Returns: ``extra``. If the ranks' values differed: this rank's value, or, with another mesh or world size, a
+             `ByRank` of all. Buffers that differed are this rank's, or with another mesh those of the first rank that
+             had them.
+    Cost:    each rank reads the values that it keeps, and temporarily holds them twice in host memory; stages 1 and 2
+             gather the parameters. The files are accessed randomly.
     Raises:  InvalidArgumentError (ShapeError, DtypeError): a checkpoint of another model or optimizer, or a damaged
-             one; names parameter and rank. On every rank, before anything is changed.
+             one; names parameter and rank. All ranks raise, before anything is changed.
     """
     flat = flat_of(model, "load")
     world = World(flat.ranks, "load")
@@ -109,7 +111,7 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
     Tied parameters are written once; ``safetensors.torch.load_model`` ties them again.
 
     Args:
-        dtype: of floating point tensors in the file; None: as they were saved.
+        dtype: type of floating point tensors in the file; None: the type in which they were saved.
     Cost:    memory for all parameters.
     Raises:  UnsupportedError: safetensors is not installed. InvalidArgumentError: no checkpoint, or a damaged one.
     """

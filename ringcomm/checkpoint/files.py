@@ -43,23 +43,24 @@ from ringcomm.data_parallel.shard_spec import PLAIN, ShardSpec
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
 
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
-MOST_BOX_BYTES = 128 << 20  # so that who needs a part of a tensor does not read all of it
+MOST_BOX_BYTES = 128 << 20  # so that a reader that needs a part of a tensor does not read all of it
 
 Names = tuple[str, ...]
-"""Where a value lies in nested dicts; joined by dots it is the name in the checkpoint."""
+"""The path of a value in nested dicts; joined by dots it is the name in the checkpoint."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+"""(offsets, sizes) of a box."""
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The boxes that elements ``start`` to ``end`` of a contiguous tensor fill, in order: at most 2n-1 of n dimensions.
+    """Returns the boxes that elements ``start`` to ``end`` of a contiguous tensor fill, in order: at most 2n-1 for n
+    dimensions.
 
-    Each box is a run of elements too.
+    Each box is a contiguous run of elements.
     """
     if len(shape) < 2:
         return [((start,), (end - start,))] if shape else [((), ())]
     row = math.prod(shape[1:])
-    first, last = up(start, row) // row, end // row  # whole rows
+    first, last = up(start, row) // row, end // row  # complete rows
     if first > last:
         return _inside(shape, last, start - last * row, end - last * row)
     found = _inside(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
@@ -85,17 +86,17 @@ class Part:
 def parts_of(
     name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
 ) -> list[Part]:
-    """The boxes of a tensor's elements from ``start`` on, which are ``values``; views of them.
+    """Returns views of ``values``, which are a tensor's elements from ``start`` on, as boxes of the tensor.
 
     Args:
-        cut: of what larger tensor it is a part; boxes are of that then, and padding has none.
+        cut: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
     """
     found = _parts_here(name, shape, values, start)
     return [each for part in found for each in _moved(part, cut)] if cut.dim is not None else found
 
 
 def _moved(part: Part, cut: ShardSpec) -> list[Part]:
-    """A box of this rank's part of a tensor as boxes of the whole one."""
+    """Converts a box of this rank's part of a tensor to boxes of the whole tensor."""
     dim, found = cut.dim, []
     assert dim is not None
     shape = cut.whole_shape(part.shape)
@@ -131,11 +132,11 @@ def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: in
 
 @dataclass
 class Outgoing:
-    """What a rank writes.
+    """The tensors and values that a rank writes.
 
     Attributes:
-        paths: by name, where it lies in nested dicts.
-        aliases: by name, other names that mean the same boxes.
+        paths: by name, the path in nested dicts.
+        aliases: by name, other names of the same boxes.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -146,22 +147,22 @@ class Outgoing:
     def tensor(
         self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
     ) -> None:
-        """Elements of a tensor from ``start`` on; arguments as of `parts_of`."""
+        """Adds a tensor's elements from ``start`` on; arguments as of `parts_of`."""
         name = ".".join(path)
         self.paths[name] = path
         self.parts += parts_of(name, shape, values, start, cut)
 
     def value(self, path: Names, value: bytes) -> None:
-        """Something small, as `pack_value` has it."""
+        """Adds a small value, packed by `pack_value`."""
         name = ".".join(path)
         self.paths[name] = path
         self.values[name] = value
 
 
 def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
-    """A value as bytes that load without running code.
+    """Returns a value as bytes that can be loaded without running code.
 
-    Raises: InvalidArgumentError: it is not made of tensors, numbers, strings, lists, tuples and dicts.
+    Raises:  InvalidArgumentError: the value is not made of tensors, numbers, strings, lists, tuples and dicts.
     """
     buffer = io.BytesIO()
     try:
@@ -189,12 +190,12 @@ class _Planner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # the folder gets another name
+        return StorageMeta(save_id=self.save_id)  # the folder is renamed later
 
 
 @dataclass
 class Written:
-    """What a rank has written, for the one that finishes."""
+    """A rank's report of what it has written, for the rank that finishes."""
 
     plan: SavePlan
     results: list[Any]
@@ -208,7 +209,7 @@ def _item(part: Part) -> WriteItem:
 
 
 def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
-    """Writes this rank's file into a folder that exists, and its checksums as the file has them."""
+    """Writes this rank's file into an existing folder; returns its report, with checksums of the file as read back."""
     values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in outgoing.values]
     plan = SavePlan([*map(_item, outgoing.parts), *values], planner_data=outgoing.paths)
     writer = _Writer(folder)
@@ -230,9 +231,9 @@ def _checksum(view: memoryview, offset: int, length: int) -> int:
 
 
 def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
-    """Writes what says where everything is, and gives the folder its name; on one rank, when all have written.
+    """Writes the index of all values, and renames the folder; runs on one rank, when all have written.
 
-    Raises: InvalidArgumentError: another rank's file is not here.
+    Raises:  InvalidArgumentError: another rank's file is not here.
     """
     checksums: dict[str, dict[int, int]] = {}
     for rank, written in enumerate(everyone):
@@ -257,7 +258,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
 
 
 def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequence[str]) -> list[Any]:
-    """Lets other names mean a tensor's boxes."""
+    """Adds other names for a tensor's boxes."""
     mine, found = [each for each in results if each.index.fqn == name], []
     for other in others:
         metadata.state_dict_metadata[other] = metadata.state_dict_metadata[name]
@@ -271,7 +272,8 @@ def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequenc
 
 
 def beside(path: Path) -> Path:
-    """Where a checkpoint is written before it has its name; what an interrupted save left there goes."""
+    """Returns the folder in which a checkpoint is written before it is renamed; removes what an interrupted save
+    left there."""
     folder = path.absolute().parent / f".{path.name}.saving"
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
@@ -281,7 +283,7 @@ def beside(path: Path) -> Path:
 
 
 def put_in_place(folder: Path, path: Path) -> None:
-    """Gives a finished folder its name; what had the name lies in ``folder`` then. There is no moment without one."""
+    """Renames a finished folder to its final name atomically. An older folder of that name is moved to ``folder``."""
     if path.exists():
         _swap(folder, path)
     else:
@@ -294,7 +296,7 @@ def put_in_place(folder: Path, path: Path) -> None:
 
 
 def _swap(a: Path, b: Path) -> None:
-    """Exchanges two names at once."""
+    """Exchanges two names atomically."""
     libc = ctypes.CDLL(None, use_errno=True)
     at_cwd, exchange = -100, 2
     if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
@@ -311,10 +313,10 @@ def _swap(a: Path, b: Path) -> None:
 
 
 class Source:
-    """A checkpoint to read, of `save` or of torch.distributed.checkpoint.
+    """A checkpoint to read, written by `save` or by torch.distributed.checkpoint.
 
     Attributes:
-        paths: by name, where it lies in nested dicts.
+        paths: by name, the path in nested dicts.
     """
 
     def __init__(self, path: Path, call: str, rank: int) -> None:
@@ -357,7 +359,7 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Names and facts of all tensors."""
+        """Returns the metadata of all tensors, by name."""
         return {
             name: facts
             for name, facts in self.metadata.state_dict_metadata.items()
@@ -365,16 +367,16 @@ class Source:
         }
 
     def has_value(self, path: Names) -> bool:
-        """Whether there is something that is not a tensor."""
+        """Whether the checkpoint has a value that is not a tensor at a path."""
         return isinstance(self.metadata.state_dict_metadata.get(".".join(path)), BytesStorageMetadata)
 
     def value(self, path: Names) -> Any:
-        """Something that is not a tensor."""
+        """Returns a value that is not a tensor."""
         name = ".".join(path)
         return self._stored(name, MetadataIndex(name))
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Refuses a tensor that is not there, or has another shape or kind of type."""
+        """Raises if a tensor is missing, or has another shape or kind of type."""
         facts = self.metadata.state_dict_metadata.get(name)
         if not isinstance(facts, TensorStorageMetadata):
             raise self._wrong(f"a checkpoint without {name}", f"one of shape {tuple(shape)}")
@@ -384,7 +386,7 @@ class Source:
             raise self._wrong(f"{name} in {facts.properties.dtype}", f"{dtype} or of its kind", DtypeError)
 
     def read(self, parts: Sequence[Part]) -> None:
-        """Fills boxes of one tensor, of which `check` has approved; each box in the checkpoint is read once."""
+        """Fills boxes of one tensor that passed `check`; each box in the checkpoint is read once."""
         if not parts:
             return
         name = parts[0].name
@@ -402,14 +404,14 @@ class Source:
             _cut(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
 
     def place(self, name: str) -> Any:
-        """Where a tensor's boxes lie: equal for names of one tensor."""
+        """Returns the place of a tensor's boxes; it is equal for names of the same tensor."""
         where = [
             self.metadata.storage_data.get(MetadataIndex(name, each.offsets)) for each in self.tensors[name].chunks
         ]
         return tuple(sorted((each.relative_path, each.offset) for each in where if each is not None))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         facts = self.metadata.state_dict_metadata[name]
         missing = math.prod(facts.size) - sum(math.prod(chunk.sizes) for chunk in facts.chunks)
         if missing > 0:

@@ -1,4 +1,4 @@
-"""The way of a checkpoint back into a model and its optimizer."""
+"""Loads a checkpoint into a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ringcomm.errors import InvalidArgumentError
 
 
 class Loading:
-    """A checkpoint's way into a model: `read` changes nothing, `commit` everything."""
+    """Loads a checkpoint into a model in two steps: `read` changes nothing, `commit` changes everything."""
 
     def __init__(self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
@@ -62,16 +62,16 @@ class Loading:
         )
 
     def look(self) -> tuple[set[str], list[list[str]]]:
-        """Names of what this rank has of the model, and in each of the optimizer's groups."""
+        """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
         known = places_of(self.flat)
         names = {*names_of(known, wholes_of(self.flat, known)), *dict(with_extra_state(self.flat))}
         return names, Held.of(self.flat, self.optimizer, "load").names
 
     def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
-        """Into memory of its own, whatever is wrong is found here.
+        """Reads the checkpoint into separate memory, and raises for anything wrong.
 
         Args:
-            everyone: what `look` has found, by rank.
+            everyone: the results of `look`, by rank.
         """
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
@@ -90,10 +90,10 @@ class Loading:
             self._read_optimizer(self.optimizer, own.get("optimizer", {}), [groups for _, groups in everyone])
 
     def _read_extra(self) -> dict[str, dict[str, Any]]:
-        """Fills `extra`; returns what was this rank's own."""
+        """Fills `extra`; returns the values that this rank saved for itself."""
         source = self.source
         if not source.has_value(COMMON):
-            return {}  # of torch.distributed.checkpoint
+            return {}  # written by torch.distributed.checkpoint
         about = source.value(COMMON)
         if not source.has_checksums:
             raise self._wrong("a checkpoint without its checksums", "all of its files")
@@ -128,7 +128,7 @@ class Loading:
             self.masters.append(master)
 
     def _name(self, names: list[str]) -> str:
-        """The one under which a parameter was saved."""
+        """Returns the name under which a parameter was saved."""
         return next((name for name in names if name in self.source.paths), names[0])
 
     def _check(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -161,7 +161,7 @@ class Loading:
         for path in self.source.paths.values():
             if path[:2] == STATE and len(path) == 4:
                 keys.setdefault(path[2], []).append(path[3])
-        if held.attached is not None:  # parameters that were not always trained together have counters of their own
+        if held.attached is not None:  # parameters that were not always trained together have separate counters
             held.attached.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
             held = Held.of(self.flat, optimizer, "load")
         for piece in held.pieces:
@@ -189,7 +189,7 @@ class Loading:
                     raise self._wrong(f"an optimizer's state with {name} in group {number}", "the same groups")
 
     def _counters(self, name: str, keys: dict[str, list[str]], alike: set[str]) -> tuple[object, ...]:
-        """What parameters that travel together must have in common."""
+        """Returns what parameters in one entry must have in common."""
         found: list[object] = [name in keys]
         for key in sorted(set(keys.get(name, ())) - alike):
             path = (*STATE, name, key)
@@ -241,7 +241,7 @@ class Loading:
     # ---- into the model ------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Changes everything; a collective."""
+        """Writes the loaded values into the model and the optimizer; a collective."""
         for unit in self.flat.units:
             unit.release()
         for bucket, master in zip(self.flat.buckets, self.masters, strict=True):

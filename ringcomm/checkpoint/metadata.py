@@ -1,5 +1,5 @@
-"""What says where everything in a checkpoint lies, as it is read: nothing in it runs code, and nothing in it points out
-of the folder or out of a tensor."""
+"""Reads a checkpoint's index safely: nothing in it runs code, and no entry refers to a place outside the folder or
+outside a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 _CHECKPOINT = "torch.distributed.checkpoint."
-_NAMES = {  # of what torch.distributed.checkpoint writes
+_NAMES = {  # classes that torch.distributed.checkpoint writes
     _CHECKPOINT + "metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -40,9 +40,9 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(raw: bytes) -> Metadata:
-    """What torch.distributed.checkpoint wrote.
+    """Decodes metadata written by torch.distributed.checkpoint.
 
-    Raises: an exception that says what is wrong with it.
+    Raises:  an exception that says what is wrong with the metadata.
     """
     metadata = _Reader(io.BytesIO(raw)).load()
     if not isinstance(metadata, Metadata):
@@ -62,7 +62,7 @@ def read_metadata(raw: bytes) -> Metadata:
 
 
 def _check_tensor(name: str, facts: TensorStorageMetadata) -> None:
-    """Refuses what is no tensor, and boxes that reach out of it."""
+    """Raises for metadata that is not a tensor's, and for boxes that exceed the tensor."""
     if not isinstance(facts.properties, TensorProperties) or not isinstance(facts.properties.dtype, torch.dtype):
         raise ValueError(f"{name} has no type")
     for chunk in facts.chunks:

@@ -1,4 +1,4 @@
-"""What a model and its optimizer consist of, by name: parts of buckets, and what every rank has whole."""
+"""Lists the contents of a model and its optimizer by name: parts of buckets, and tensors that every rank has whole."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def flat_of(model: nn.Module, call: str) -> ShardedModel:
 
 
 def name_of(bucket: Bucket, i: int) -> str:
-    """A parameter's name in checkpoints: the first that it has in the whole model."""
+    """Returns a parameter's name in checkpoints: the first name that it has in the whole model."""
     names = part_of(bucket.params[i]).names
     return names[0] if names else bucket.names[i]
 
 
 def whole_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
-    """Of the tensor that a parameter is, or is a part of."""
+    """Returns the shape of the tensor that a parameter is, or is a part of."""
     return part_of(bucket.params[i]).whole_shape(bucket.layout.segments[i].shape)
 
 
 def is_primary_copy(bucket: Bucket, i: int) -> bool:
-    """Whether this rank writes what is written once of a parameter."""
+    """Whether this rank writes those of a parameter's values that are written once."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
     return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
@@ -55,11 +55,11 @@ def is_primary_copy(bucket: Bucket, i: int) -> bool:
 class Place(NamedTuple):
     bucket: Bucket
     i: int  # segment
-    names: list[str]  # one, and more of a tied parameter
+    names: list[str]  # one name, or several for a tied parameter
 
 
 def places_of(flat: ShardedModel) -> dict[int, Place]:
-    """By id, the parameters of the buckets."""
+    """Returns the places of the buckets' parameters, by id."""
     found = {}
     for bucket in flat.buckets:
         for i, p in enumerate(bucket.params):
@@ -71,7 +71,7 @@ def places_of(flat: ShardedModel) -> dict[int, Place]:
 
 
 class Whole(NamedTuple):
-    """What every rank has whole: a buffer, an ignored parameter."""
+    """A tensor that every rank has whole: a buffer or an ignored parameter."""
 
     names: list[str]
     tensor: torch.Tensor
@@ -88,12 +88,12 @@ def wholes_of(flat: ShardedModel, known: dict[int, Place]) -> list[Whole]:
 
 
 def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
-    """All names of tensors in a state dict."""
+    """Returns all names of tensors in a state dict."""
     return {name for place in known.values() for name in place.names} | {n for each in wholes for n in each.names}
 
 
 def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of this rank that have get_extra_state, by the name of what it gives."""
+    """Yields this rank's modules that define get_extra_state, with the name of that state."""
     for prefix, module in flat.module.named_modules():
         here = not getattr(module, "_ringcomm_elsewhere", False)
         if here and type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -102,7 +102,7 @@ def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass
 class Piece:
-    """A parameter of the optimizer: elements of a bucket."""
+    """An optimizer's parameter, as elements of a bucket."""
 
     bucket: Bucket
     start: int
@@ -116,8 +116,8 @@ class Held:
     """An optimizer's parameters: as pieces of buckets, and by name for each of its groups.
 
     Attributes:
-        plain: by name, those that it steps by itself, ignored ones of fully_shard.
-        attached: None of a plain optimizer.
+        plain: by name, the parameters that it steps directly, such as ignored ones of fully_shard.
+        attached: None for a plain optimizer.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -126,7 +126,8 @@ class Held:
     attached: ShardedOptimizer | None = None
 
     def has_state(self, bucket: Bucket, i: int) -> bool:
-        """Whether a parameter ever had a gradient: one that travels with others has zeros then, which do not count."""
+        """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
+        an entry with others; they are not saved."""
         return self.attached is None or i in self.attached._stepped[bucket]
 
     @staticmethod
@@ -160,7 +161,7 @@ class Held:
         known = places_of(flat)
         mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
         foreign = attached is not None or flat.stage > 0 or not all(place for places in mine for place in places)
-        if foreign and any(mine):  # a frozen stage's optimizer has nothing
+        if foreign and any(mine):  # a frozen stage's optimizer has no parameters
             raise InvalidArgumentError(
                 f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
                 "the one that ringcomm.shard returned with it; pass that"
@@ -184,5 +185,5 @@ def _refuse_foreign(params: list[torch.Tensor], flat: ShardedModel, call: str) -
 
 
 def is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether a state has a value for each element."""
+    """Whether a state has one value per element."""
     return torch.is_tensor(value) and key != "step" and value.shape == param.shape

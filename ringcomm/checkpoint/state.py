@@ -1,4 +1,4 @@
-"""What of a model and its optimizer goes into a checkpoint."""
+"""Collects the contents of a checkpoint from a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ ABOUT, GROUPS, STATE = ("optimizer", "about"), ("optimizer", "param_groups"), ("
 
 
 class ByRank(dict[int, Any]):
-    """A value that differed between the ranks that saved, by rank: what `load` returns at another world size."""
+    """A value that differed between the ranks that saved, by rank; `load` returns it at another world size or mesh."""
 
 
 @dataclass
 class _Facts:
-    """What ranks tell one another before they write.
+    """The information that ranks exchange before they write.
 
     Attributes:
-        digests: of what may differ, by kind and name.
-        alike, other: kinds of optimizer state: with a value for each element, and without.
-        spoken: parameters for which the rank writes what is written once.
-        groups: names of the parameters in each of the optimizer's groups, and the hyperparameters' digest.
+        digests: digests of the values that may differ, by kind and name.
+        alike, other: kinds of optimizer state: with one value per element, and all others.
+        spoken: parameters of which this rank writes the values that are written once.
+        groups: names of the parameters in each of the optimizer's groups, and a digest of the hyperparameters.
     """
 
     digests: dict[tuple[str, str], bytes]
@@ -63,7 +63,7 @@ class Saving:
         self.wholes = wholes_of(flat, self.known)
 
     def look(self) -> _Facts:
-        """Refuses what cannot be saved."""
+        """Returns this rank's facts; raises for values that cannot be saved."""
         self.masters = {bucket: bucket.written_master("checkpoint") for bucket in self.flat.buckets}
         self.held = Held.of(self.flat, self.optimizer, "save")
         self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
@@ -101,11 +101,11 @@ class Saving:
         return states.get(param, {})
 
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
-        """This rank's share of everything."""
+        """Returns this rank's share of the checkpoint."""
         out = Outgoing()
         self._refuse_spoken_twice(everyone)
         self._refuse_other_groups(everyone)
-        if self.world.replica == 0:  # others repeat these
+        if self.world.replica == 0:  # other replicas have the same values
             self._parameters(out)
             self._optimizer_state(out)
         keys = sorted({key for facts in everyone for key in facts.digests})
@@ -125,7 +125,8 @@ class Saving:
         return out
 
     def _differs(self, key: tuple[str, str], everyone: list[_Facts]) -> bool:
-        """Whether the ranks' values differ; of a module and its optimizer, those of the ranks that have them."""
+        """Whether the ranks' values differ; for a module and its optimizer only the ranks that have the value are
+        compared."""
         found = {facts.digests.get(key) for facts in everyone}
         if key[0] == "module" or (key[0] == "optimizer" and self.flat.ranks.mesh is not None):
             found.discard(None)
@@ -170,7 +171,7 @@ class Saving:
                         continue
                     refuse_cut("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
-                        self._other(out, path, value)  # of all that have it, one writes
+                        self._other(out, path, value)  # one of the ranks that have it writes
 
     def _other(self, out: Outgoing, path: Names, value: Any) -> None:
         if torch.is_tensor(value):
@@ -179,7 +180,7 @@ class Saving:
             out.value(path, pack_value("save", self.rank, ".".join(path), value))
 
     def _once(self, out: Outgoing, everyone: list[_Facts]) -> None:
-        """What the first of the ranks that have it writes."""
+        """Adds the values that are written by the first rank that has them."""
 
         def is_first(key: tuple[str, str]) -> bool:
             return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
@@ -203,7 +204,7 @@ class Saving:
                     self._other(out, (*STATE, name, key), value)
 
     def _for_all(self, out: Outgoing, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
-        """What one rank writes for all."""
+        """Adds the values that one rank writes for all."""
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
         world = {"world_size": self.world.world_size, "axes": self.world.axes}
         about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
@@ -218,7 +219,8 @@ class Saving:
             out.value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
 
     def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
-        """The stages of a pipeline have optimizers of their own, whose groups are saved as one optimizer's."""
+        """Raises if the optimizers of a pipeline's stages have different groups, because they are saved as one
+        optimizer's."""
         if self.world.ranks.mesh is None:
             return
         mine = [settings for _, settings in everyone[self.rank].groups]
@@ -239,17 +241,17 @@ class Saving:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer group's hyperparameters: without its parameters, and the names that some optimizers have of them."""
+    """Returns an optimizer group's hyperparameters, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def joined(groups: list[list[list[str]]]) -> list[list[str]]:
-    """The names in each of an optimizer's groups, of all ranks."""
+    """Returns the names in each of an optimizer's groups, over all ranks."""
     return [list(dict.fromkeys(name for names in each for name in names)) for each in zip(*groups, strict=True)]
 
 
 def refuse_cut(call: str, rank: int, bucket: Bucket, i: int, key: str, value: Any) -> None:
-    """Refuses state of another shape than its parameter's, of which no part can be told."""
+    """Raises for state with another shape than its parameter's, because its parts cannot be determined."""
     if torch.is_tensor(value) and value.numel() > 1 and part_of(bucket.params[i]).is_cut:
         raise UnsupportedError(
             f"{call}: rank {rank} got {key} of shape {tuple(value.shape)} of {name_of(bucket, i)}, which is cut over "
@@ -259,7 +261,7 @@ def refuse_cut(call: str, rank: int, bucket: Bucket, i: int, key: str, value: An
 
 
 def spans_of(bucket: Bucket, start: int, end: int) -> list[tuple[int, int, int]]:
-    """Segments in a range of a group's buffer: which, the first of its elements there, one past the last."""
+    """Returns the segments in a range of a bucket's buffer: index, first element in the range, one past the last."""
     return [
         (each.segment, start + each.offset, start + each.offset + each.numel)
         for each in bucket.layout.fragments(start, end)

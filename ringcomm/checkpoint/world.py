@@ -1,4 +1,4 @@
-"""The ranks that save or load together, whatever parts of the model they hold."""
+"""The ranks that save or load together, even if they hold different parts of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringcomm.errors import EngineError, RingcommError
 
 
 class World:
-    """All ranks of a mesh, or those that share shards and those that repeat them.
+    """All ranks of a mesh, or, without a mesh, the ranks that share shards and their replicas.
 
     Attributes:
-        axes: names and extents of what the ranks are laid out on, without axes of one.
+        axes: names and sizes of the axes on which the ranks are arranged, without axes of size one.
     """
 
     def __init__(self, ranks: DataParallelGroup, call: str) -> None:
@@ -39,7 +39,7 @@ class World:
         return [pickle.loads(each) for each in found]
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        """What ``step`` returns on every rank; where it raises on one, every rank raises."""
+        """Runs ``step`` on every rank and returns the ranks' results; if it raises on one rank, every rank raises."""
         error: Exception | None = None
         result: Any = None
         try:

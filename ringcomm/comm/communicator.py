@@ -202,7 +202,9 @@ class Communicator:
             factor: with premul_sum: this rank's values are multiplied by it before the sum.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.
-        Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool; complex: sum, avg.
+        Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool, complex.
+                 Floats have no band, bor, bxor; integers no premul_sum; bool neither avg nor premul_sum; complex
+                 numbers only sum, avg, premul_sum.
         Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats are added in float32 and rounded once.
         Cost:    2 (W-1)/W of the bytes each way; one round for short messages.
         Returns: ``x``, or ``out``.
@@ -241,6 +243,7 @@ class Communicator:
     ) -> Any:
         """Reduces ``x`` over all ranks elementwise; the root gets the result, in ``x`` or in ``out``.
 
+        Args:    op, factor: as in all_reduce.
         Shapes:  any; the same number of elements on every rank.
         Order:   canonical, as in all_reduce.
         Returns: ``x`` or ``out`` at the root, None elsewhere, where ``x`` stays unchanged.
@@ -273,6 +276,7 @@ class Communicator:
     ) -> Any:
         """Reduces ``x`` over all ranks elementwise; rank r gets the r-th part of the result along dimension 0.
 
+        Args:    op, factor, algorithm: as in all_reduce, without oneshot.
         Shapes:  x (W*n, ...), out (n, ...). ``out`` may be this rank's part of ``x``.
         Order:   canonical, as in all_reduce.
         Cost:    (W-1)/W of the bytes each way.
@@ -945,11 +949,10 @@ class Communicator:
             timeout: seconds (or a timedelta) to wait for ranks that are alive.
         Returns: the new communicator, with the time limits of this one; no store is needed, unless there are
                  several hosts.
-        Raises:  RankLostError: the other ranks continued without this rank (every further call on this rank raises it
-                 as well, so a rank never continues alone), or a rank was lost during the call: call it again.
-                 CollectiveTimeoutError: a rank stalled after it had joined the call. AbortedError: a signal handler
-                 raised: call it again. EngineError: several hosts, and the store is gone. UnsupportedError: over a
-                 process group.
+        Raises:  RankLostError: the other ranks continued without this rank (it never continues alone, however often it
+                 calls this), or a rank was lost during the call: call it again there. CollectiveTimeoutError: a rank
+                 stalled after it had joined the call. AbortedError: a signal handler raised: call it again.
+                 EngineError: several hosts, and the store is gone. UnsupportedError: over a process group.
         """
         self._begin("shrink")
         limit_ms = milliseconds(timeout, "shrink", self.rank)

@@ -38,7 +38,7 @@ from ringcomm.errors import (
 _LENGTH = struct.Struct("<I")
 
 _ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # errors that end a communicator
-# Errors that also end other communicators of the rank.
+# Causes that keep their class when a rank aborts other communicators because of them.
 _PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)
 _ADVICE = "; the communicator is aborted, create a new one"
 _CAUSE_S = 1.0  # time for the rank that found the cause to publish it

@@ -101,6 +101,7 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
         group: a process group of torch.distributed, of any backend; None: the default one. Only its ranks and the store
             are used.
         device: where the arrays lie: "cpu", or for example "cuda:0".
+    Returns: the communicator, with the group's rank numbers and time limit. It does not end with the group: close it.
     Raises:  as `init`.
     """
     import torch.distributed as dist
@@ -326,7 +327,7 @@ def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torc
     known = _shared.get(owner, {}).get(device)
     if known is None or known.closed or known.aborted:
         known = communicator_of(group, call, device)
-        # Otherwise the group itself is its engine, which references the group; making it sends nothing.
+        # Only our own engines are kept: a process group's engine references the group, and making one sends nothing.
         if known.lends_memory:
             _shared.setdefault(owner, {})[device] = known
     return known

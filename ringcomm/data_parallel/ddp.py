@@ -178,8 +178,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy. The copy is wrapped again when it is first trained, after unpickling over
-        torch's default group."""
+        """Returns the state for a copy. The copy is wrapped again when it is first trained; an unpickled copy is
+        wrapped over torch's default group."""
         gone = ("_made", "comm", "process_group", "device_mesh", "_alone", "_join_hook")
         return {**super().__getstate__(), **dict.fromkeys(gone)}
 
@@ -478,7 +478,8 @@ class NaiveDataParallel(nn.Module):
 
     Args:
         comm: the communicator; None: ``ringcomm.init()``.
-    Cost:    a reduce and a broadcast per parameter: rank 0 moves 2 (W-1) times its bytes, every other rank 2 times.
+    Cost:    a reduce and a broadcast per parameter: rank 0 moves 2 (W-1) times the parameter's bytes,
+             every other rank 2 times.
     """
 
     @expects("NaiveDataParallel", module=MODULE, comm=COMMUNICATOR)

@@ -63,7 +63,7 @@ class UnshardHandle:
 
 
 class FSDPModule(UnitModule):
-    """What `fully_shard` adds to a module's class."""
+    """The methods that `fully_shard` adds to a module's class."""
 
     _ringcomm_unit: Unit
 

@@ -273,7 +273,8 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = Fal
     """Returns the ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two axes,
     the first replicates and the second shards, over a `shared_communicator` or over new ones.
 
-    Raises:  InvalidArgumentError: ranks have, or may have, different parts of a model along one of the axes."""
+    Raises:  InvalidArgumentError: ranks have, or may have, different parts of a model along one of the axes.
+    """
     refuse_no_mesh(mesh, call)
     if isinstance(mesh, Mesh):
         unknown = [name for name in mesh.model_axes if name not in ("tp", "pp")]

@@ -71,7 +71,7 @@ def _after_state_dict(
     del metadata
     wholes: dict[Bucket, torch.Tensor] = {}
     for name, (bucket, i) in _names(module, buckets, prefix).items():
-        # Keep_vars, or done by an inner module.
+        # With keep_vars, or done by the hook of an inner module.
         if name not in state or state[name].requires_grad or state[name] in _done:
             continue
         if not (bucket.separate or bucket.stage == LAST_STAGE):

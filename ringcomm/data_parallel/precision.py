@@ -148,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _refuse_unscaled(self, flats: Sequence[ShardedModel]) -> None:
-        """Raises if no rank has called scale(), or if this rank has not and is not a part of a pipeline."""
+        """Raises if scale() was called neither on this rank nor, in a pipeline, on any other rank."""
         pipelined = next((flat for flat in flats if _has_stages(flat)), None)
         scaled = not self._guessed
         if pipelined is not None and not self._agreed:

@@ -2,9 +2,9 @@
 
 Each element is drawn from its own counter, so any fragment of a tensor can be drawn anywhere, in any order, with the
 bits that it has in the whole tensor. A model's initial values and its dropout masks therefore do not depend on the
-number of ranks, the stage, the shard or the order of construction. Only integers and IEEE additions, multiplications,
-divisions and roots, each rounded once, are used, so the bits do not depend on the device or its vector instructions
-either.
+number of ranks, the stage, the shard or the order of construction. Only integers and the four basic operations and
+square roots of IEEE arithmetic, each rounded once, are used, so the bits do not depend on the device or its vector
+instructions either.
 
 The counters are those of Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; 2011).
 """

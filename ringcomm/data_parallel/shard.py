@@ -66,7 +66,7 @@ Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | No
 )
 def shard(
     module: _Module,
-    optimizer: _Optimizer = None,  # type: ignore[assignment]  # then _Optimizer is None
+    optimizer: _Optimizer = None,  # type: ignore[assignment]  # then it is None
     stage: int | None = None,
     comm: Communicator | tuple[Communicator, Communicator] | None = None,
     *,
@@ -92,8 +92,8 @@ def shard(
             others on whole tensors that are distributed over the ranks. None: it is attached later, by another call of
             `shard` or at its first step.
         stage: 0 shards nothing (DDP); 1 optimizer state; 2 gradients too; 3 parameters too. None: 2, or the stage of a
-            module that is already wrapped. For such a module only the optimizer is attached, and other arguments are
-            refused.
+            module that is already wrapped. For such a module only the optimizer is attached, and arguments that
+            differ from those of the first call are refused.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment. A pair of communicators: one
             over the ranks that share the shards, one over the ranks that hold the same shard.
         mesh: in place of ``comm``: a mesh of `init_mesh`, whose axes are known by name; or torch's, in which a single
@@ -107,8 +107,9 @@ def shard(
         reshard_after_forward: whether stage 3 frees a unit's parameters between forward and backward.
         broadcast_buffers: whether all ranks get rank 0's buffers, now and before every synchronised forward pass in
             training.
-        accumulation: how backward passes between two reductions are added: "sequential", or "tree". With "tree" the
-            bits do not depend on how a power of two of passes is distributed over a power of two of ranks.
+        accumulation: how backward passes between two reductions are added: "sequential", or "tree". With "tree",
+            if the numbers of passes and of ranks are powers of two, the bits do not depend on the distribution of the
+            passes over the ranks.
         atom: the unit that a shard boundary must not split: "element", "row", "tensor" or a number of elements; None:
             what the optimizer needs.
         offload: True: the master weights, the optimizer's state and the step are on the host.

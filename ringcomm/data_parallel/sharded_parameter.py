@@ -311,7 +311,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             there = tree_leaves(func(*args, **kwargs))
         for at, (x, y) in enumerate(zip(found, there, strict=True)):
-            # Y is a plain tensor if the bucket stays gathered, or if it is a view of replaced data.
+            # `y` is a plain tensor if the bucket stays gathered, or if it is a view of replaced data.
             if _shares(x, memories):
                 view = memories[x.untyped_storage()._cdata]
                 found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))

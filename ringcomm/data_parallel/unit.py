@@ -167,7 +167,7 @@ class Unit:
         self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
         self.came_twice = False  # whether a gradient has unexpectedly come twice
         self.calling: nn.Module | None = None  # the module whose call is running
-        self.undo: list[Callable[[], Any]] = []  # undo what wrapping did to the modules
+        self.undo: list[Callable[[], Any]] = []  # calls that undo what wrapping did to the modules
         self.flat: ShardedModel
 
     @property

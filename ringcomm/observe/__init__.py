@@ -1,1 +1,1 @@
-"""What a running job does: the flight recorder, traces, and what this machine and this build can do."""
+"""Observability: the flight recorder, traces, and checks of this machine and this build."""

@@ -1,4 +1,4 @@
-"""What `ringcomm doctor` says about CUDA: the build, the driver, the devices, the paths between them, and what to do
+"""The CUDA part of `ringcomm doctor`: the build, the driver, the devices and the paths between them, with advice
 about what is missing. Works without a driver."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.arrays.driver import Driver
 
-_LEVELS = {  # NVML's words for where two devices meet, and nvidia-smi's
+_LEVELS = {  # NVML's and nvidia-smi's words for the place where the paths of two devices meet
     0: "one board", 10: "PIX (one PCIe switch)", 20: "PXB (several PCIe switches)", 30: "PHB (the host bridge)",
     40: "NODE (one processor)", 50: "SYS (between processors)",
 }  # fmt: skip
@@ -23,7 +23,7 @@ _NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
 @dataclass(frozen=True)
 class Fact:
-    """One line: what, whether it is usable (None: a plain fact), and the details or the reason."""
+    """One line of output: the subject, whether it is usable (None: a plain fact), and the details or the reason."""
 
     section: str
     name: str
@@ -32,7 +32,7 @@ class Fact:
 
 
 def build() -> Fact:
-    """Whether the kernels were built, and for what."""
+    """Whether the kernels were built, and for which architectures."""
     from ringcomm import _C
 
     text = _C.build_info()["cuda"]
@@ -40,7 +40,7 @@ def build() -> Fact:
 
 
 def engine() -> Fact:
-    """Whether the engine runs here: a barrier in a world of one, on the first device."""
+    """Whether the engine runs here: runs a barrier in a world of one rank, on the first device."""
     from ringcomm import _C
 
     why = _C.why_no_cuda()
@@ -58,14 +58,14 @@ def engine() -> Fact:
 
 
 def _advice(why: str) -> str:
-    """What the build or the driver leaves out of its sentence."""
+    """Returns advice that the build's or the driver's message omits."""
     if "no CUDA engine" in why and isinstance(Driver.load(), Driver):
         return " (there is a driver: this machine could run it)"
     return ""
 
 
 def driver() -> list[Fact]:
-    """The driver and its devices."""
+    """Returns facts about the driver and its devices."""
     if EMULATED:
         return [Fact("devices", "driver", None, "not asked: this build emulates its devices")]
     found = Driver.load()
@@ -80,7 +80,7 @@ def driver() -> list[Fact]:
 
 
 def _connections() -> Fact:
-    """How many hardware queues the streams of a process are spread over."""
+    """Returns the number of hardware queues over which a process's streams are spread."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     few = given is not None and given.isdecimal() and int(given) < 32
     text = "a communicator on cuda sets 32 where it makes the first context" if given is None else given
@@ -108,7 +108,7 @@ def _device(found: Driver, index: int) -> Fact:
 
 
 def _paths(found: Driver, present: int) -> Iterator[Fact]:
-    """Between every two devices: whether one reads the other's memory, and over what."""
+    """Yields, for every two devices, whether one can read the other's memory, and over which link."""
     wires = _Wires.load() if present > 1 else None
     for device in range(present):
         for peer in range(device + 1, present):
@@ -127,7 +127,7 @@ def _paths(found: Driver, present: int) -> Iterator[Fact]:
 
 
 class _Wires:
-    """NVML, where nvidia-ml-py is installed."""
+    """NVML, if nvidia-ml-py is installed."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -138,12 +138,13 @@ class _Wires:
             import pynvml
 
             pynvml.nvmlInit()
-        except Exception:  # not installed, or its own error
+        except Exception:  # not installed, or an error of its own
             return None
         return _Wires(pynvml)
 
     def between(self, bus_id: str, peer_bus_id: str) -> str:
-        """ ", over NVLink" or the PCIe level at which two devices meet; empty where NVML does not say."""
+        """Returns ", over NVLink" or the PCIe level at which the paths of two devices meet; empty if NVML does not
+        tell."""
         nvml = self._nvml
         try:
             ends = [nvml.nvmlDeviceGetHandleByPciBusId(each.encode()) for each in (bus_id, peer_bus_id)]
@@ -156,7 +157,7 @@ class _Wires:
 
 
 def libraries() -> list[Fact]:
-    """The libraries that bring arrays on devices."""
+    """Returns facts about the libraries whose device arrays can be used."""
     return [_torch(), _cupy()]
 
 

@@ -1,4 +1,4 @@
-"""`ringcomm doctor --pid` and `ringcomm doctor FILE`: the ranks of a job side by side, also while it hangs."""
+"""`ringcomm doctor --pid` and `ringcomm doctor FILE`: shows the ranks of a job side by side, even while it hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """The command. Returns: its exit status; 2 for processes and files that have no record."""
+    """Runs the command. Returns: its exit status; 2 for processes and files that have no record."""
     try:
         a = _parser(command).parse_args(list(argv))
     except SystemExit as ended:

@@ -1,4 +1,5 @@
-"""`ringcomm doctor`: what was built, what is usable on this machine, and what is not and why."""
+"""`ringcomm doctor`: shows the features that were built, those usable on this machine, and the reason for each that
+is not."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def _backend() -> Fact:
 
 
 def _memory_limit() -> str:
-    """What bounds shared memory: the machine's, or the control group's."""
+    """Returns the limit of shared memory: the machine's, or the control group's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -91,7 +92,7 @@ def _memory_limit() -> str:
 
 
 def _shared_memory() -> Fact:
-    """The CPU engine's memory: an anonymous file that peers open through /proc."""
+    """Checks the CPU engine's memory: an anonymous file that peers open through /proc."""
     try:
         fd = os.memfd_create("ringcomm-info", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:
@@ -121,7 +122,7 @@ def _machine() -> list[Fact]:
     return [Fact("machine", "cores", None, f"{usable} usable of {present}"), _shared_memory()]
 
 
-_PACKAGES = {"pynvml": "nvidia-ml-py"}  # where they are not called as their module
+_PACKAGES = {"pynvml": "nvidia-ml-py"}  # packages whose names differ from their modules'
 
 
 def _extras() -> list[Fact]:
@@ -140,16 +141,16 @@ def _extras() -> list[Fact]:
 
 def facts() -> list[Fact]:
     """
-    Everything that `ringcomm doctor` prints.
+    Returns everything that `ringcomm doctor` prints.
 
-    Returns: facts in order of their sections. Creates no communicator and leaves nothing behind.
+    Returns: facts in the order of their sections. Creates no communicator and leaves nothing behind.
     """
     devices = cuda.driver()
     return [*_build(), *_engines(), *devices, _backend(), *cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:
-    """The facts as plain lines, one section after the other."""
+    """Returns the facts as plain lines, one section after another."""
     lines, section = [], ""
     for fact in found:
         if fact.section != section:
@@ -161,7 +162,7 @@ def text(found: list[Fact]) -> str:
 
 
 def main() -> int:
-    """Returns: exit status 0 where the CPU engine is usable, else 1."""
+    """Runs the command. Returns: 0 if the CPU engine is usable, else 1."""
     found = facts()
     print(text(found))
     return int(not any(fact.usable for fact in found if fact.name == "cpu"))

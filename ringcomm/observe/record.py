@@ -1,7 +1,7 @@
-"""The flight recorder: what the ranks of a communicator have called, read while they run, hang or have been stopped.
+"""The flight recorder: the calls of a communicator's ranks, readable while the ranks run, hang or are stopped.
 
 Every engine keeps its last calls (``RINGCOMM_RECORD=256``; 0: none) in a memory file of its process, which processes of
-the same user can read. Reading asks nothing of the process that is read.
+the same user can read. The recorded process does not take part in the reading.
 
     ringcomm.record.merge(ringcomm.record.records(pid))   # what `ringcomm doctor --pid` shows
 """
@@ -27,24 +27,24 @@ from ringcomm.validation import PATH, a, expects, or_none, several, whole
 __all__ = ["Call", "Record", "View", "dump", "find", "load", "merge", "records", "step"]
 
 FOLDER = "RINGCOMM_RECORD_DIR"
-"""Environment variable: where a process writes its records when one of its communicators ends by an error."""
+"""Environment variable: the folder where a process writes its records when an error ends one of its communicators."""
 _LINK = f"/memfd:{_C.RECORD_NAME} "
-_MOST_BYTES = 1 << 28  # of one memory file: more than the longest record has
-_PART = 2  # state of a journal
+_MOST_BYTES = 1 << 28  # of one memory file: more than the longest record needs
+_PART = 2  # state of the record of an engine that is a part of another
 _MOST_RANKS = 1 << 20
-_FORMAT = 1  # of the files
+_FORMAT = 1  # version of the files
 _TYPES = {"int": int, "str": str, "bool": bool, "tuple[Call, ...]": tuple}
-_BEYOND = 1 << 63  # whole numbers that a journal holds
-_SEARCH_S = 2.0  # among the processes of this machine, for the note on an error
+_BEYOND = 1 << 63  # records hold smaller integers
+_SEARCH_S = 2.0  # time to search this machine's processes for the note on an error
 _NOTE_CALLS, _NOTE_LINES = 3, 12
 _KEPT_NOTES = 64
 _T = TypeVar("_T")
-_MOST_NAMED = 8  # ranks with their processes in one sentence
+_MOST_NAMED = 8  # most ranks named with their processes in one sentence
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one rank, as its journal has it."""
+    """One recorded call of one rank."""
 
     number: int  # among the rank's calls, from 1
     collective: int  # among its collectives, from 0; -1: a send or a receive
@@ -52,24 +52,24 @@ class Call:
     dtype: str
     reduce_op: str
     algorithm: str
-    count: int  # elements that all ranks agree on; below 0: parts of different sizes
-    root: int  # or the peer of a send or a receive; -1: any
+    count: int  # elements, equal on all ranks; negative: parts of different sizes
+    root: int  # or the peer of a send or a receive; negative: any
     tag: int
-    state: str  # in flight, done, failed, refused; enqueued: on a device, nobody has looked for its end
+    state: str  # in flight, done, failed, refused; enqueued: on a device, and its end was not checked
     is_async: bool
-    step: int  # of the training, as `step` named it; below 0: none
+    step: int  # the training step, set by `step`; negative: none
     begin_ns: int  # since 1970
     end_ns: int  # 0: not yet
-    site: str  # in the user's code
+    site: str  # line in the user's code
 
     @property
     def open(self) -> bool:
-        """Whether it has not come to its proper end."""
+        """Whether the call is in flight or has failed."""
         return self.state in ("in flight", "failed")
 
     @property
     def title(self) -> str:
-        """Such as "all_reduce #118"."""
+        """The call's name, such as "all_reduce #118"."""
         if self.op in ("send", "recv"):
             peer = "any rank" if self.root < 0 else f"rank {self.root}"
             return f"{self.op} {'to' if self.op == 'send' else 'from'} {peer}"
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def passed(self) -> str:
-        """What it was given, such as "1024 x float32, sum"; ranks of one collective must agree on it."""
+        """The call's arguments, such as "1024 x float32, sum"; the ranks of one collective must agree on them."""
         if self.op == "barrier":
             return ""
         words = [f"uneven parts of {self.dtype}" if self.count < 0 else f"{self.count} x {self.dtype}"]
@@ -93,13 +93,13 @@ class Call:
 
     @property
     def place(self) -> str:
-        """Where it was called, such as "train.py:88, step 12"; empty where nobody knows."""
+        """The place of the call, such as "train.py:88, step 12"; empty if unknown."""
         return ", ".join(filter(None, (self.site, f"step {self.step}" if self.step >= 0 else "")))
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank of one communicator has called."""
+    """The recorded calls of one rank of one communicator."""
 
     host: str
     pid: int
@@ -108,8 +108,8 @@ class Record:
     group: int  # the same on all ranks of a communicator; 0: not connected yet
     engine: str
     closed: bool
-    begun: int  # calls so far; `calls` are the last of them
-    process: str  # running or stopped, when it was read
+    begun: int  # number of calls so far; `calls` holds the last of them
+    process: str  # "running" or "stopped", when it was read
     taken_ns: int  # when it was read, since 1970
     calls: tuple[Call, ...]
 
@@ -119,7 +119,7 @@ _STEP = or_none(whole(said="a whole number from 0 on"))
 
 @expects("step", number=_STEP)
 def step(number: int | None) -> None:
-    """Names the step of the training that this process is in, for errors and records; None: none."""
+    """Sets this process's current training step, for errors and records; None: none."""
     _C.set_step(-1 if number is None else number)
 
 
@@ -128,20 +128,20 @@ def step(number: int | None) -> None:
 
 @expects("record", pid=whole(1, (1 << 31) - 1))
 def records(pid: int | None = None) -> list[Record]:
-    """The records of a process: one for each rank that it has in each communicator.
+    """Returns the records of a process: one for each of its ranks in each communicator.
 
     Args:
-        pid: of the process; None: this one.
-    Raises:  InvalidArgumentError: there is no such process, it is another user's, or another version's.
+        pid: the process; None: this one.
+    Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
     return _records(os.getpid() if pid is None else pid, None)
 
 
 def _records(pid: int, wanted: set[int] | None) -> list[Record]:
-    """``wanted``: of these groups alone; None: of all."""
+    """Returns the records of the groups in ``wanted``; None: of all."""
     try:
         if wanted is not None and next(_memory_files(pid), None) is None:
-            return []  # most processes: without reading more of them
+            return []  # true of most processes, which are not read further
         status = _status(pid)
         if status["State"][0] in "ZX":
             raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
@@ -153,13 +153,14 @@ def _records(pid: int, wanted: set[int] | None) -> list[Record]:
             f"record: process {pid} belongs to another user, or is protected: expected one of this user; ask as it"
         ) from None
     stopped = status["State"][0] in "Tt"
-    own = int(status.get("NSpid", str(pid)).split()[-1])  # as it knows itself
+    own = int(status.get("NSpid", str(pid)).split()[-1])  # the process's own pid in its namespace
     found = [_read(each, "stopped" if stopped else "running", wanted) for each in taken]
-    return [each for each in found if each is not None and each.pid == own]  # others came from its parent by a fork
+    # Others were inherited from its parent by a fork.
+    return [each for each in found if each is not None and each.pid == own]
 
 
 def find(*groups: int) -> list[Record]:
-    """The records of communicators in all processes of this user on this machine, by their ``group``."""
+    """Returns the records of the communicators ``groups``, from all processes of this user on this machine."""
     return _search(groups, None)
 
 
@@ -173,7 +174,7 @@ def _search(groups: Iterable[int], seconds: float | None) -> list[Record]:
         if name.isdecimal():
             with suppress(InvalidArgumentError, OSError):
                 if os.stat(f"/proc/{name}").st_uid != os.geteuid():
-                    continue  # root may read it, but it may say anything
+                    continue  # root may read it, but its contents cannot be trusted
                 found += _records(int(name), wanted)
     return found
 
@@ -185,10 +186,11 @@ def _status(pid: int) -> dict[str, str]:
 
 def _memory_files(pid: int) -> Iterator[bytes]:
     folder = f"/proc/{pid}/fd"
-    seen: set[int] = set()  # a thread that reads its own process's files has them open twice, or a number is another's
+    # A thread that reads its own process's files has them open twice, and file numbers may be reused.
+    seen: set[int] = set()
     for name in os.listdir(folder):
         memory = None
-        with suppress(FileNotFoundError):  # it may be closed at any moment
+        with suppress(FileNotFoundError):  # the file may be closed at any moment
             if os.readlink(f"{folder}/{name}").startswith(_LINK):
                 memory = _memory(f"{folder}/{name}", seen)
         if memory is not None:
@@ -196,11 +198,11 @@ def _memory_files(pid: int) -> Iterator[bytes]:
 
 
 def _memory(path: str, seen: set[int]) -> bytes | None:
-    """What a memory file holds; None if it is in ``seen``, or its number has become another file's meanwhile."""
+    """Returns the contents of a memory file; None if it is in ``seen``, or its file number was reused."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket's
+        if error.errno == errno.ENXIO:  # a socket
             return None
         raise
     try:
@@ -215,7 +217,8 @@ def _memory(path: str, seen: set[int]) -> bytes | None:
 
 
 def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
-    """None for an engine that is a part of another one, and for groups that are not wanted."""
+    """Returns a decoded record; None for an engine that is a part of another one, and for groups that are not
+    wanted."""
     facts, calls = _C.read_record(memory)
     state = facts.pop("state")
     if state == _PART or (wanted is not None and facts["group"] not in wanted):
@@ -234,9 +237,10 @@ def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None
 
 @expects("record", folder=PATH)
 def dump(folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes the records of this process, one file for each, to be put together with those of others by `load`.
+    """Writes the records of this process, one file each; `load` combines them with those of other processes.
 
-    Returns: their paths, which name host, process, communicator and rank; older files of the same are replaced.
+    Returns: their paths, which contain host, process, communicator and rank; older files of the same names are
+             replaced.
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -246,16 +250,16 @@ def dump(folder: str | os.PathLike[str]) -> list[Path]:
         path = place / f"ringcomm-{host}-{each.pid}-{each.group:x}-rank{each.rank}.json"
         beside = path.with_suffix(f".{threading.get_ident()}")
         beside.write_text(json.dumps({"ringcomm_record": _FORMAT, **asdict(each)}), encoding="utf-8")
-        beside.replace(path)  # who reads meanwhile gets one or the other
+        beside.replace(path)  # atomic, so that a reader gets the old or the new file
         paths.append(path)
     return paths
 
 
 @expects("record", paths=several("a list of paths", PATH))
 def load(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
-    """Reads files of `dump`, from any number of hosts.
+    """Reads files written by `dump`, from any number of hosts.
 
-    Raises:  InvalidArgumentError: a file cannot be read, or is none of `dump`.
+    Raises:  InvalidArgumentError: a file cannot be read, or was not written by `dump`.
     """
     return [_load(Path(path)) for path in paths]
 
@@ -274,7 +278,7 @@ def _load(path: Path) -> Record:
 
 
 def _record(document: dict[str, Any]) -> Record:
-    """Raises ValueError for what nobody has written as a record."""
+    """Decodes a record; raises ValueError for a document that is not one."""
     calls = document.get("calls")
     if not isinstance(calls, list):
         raise ValueError("it has no list of calls")
@@ -290,7 +294,7 @@ _FIELDS: dict[Any, dict[str, type]] = {
 
 
 def _checked(kind: type[Any], values: Any) -> Any:
-    """A value of ``kind`` from fields that have its types, of which every text can be shown."""
+    """Returns a value of ``kind`` from fields, after checking their types; replaces unprintable characters of texts."""
     types = _FIELDS[kind]
     if not isinstance(values, dict) or values.keys() != types.keys():
         raise ValueError(f"it has a {kind.__name__} with other fields")
@@ -308,7 +312,7 @@ def _shown(text: str) -> str:
 
 
 def seconds(ns: int) -> str:
-    """A duration for people."""
+    """Formats a duration for people."""
     if ns < 1_000_000:
         return f"{ns / 1e3:.0f} us"
     return f"{ns / 1e6:.1f} ms" if ns < 1_000_000_000 else f"{ns / 1e9:.1f} s"
@@ -316,22 +320,22 @@ def seconds(ns: int) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is."""
+    """The position of a rank."""
 
-    collective: int | None  # that it is in, or comes to next; None: too far back to know
-    call: Call | None  # that it is in
-    last: Call | None  # else: that it left before
+    collective: int | None  # current or next collective; None: older than the record
+    call: Call | None  # the current call
+    last: Call | None  # if there is none: the previous call
 
     @property
     def front(self) -> tuple[int, bool] | None:
-        """How far it has come; in a collective is further than before it."""
+        """The rank's progress, for comparisons; a rank inside a collective is further than one before it."""
         if self.collective is None:
             return None
         return self.collective, self.call is not None and self.call.collective >= 0
 
     @staticmethod
     def of(record: Record) -> Position:
-        """The first collective that has not ended holds up all after it."""
+        """Finds a rank's position: the first collective that has not ended blocks all later ones."""
         calls = [call for call in record.calls if call.state != "refused"]
         collectives = [call for call in calls if call.collective >= 0]
         unfinished = [call for call in collectives if call.open]
@@ -344,15 +348,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Line:
-    """Ranks whose call of one number is alike: a row of the table."""
+    """Ranks with equal calls of one number: a row of the table."""
 
     ranks: tuple[int, ...]
     call: Call
-    ns: int  # the longest that one of them took, or has been in it
+    ns: int  # the longest duration among the ranks, so far
 
 
 class View:
-    """One communicator."""
+    """The records of one communicator."""
 
     def __init__(self, found: tuple[Record, ...]) -> None:
         self.records = found
@@ -361,7 +365,7 @@ class View:
 
     @property
     def title(self) -> str:
-        """Its name and size."""
+        """The communicator's name and size."""
         if self.group == 0:
             return f"a communicator of {self.world_size} ranks ({self.engine}) that is not connected yet"
         return f"communicator {self.group:x} of {self.world_size} ranks ({self.engine})"
@@ -369,7 +373,7 @@ class View:
     # ---- sentences -----------------------------------------------------------------------------------------------
 
     def summary(self) -> list[str]:
-        """What stands out, in sentences; the ranks that are behind come first."""
+        """Returns sentences about anomalies, beginning with the ranks that are behind."""
         return [*self._where(), *self._missing(), *self._odd_processes(), *self.differences()]
 
     def _where(self) -> list[str]:
@@ -427,7 +431,7 @@ class View:
         return [*told, f"{self._named(closed)}: closed the communicator"] if closed else told
 
     def differences(self) -> list[str]:
-        """Collectives of one number that the ranks called differently, as an error would tell them."""
+        """Returns collectives that the ranks called with different arguments, in the words of an error."""
         told = []
         for number, ranks in sorted(self._collectives().items()):
             same_op = len({call.op for call in ranks.values()}) == 1
@@ -457,7 +461,7 @@ class View:
         return next(each for each in self.records if each.rank == rank)
 
     def _named(self, ranks: tuple[int, ...]) -> str:
-        """Ranks with their processes, as far as they fit a sentence."""
+        """Names ranks with their processes, as far as they fit into a sentence."""
         several_hosts = len({each.host for each in self.records}) > 1
         told = []
         for rank in ranks[:_MOST_NAMED]:
@@ -470,7 +474,7 @@ class View:
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def lines(self, most: int) -> list[Line]:
-        """The last ``most`` calls of each rank, from old to new; what ranks have called alike in one line."""
+        """Returns the last ``most`` calls of each rank, from old to new; equal calls of several ranks are one line."""
         ages: dict[tuple[int, int], int] = {}
         calls: dict[tuple[int, int], Call] = {}
         kept = {call.collective for each in self.records for call in _last(each.calls, most) if call.collective >= 0}
@@ -493,7 +497,7 @@ class View:
         return [Line(ranks, calls[one], ns) for _, ranks, one, ns in sorted(rows)]
 
     def note(self, calls: int, most_lines: int) -> list[str]:
-        """All of it in a few lines of text, for an error."""
+        """Returns a summary in a few lines of text, for an error."""
         said = [f"{self.title}, as its ranks recorded it:", *(f"  {each}" for each in self.summary())][:most_lines]
         rows = [
             f"  {rank_list(line.ranks)}: {line.call.title} {line.call.state}, {seconds(line.ns)}"
@@ -503,7 +507,7 @@ class View:
         return [*said, *_last(rows, most_lines - len(said))]
 
     def plain(self, calls: int) -> dict[str, Any]:
-        """What JSON can carry."""
+        """Returns the view as values that JSON can represent."""
         ranks = [
             {**asdict(each), "calls": [asdict(call) for call in _last(each.calls, calls)]} for each in self.records
         ]
@@ -520,7 +524,7 @@ def _in_brackets(text: str) -> str:
 
 
 def _grouped(keys: Iterable[_T], key: Callable[[_T], Hashable]) -> list[tuple[_T, ...]]:
-    """What has the same key together, in the order of the first of each."""
+    """Groups elements by key, in the order of each key's first element."""
     groups: dict[Hashable, list[_T]] = {}
     for each in keys:
         groups.setdefault(key(each), []).append(each)
@@ -529,28 +533,29 @@ def _grouped(keys: Iterable[_T], key: Callable[[_T], Hashable]) -> list[tuple[_T
 
 @expects("record", found=several("records", a("", Record)))
 def merge(found: Sequence[Record]) -> list[View]:
-    """One view for each communicator: who is where, and who waits for whom.
+    """Returns one view per communicator: where each rank is, and which ranks wait for which.
 
     Args:
-        found: records of any ranks, from `records`, `find` or `load`; of two of one rank the newer counts.
+        found: records of any ranks, from `records`, `find` or `load`; of two records of one rank the newer is used.
     Returns: `View` of each communicator.
     """
     groups: dict[tuple[int, ...], dict[int, Record]] = {}
     for each in sorted(found, key=lambda each: each.taken_ns):
-        apart = () if each.group else (each.pid, each.rank)  # nobody knows yet what belongs together
+        # Before the connection it is unknown which ranks belong together.
+        apart = () if each.group else (each.pid, each.rank)
         groups.setdefault((each.group, *apart), {})[each.rank] = each
     return [View(tuple(ranks[rank] for rank in sorted(ranks))) for ranks in groups.values()]
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
-_notes: dict[int, str] = {}  # by communicator; what was seen first says most
+_notes: dict[int, str] = {}  # by communicator; the first note is kept, because it says most
 _noting = threading.Lock()
 
 
 def annotate(error: BaseException, group: int) -> None:
-    """Adds to an error that ends a communicator what its ranks did, and writes this process's records where the
-    environment names a folder for them. The native modules call it as they raise. It raises nothing itself."""
+    """Adds what the ranks did to an error that ends a communicator, and writes this process's records if the
+    environment names a folder for them. The native modules call it when they raise. It never raises."""
     with suppress(Exception):
         if not _noting.acquire(timeout=_SEARCH_S):
             return
@@ -567,7 +572,7 @@ def annotate(error: BaseException, group: int) -> None:
 
 
 def _note(group: int) -> str:
-    written = []  # first: a launcher may end this process soon after another one
+    written = []  # first, because a launcher may end this process soon after another one
     folder = os.environ.get(FOLDER)
     if folder:
         try:

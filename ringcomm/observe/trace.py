@@ -1,4 +1,4 @@
-"""The timeline of what the collectives do, step by step, as a file for https://ui.perfetto.dev or chrome://tracing."""
+"""Traces the collectives step by step, into a file for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.validation import PATH, expects, whole
 
 SPANS_PER_THREAD = 1 << 16
-"""What a thread keeps unless it is told otherwise: its first spans; later ones are counted."""
+"""The default number of spans kept per thread: the first ones; later spans are only counted."""
 
 _ROOM = whole(1, (1 << 31) - 1)
 
 Timeline = dict[str, Any]
-"""Chrome's trace format: ``traceEvents``, and under ``ringcomm`` what this package knows about each process."""
+"""Chrome's trace format: ``traceEvents``, and under ``ringcomm`` this package's information about each process."""
 
 
 class trace:
-    """Records every thread of this process, into a file::
+    """Records every thread of this process into a file::
 
         with ringcomm.trace("timeline.json"):
             comm.all_reduce(x)
 
-    or, where a block does not fit, ``ringcomm.trace.start()`` and ``ringcomm.trace.stop("timeline.json")``. One at a
-    time: ranks that are threads share it, ranks that are processes write a file each. Off, it costs the load of a flag.
+    or, if a block is inconvenient, ``ringcomm.trace.start()`` and ``ringcomm.trace.stop("timeline.json")``. Only one
+    trace can run at a time: ranks that are threads share it, ranks that are processes write one file each. Without a
+    trace the cost is one load of a flag.
 
     Args:
         path: the file to write.
-        spans_per_thread: room; what comes later is left out, and counted.
-    Raises:  InvalidArgumentError: there is a trace already (RINGCOMM_TRACE is one), no room was asked for, or the file
-             has no folder to be written to, which is found before anything is recorded.
+        spans_per_thread: capacity; later spans are dropped, and counted.
+    Raises:  InvalidArgumentError: a trace is already running (RINGCOMM_TRACE starts one), the capacity is zero, or the
+             file's folder does not exist, which is checked before recording begins.
     """
 
     @expects("trace", path=PATH, spans_per_thread=_ROOM)
@@ -60,18 +61,18 @@ class trace:
     @staticmethod
     @expects("trace", spans_per_thread=_ROOM)
     def start(spans_per_thread: int = SPANS_PER_THREAD) -> None:
-        """Switches the timeline on."""
+        """Starts the trace."""
         _C.trace_start(spans_per_thread)
 
     @staticmethod
     @expects("trace", path=PATH)
     def stop(path: str | os.PathLike[str] | None = None) -> Timeline:
-        """Switches it off. A call that is still running is left out, but for its parts that have ended.
+        """Stops the trace. Calls that are still running are left out, except for those of their parts that have ended.
 
         Args:
             path: the file to write; None: none.
-        Returns: what the file holds.
-        Raises:  InvalidArgumentError: as above; the timeline goes on where the file has no folder.
+        Returns: the contents of the file.
+        Raises:  InvalidArgumentError: as above; if the file's folder does not exist, the trace continues.
         """
         if path is not None:
             _check_folder(path)
@@ -87,7 +88,7 @@ def _timeline(threads: Sequence[tuple[int, str, list[Any]]], dropped: int) -> Ti
     epoch_us = (time.time_ns() - time.monotonic_ns()) / 1000
     host = platform.node()
     events: list[dict[str, Any]] = []
-    # A thread's rank is that in the largest communicator that it served.
+    # A thread gets its rank in the largest communicator that it served.
     largest = {tid: max((args["world_size"], args["rank"]) for *_, args in spans) for tid, _, spans in threads}
     world_size = max((size for size, _ in largest.values()), default=0)
     ranks = sorted({rank for size, rank in largest.values() if size == world_size})
@@ -128,18 +129,18 @@ def _write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def trace_process(folder: str) -> None:
-    """Records this process from now to its exit, into ``ringcomm-<host>-<pid>.json`` if there was a call."""
+    """Traces this process from now to its exit, into ``ringcomm-<host>-<pid>.json`` if there was a call."""
     os.makedirs(folder, exist_ok=True)
     trace.start()
     atexit.register(_write_at_exit, os.path.abspath(folder), os.getpid())
 
 
 def _write_at_exit(folder: str, pid: int) -> None:
-    if os.getpid() != pid:  # a fork of the process that is traced
+    if os.getpid() != pid:  # a fork of the traced process
         return
     try:
         timeline = trace.stop()
-    except InvalidArgumentError:  # the program has ended it
+    except InvalidArgumentError:  # the program has stopped the trace itself
         return
     if timeline["traceEvents"]:
         _write(timeline, os.path.join(folder, f"ringcomm-{platform.node()}-{pid}.json"))
@@ -149,10 +150,10 @@ def _write_at_exit(folder: str, pid: int) -> None:
 
 
 def merge(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline of several processes.
+    """Merges the timelines of several processes into one.
 
-    Those of one host share a clock. Other hosts' times are moved by what their clocks say about the time of day, as
-    well as these agree. A process number that occurs twice becomes a free one.
+    Processes of one host share a clock. Times of other hosts are shifted by the difference of their clocks' times of
+    day, so they are as accurate as these. A process number that occurs twice is replaced by a free one.
     """
     events: list[dict[str, Any]] = []
     processes: dict[int, dict[str, Any]] = {}
@@ -188,7 +189,7 @@ def _read(path: str) -> Timeline:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`ringcomm trace`: merges files. Returns: its exit status; 2 for what makes no sense."""
+    """`ringcomm trace`: merges files. Returns: the exit status; 2 for invalid arguments."""
     parser = argparse.ArgumentParser("ringcomm trace", description="Merges the timelines of several ranks.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="of ringcomm.trace or RINGCOMM_TRACE")
     parser.add_argument("-o", "--out", required=True, help="the file to write, for https://ui.perfetto.dev")

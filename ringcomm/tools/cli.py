@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command.
 
-    Returns: its exit status; 2 where there is no such command.
+    Returns: its exit status; 2 for an unknown command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words else "--help"

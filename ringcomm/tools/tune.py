@@ -1,9 +1,9 @@
 """
 `ringcomm tune`: measures every algorithm, number of channels and number of threads over the sizes, and writes the
-fastest of each as a file that RINGCOMM_TUNING names (csrc/cuda/tuning.h has its format).
+fastest of each to a file for RINGCOMM_TUNING (csrc/cuda/tuning.h has its format).
 
-A candidate is measured through such a file of its own, so that what is timed is what the file will choose. The bits do
-not depend on the choice.
+A candidate is measured through such a file of its own, so that the measured configuration is the one that the file will
+select. The bits do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
 
 VARIABLE = "RINGCOMM_TUNING"
-ALGORITHMS = {  # what may serve auto: what keeps the bits
+ALGORITHMS = {  # algorithms that auto may use, because they keep the bits
     "all_reduce": ("oneshot", "direct"),
     "reduce_scatter": ("direct",),
     "all_gather": ("direct", "ring", "copy_engine"),
     "broadcast": ("direct", "ring"),
     "all_to_all": ("direct", "copy_engine"),
 }
-_LONGEST_ONESHOT = 4 << 20  # every rank reads every byte of all ranks: no use beyond
-_GAIN = 0.97  # of the engine's own choice, from where on another one is worth a line
+_LONGEST_ONESHOT = 4 << 20  # every rank reads every byte of all ranks, so it is useless above
+_GAIN = 0.97  # another candidate must take less than this share of the time of the engine's own choice
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to serve a call; 0: the engine's choice."""
+    """One way to run a call; 0: the engine's choice."""
 
     algorithm: str
     channels: int = 0
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Options:
-    """What every rank is told."""
+    """The options sent to every rank."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -76,9 +76,9 @@ Times = dict[int, float]
 
 def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
     """
-    Times of one op on one rank; a collective.
+    Measures one op on one rank; a collective.
 
-    Returns: the slowest rank's median time for each size, and the lines of the file that say on what.
+    Returns: the slowest rank's median time for each size, and the lines of the file that describe the hardware.
     """
     import torch
 
@@ -102,7 +102,8 @@ def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
 
 
 def _call(comm: Communicator, op: str, source: torch.Tensor, target: torch.Tensor, count: int) -> Any:
-    """The call on a message of ``count`` elements, of which rank r has its part where the op wants one."""
+    """Returns a function that makes the call on a message of ``count`` elements; depending on the op, rank r has
+    only its part of it."""
     part = count // comm.world_size
     whole = part * comm.world_size
     if op == "all_reduce":
@@ -124,7 +125,7 @@ def _slowest(comm: Communicator, seconds: float) -> float:
 
 
 def candidates(op: str, options: Options) -> list[Candidate]:
-    """Every way to serve an op, the engine's own choices first."""
+    """Returns every candidate for an op, the engine's own choices first."""
     found = [Candidate(algorithm) for algorithm in ALGORITHMS[op]]
     for algorithm, channels, threads in product(ALGORITHMS[op], options.channels, options.threads):
         if (channels or threads) and algorithm != "copy_engine":  # which has neither
@@ -133,12 +134,13 @@ def candidates(op: str, options: Options) -> list[Candidate]:
 
 
 def fits(candidate: Candidate, nbytes: int) -> bool:
-    """Whether a way is worth measuring at a size."""
+    """Whether a candidate is worth measuring at a size."""
     return candidate.algorithm != "oneshot" or nbytes <= _LONGEST_ONESHOT
 
 
 def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candidate, Times], str]:
-    """Every candidate's times, and on what. One that the engine refuses is left out, and said so."""
+    """Returns every candidate's times, and the hardware. Leaves out a candidate that the engine refuses, with a
+    message."""
     import ringcomm
 
     results: dict[Candidate, Times] = {}
@@ -166,7 +168,7 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
 
 @contextlib.contextmanager
 def _file_for(op: str, world_size: int, candidate: Candidate) -> Iterator[None]:
-    """Inside, new communicators serve ``op`` by a candidate."""
+    """Inside, new communicators run ``op`` with a candidate."""
     before = os.environ.get(VARIABLE)
     with tempfile.NamedTemporaryFile("w", suffix=".tuning") as file:
         file.write(line(op, world_size, "max", candidate))
@@ -182,12 +184,12 @@ def _file_for(op: str, world_size: int, candidate: Candidate) -> Iterator[None]:
 
 
 def line(op: str, world_size: int, up_to_bytes: int | str, candidate: Candidate) -> str:
-    """One entry of the file."""
+    """Returns one entry of the file."""
     return f"{op:<15s} {world_size:<11d} {up_to_bytes!s:<12s} {candidate.columns()}\n"
 
 
 def choose(results: dict[Candidate, Times], sizes: Sequence[int]) -> list[tuple[int, Candidate]]:
-    """The fastest candidate of each size; the engine's own numbers where others gain next to nothing."""
+    """Returns the fastest candidate for each size; the engine's own choice if others gain next to nothing."""
     chosen = []
     for nbytes in sizes:
         there = {candidate: times[nbytes] for candidate, times in results.items() if nbytes in times}
@@ -201,7 +203,8 @@ def choose(results: dict[Candidate, Times], sizes: Sequence[int]) -> list[tuple[
 
 
 def entries(op: str, world_size: int, chosen: Sequence[tuple[int, Candidate]]) -> list[str]:
-    """Lines of the file: each choice up to half way to the next size (as sizes grow), the last for all above."""
+    """Returns the file's lines: each choice is used up to the geometric mean with the next size, the last one
+    without limit."""
     lines = []
     for i, (nbytes, candidate) in enumerate(chosen):
         if i + 1 == len(chosen):
@@ -256,9 +259,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    The command.
+    Runs the command.
 
-    Returns: the exit status: 0; 2 where there is no cuda engine to tune; 1 where a rank failed.
+    Returns: the exit status: 0; 2 without a cuda engine to tune; 1 if a rank failed.
     """
     from ringcomm import _C
     from ringcomm.arrays import devices
@@ -289,16 +292,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _common(measured_on: set[str]) -> list[str]:
-    """The head of the file. Groups of some sizes may have other links than the rest: then it serves over any."""
+    """Returns the head of the file. Groups of some sizes may have links that differ from the others'; then the file
+    is valid over any links."""
     words = [each.split()[0] for each in measured_on]
     return sorted(each for each in measured_on if words.count(each.split()[0]) == 1)
 
 
 def tune(world_sizes: Sequence[int], options: Options) -> str:
     """
-    Measures, and prints as it goes.
+    Measures, and prints results as it proceeds.
 
-    Returns: the file.  Raises: what the ranks raise.
+    Returns: the file. Raises: the ranks' errors.
     """
     import ringcomm
 

@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -16,6 +17,7 @@
 #endif
 
 #include "core/dispatch.h"
+#include "core/error.h"
 #include "cpu/kernels.h"
 #include "cpu/streaming.h"
 
@@ -169,11 +171,12 @@ void reduce_agrees(DType dtype, ReduceOp op, int ranks, std::mt19937& random) {
   }
   for (const cpu::Kernels* kernels : cpu::usable_kernels())
     for (int form = 0; form < 3; ++form) {  // plain, streaming, two outputs
+      const std::string cell = concat(kernels->isa, ": ", name(dtype), " ", name(op), " of ", ranks, " ranks, element");
       std::vector<T> a(kCount + 7), b(kCount + 7);
       void* outputs[] = {a.data() + 1, b.data() + 2};
       kernels->reduce({dtype, op, sources, ranks, factors, ranks, outputs, form == 2 ? 2 : 1, kCount, form != 0});
       for (std::size_t i = 0; i < kCount; ++i) {
-        require(is_nan(want[i]) ? is_nan(a[i + 1]) : !__builtin_memcmp(&a[i + 1], &want[i], sizeof(T)), kernels->isa,
+        require(is_nan(want[i]) ? is_nan(a[i + 1]) : !__builtin_memcmp(&a[i + 1], &want[i], sizeof(T)), cell.c_str(),
                 static_cast<long>(i));
         if (form == 2)
           require(!__builtin_memcmp(&a[i + 1], &b[i + 2], sizeof(T)), "two outputs are one result",

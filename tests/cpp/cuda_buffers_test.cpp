@@ -402,27 +402,29 @@ void chunks_change(Engine& engine) {
   calls(2 * kChunkBytes - 40000, 3, "all chunks are new");
 }
 
-// torch's symmetric memory: one handle, and the user's data behind a pad of signals.
+// torch's symmetric memory: one handle, of a file or of a fabric, and the user's data behind a pad of signals.
 void symmetric(Engine& engine) {
-  const Segment from(1), to(1);
-  Memory input(from.at(8192), kCount), output(to.at(8192), kCount);
-  for (int round = 0; round < 6; ++round) check_call(engine, Op::kAllReduce, input, output, round, "symmetric memory");
-  expect_visible(engine, 2, "symmetric memory");
+  for (const auto type : {CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_HANDLE_TYPE_FABRIC}) {
+    const Segment from(1, type), to(1, type);
+    Memory input(from.at(8192), kCount), output(to.at(8192), kCount);
+    for (int round = 0; round < 12; ++round)
+      check_call(engine, Op::kAllReduce, input, output, round, "symmetric memory");
+    expect_visible(engine, 2, "symmetric memory");
+  }
 }
 
 // What cannot be passed on is staged, and it is said once.
 void unexportable(Engine& engine) {
-  const Segment from(2, CU_MEM_HANDLE_TYPE_NONE), fabric(1, CU_MEM_HANDLE_TYPE_FABRIC);
-  Memory input(from.at(kChunkBytes - 40000), kCount), other(fabric.at(0), kCount), output(kCount);
+  const Segment from(2, CU_MEM_HANDLE_TYPE_NONE), single(1, CU_MEM_HANDLE_TYPE_NONE);
+  Memory input(from.at(kChunkBytes - 40000), kCount), other(single.at(0), kCount), output(kCount);
   const std::string said = said_by([&] {
     for (int round = 0; round < 6; ++round) {
       check_call(engine, Op::kAllReduce, input, output, round, "memory without handles");
-      check_call(engine, Op::kAllReduce, other, output, round, "memory with handles of another kind");
+      check_call(engine, Op::kAllReduce, other, output, round, "other memory without handles");
     }
   });
   expect_visible(engine, 1, "memory without handles");
-  require(said.find("virtual memory that was not created to be passed as a file descriptor") != std::string::npos,
-          said);
+  require(said.find("virtual memory that was not created to be passed to other processes") != std::string::npos, said);
   require(std::count(said.begin(), said.end(), '\n') == 1, "it is said once: " + said);
 }
 

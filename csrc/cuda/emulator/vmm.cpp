@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <string>
 
 #include "gpu.h"
 
@@ -20,6 +21,9 @@ struct Physical {
   int fd = -1, users = 0;  // handles that are held, and mappings
   std::size_t nbytes = 0;
   CUmemAllocationProp properties{};
+};
+struct FabricHandle {  // what is in the 64 bytes
+  int pid, fd;
 };
 struct Mapping {
   std::size_t nbytes = 0;
@@ -208,9 +212,14 @@ CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle han
                                       unsigned long long flags) {
   return locked([&](Memory& memory) {
     const auto physical = memory.physical.find(handle);
-    if (physical == memory.physical.end() || flags || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ||
-        !(physical->second.properties.requestedHandleTypes & type))
+    if (physical == memory.physical.end() || flags || !(physical->second.properties.requestedHandleTypes & type))
       return cudaErrorInvalidValue;
+    if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+      const FabricHandle fabric{getpid(), physical->second.fd};
+      std::memset(to, 0, 64);
+      std::memcpy(to, &fabric, sizeof fabric);
+      return cudaSuccess;
+    }
     const int fd = fcntl(physical->second.fd, F_DUPFD_CLOEXEC, 0);
     std::memcpy(to, &fd, sizeof fd);
     return fd < 0 ? cudaErrorOperatingSystem : cudaSuccess;
@@ -219,10 +228,17 @@ CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle han
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from,
                                         CUmemAllocationHandleType type) {
   return locked([&](Memory& memory) {
+    int fd = -1;
+    if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+      FabricHandle fabric;
+      std::memcpy(&fabric, from, sizeof fabric);
+      fd = open(("/proc/" + std::to_string(fabric.pid) + "/fd/" + std::to_string(fabric.fd)).c_str(),
+                O_RDWR | O_CLOEXEC);
+    } else {
+      fd = fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(from)), F_DUPFD_CLOEXEC, 0);
+    }
     struct stat status{};
-    const int fd = fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(from)), F_DUPFD_CLOEXEC, 0);
-    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fd < 0 || fstat(fd, &status) != 0 ||
-        status.st_size % static_cast<off_t>(kGranularity) != 0) {
+    if (fd < 0 || fstat(fd, &status) != 0 || status.st_size % static_cast<off_t>(kGranularity) != 0) {
       if (fd >= 0) close(fd);
       return cudaErrorInvalidValue;
     }

@@ -1,8 +1,8 @@
 """
-What the benchmark calls: the shape of every collective, its bus-bandwidth factor, and the callables of one size.
+The benchmark's calls: the shapes of every collective, its bus-bandwidth factor, and the callables for one size.
 
-A message of `nbytes` becomes `count` elements per rank as in nccl-tests: the whole message for all_reduce, broadcast,
-reduce and sendrecv; 1/world_size of it, rounded down to 16 bytes, where one side holds a part of every rank.
+As in nccl-tests, a message of `nbytes` becomes `count` elements per rank: the whole message for all_reduce, broadcast,
+reduce and sendrecv; 1/world_size of it, rounded down to 16 bytes, if one side holds a part for every rank.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
 
 Call = Callable[[], Any]
-MAX_VIEWS = 1024  # positions that the buffers shift through
+MAX_VIEWS = 1024  # number of positions through which the buffers shift
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Which side of a collective holds world_size parts, and what its bus bandwidth counts."""
+    """Whether a side of a collective holds world_size parts, and the factor of its bus bandwidth."""
 
     name: str
     input_parts: bool = False
@@ -31,10 +31,10 @@ class Collective:
     reduces: bool = False
     rooted: bool = False
     in_place: bool = True
-    scaled: float = 0.0  # bus-bandwidth factor = scaled * (n - 1) / n, or 1 where scaled is 0
+    scaled: float = 0.0  # bus-bandwidth factor = scaled * (n - 1) / n, or 1 if scaled is 0
 
     def factor(self, world_size: int) -> float:
-        """nccl-tests' bus bandwidth / algorithm bandwidth."""
+        """Returns nccl-tests' bus bandwidth / algorithm bandwidth."""
         return self.scaled * (world_size - 1) / world_size if self.scaled else 1.0
 
     @property
@@ -42,7 +42,7 @@ class Collective:
         return self.input_parts or self.output_parts
 
     def count(self, nbytes: int, item_bytes: int, world_size: int) -> int:
-        """nccl-tests' count column: elements of the message, or of one part."""
+        """Returns nccl-tests' count column: elements of the message, or of one part."""
         if self.name == "barrier":
             return 0
         count = nbytes // item_bytes
@@ -67,14 +67,14 @@ COPY = Collective("copy", in_place=False)
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table, but for its times."""
+    """One line of the table, without its times."""
 
     collective: Collective
     dtype: torch.dtype
     type_name: str  # nccl-tests' name of the dtype
-    reduction: str  # nccl-tests' name, "none" where nothing is reduced
-    op: str  # ours
-    root: int  # -1 where there is none
+    reduction: str  # nccl-tests' name; "none" without a reduction
+    op: str  # ringcomm's name
+    root: int  # -1 without a root
     count: int
     rank: int
     world_size: int
@@ -102,23 +102,23 @@ class Case:
 
     @property
     def factor(self) -> float:
-        """premul_sum: this rank's factor, as in nccl-tests."""
+        """The factor of this rank for premul_sum, as in nccl-tests."""
         return 1.0 + self.rank % 2
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a buffer of parts."""
+        """Returns this rank's part of a buffer of parts."""
         return whole[self.rank * self.count : (self.rank + 1) * self.count]
 
 
 class Arena:
-    """One send and one receive buffer, large enough for the largest size, through which the views of a case shift."""
+    """One send and one receive buffer, large enough for the largest size; a case uses views at shifting positions."""
 
     def __init__(self, nbytes: int, unalign: int, allocate: Callable[[int], torch.Tensor]) -> None:
         self.nbytes, self.unalign = nbytes, unalign
         self.send, self.recv = (allocate(nbytes + unalign * 8 + 64) for _ in range(2))
 
     def views(self, case: Case, in_place: bool, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(input, output) at up to `limit` different places."""
+        """Returns (input, output) at up to `limit` different positions."""
         shifts = max(1, min(limit, self.nbytes // case.nbytes)) if case.nbytes else 1
         return [self._pair(case, in_place, k * case.nbytes // case.dtype.itemsize) for k in range(shifts)]
 
@@ -168,7 +168,7 @@ class CommTarget:
             return partial(comm.reduce_scatter, x, op, out=y, **extra)
         if name == "all_gather":
             return partial(comm.all_gather, x, out=y, **extra)
-        if name == "broadcast":  # there is only the one buffer
+        if name == "broadcast":  # it has only one buffer
             return partial(comm.broadcast, x, case.root, **extra) if in_place else None
         if name == "reduce":
             extra.pop("algorithm", None)
@@ -199,13 +199,13 @@ def _exchange(comm: Communicator, x: torch.Tensor, y: torch.Tensor, wait: bool) 
 
 
 class DistTarget:
-    """A torch.distributed backend, called as torch calls it: all_reduce, broadcast and reduce exist in place only."""
+    """A torch.distributed backend, called through torch: all_reduce, broadcast and reduce exist only in place."""
 
     def __init__(self, backend: str, group: Any) -> None:
         import torch.distributed as dist
 
         self.name, self.group, self.dist = backend, group, dist
-        newer: Any = dist  # from torch 2.13 on the old names warn
+        newer: Any = dist  # torch 2.13 and later warn about the old names
         self.all_gather = getattr(newer, "all_gather_single", None) or dist.all_gather_into_tensor
         self.reduce_scatter = getattr(newer, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self.ops = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
@@ -254,7 +254,7 @@ class DistTarget:
 
 
 class CopyTarget:
-    """No communication: every rank copies as many bytes as its message holds, all ranks at the same time."""
+    """No communication: every rank copies as many bytes as its message has, all ranks at the same time."""
 
     name = "copy"
 

@@ -1,5 +1,5 @@
 """
-`ringcomm bench`: bandwidth and latency of every collective, in nccl-tests' flags, columns and exit status.
+`ringcomm bench`: bandwidth and latency of every collective, with nccl-tests' flags, columns and exit status.
 
     ringcomm bench -g 2 -b 1K -e 64M -f 4 --peer gloo --limit --plot all_reduce.png
     torchrun --nproc-per-node 4 -m ringcomm bench reduce_scatter all_gather -b 1M -e 16M -f 2
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def run(options: Options) -> list[Table]:
     """
-    Runs the benchmark on ranks of its own, or as one rank of torchrun's world.
+    Runs the benchmark on newly started ranks, or as one rank of torchrun's world.
 
-    Returns: one table per collective and cycle.  Raises: what a rank raised first.
+    Returns: one table per collective and cycle. Raises: the first exception of a rank.
     """
     import ringcomm
     from ringcomm.tools.bench.run import run_rank
@@ -45,7 +45,7 @@ def run(options: Options) -> list[Table]:
 
 
 def _check_peer(peer: str | None) -> None:
-    """Refuses a backend that this torch has not, before a rank is started."""
+    """Raises for a backend that this torch does not have, before a rank is started."""
     import torch.distributed as dist
 
     if peer is None or (peer in dist.Backend.backend_list and dist.is_backend_available(peer)):
@@ -56,10 +56,10 @@ def _check_peer(peer: str | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    The command.
+    Runs the command.
 
-    Returns: the exit status: 0; 1 on a wrong element or an average bus bandwidth below --min-bw; 2 where the flags ask
-    for what is not there; 130 after Ctrl-C.
+    Returns: the exit status: 0; 1 for a wrong element or an average bus bandwidth below --min-bw; 2 if the flags ask
+             for something unavailable; 130 after Ctrl-C.
     """
     options = parse_options(sys.argv[1:] if argv is None else argv)
     started = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,5 @@
-"""Times of calls back to back: the host's clock where a call has ended when it returns, else events on the stream."""
+"""Times consecutive calls: with the host's clock if a call has ended when it returns, else with events on the
+stream."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Runs calls and says how long they took."""
+    """Runs calls and measures their time."""
 
     def total(self, calls: Iterable[Call]) -> float:
-        """Seconds from the first call's begin to the last one's end."""
+        """Returns the seconds from the first call's begin to the last one's end."""
 
     def each(self, calls: Iterable[Call]) -> torch.Tensor:
-        """Seconds of every call."""
+        """Returns the seconds of every call."""
 
 
 class HostClock:
-    """For calls that return when they have ended."""
+    """A clock for calls that have ended when they return."""
 
     def total(self, calls: Iterable[Call]) -> float:
         start = time.perf_counter()
@@ -46,7 +47,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For calls that are enqueued on torch's current stream of a device."""
+    """A clock for calls that are enqueued on torch's current stream of a device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -75,30 +76,31 @@ class DeviceClock:
 
 
 def clock_of(comm: Communicator) -> Clock:
-    """The clock for calls of a communicator. Emulated devices are waited for by every call."""
+    """Returns the clock for calls of a communicator. Calls on emulated devices wait for their end, so they use the
+    host's."""
     return HostClock() if place_of(comm) == "cpu" else DeviceClock(comm.device)
 
 
 def place_of(comm: Communicator) -> str:
-    """Where torch makes the tensors that a communicator serves."""
+    """Returns the torch device for tensors that a communicator serves."""
     return "cpu" if EMULATED else comm.device
 
 
 def synchronize(comm: Communicator) -> None:
-    """Waits until this rank's device has done what it was told."""
+    """Waits until this rank's device has finished its enqueued work."""
     if place_of(comm) != "cpu":
         torch.cuda.synchronize(comm.device)
 
 
 def device_name(comm: Communicator) -> str:
-    """What runs the calls, for people."""
+    """Returns a description of the device that runs the calls, for people."""
     if comm.device == "cpu":
         return "cpu"
     return f"{comm.device} (emulated)" if EMULATED else f"{comm.device} {torch.cuda.get_device_name(comm.device)}"
 
 
 def device_key(comm: Communicator) -> str:
-    """The same for ranks that share a device, and for no others on a host."""
+    """Returns a key that is equal exactly for ranks on the same device, among the ranks of one host."""
     if place_of(comm) == "cpu":
         return comm.device
     return str(torch.cuda.get_device_properties(comm.device).uuid)

@@ -1,4 +1,4 @@
-"""The flags of `ringcomm bench`: nccl-tests' own, by the same names and defaults, and the few that it has not."""
+"""The flags of `ringcomm bench`: nccl-tests' flags, with the same names and defaults, and a few additional ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ COLLECTIVES = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
     "alltoall", "gather", "scatter", "sendrecv", "barrier",
 )  # fmt: skip
-REDUCTIONS = {  # nccl-tests' name: ours
+REDUCTIONS = {  # nccl-tests' name: our name
     "sum": "sum", "prod": "prod", "max": "max", "min": "min", "avg": "avg", "mulsum": "premul_sum",
     "band": "band", "bor": "bor", "bxor": "bxor",
 }  # fmt: skip
-ALL_REDUCTIONS = ("sum", "prod", "max", "min", "avg", "mulsum")  # what `-o all` means
-ALGORITHM_HAS = {  # --algorithm: the collectives that have it
+ALL_REDUCTIONS = ("sum", "prod", "max", "min", "avg", "mulsum")  # the meaning of `-o all`
+ALGORITHM_HAS = {  # --algorithm: the collectives that support it
     "ring": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),
     "direct": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),
     "oneshot": ("all_reduce",),
@@ -27,13 +27,14 @@ ALGORITHM_HAS = {  # --algorithm: the collectives that have it
 }
 PLOT_SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 DEFAULT_BYTES = 32 << 20
-DTYPES = {  # nccl-tests' name: torch's
+DTYPES = {  # nccl-tests' name: torch's name
     "int8": "int8", "uint8": "uint8", "int32": "int32", "int64": "int64", "half": "float16", "float": "float32",
     "double": "float64", "bfloat16": "bfloat16", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "int16": "int16",
 }  # fmt: skip
-ALL_DTYPES = tuple(name for name in DTYPES if name != "int16")  # what `-d all` means
+ALL_DTYPES = tuple(name for name in DTYPES if name != "int16")  # the meaning of `-d all`
 
-# nccl-tests' flags without a meaning here: flag -> (long name, the value that asks for nothing, why, or what instead).
+# nccl-tests' flags that have no meaning here: flag -> (long name, the value without effect, the reason or the
+# replacement).
 REFUSED = {
     "-t": ("--nthreads", "1", "ranks are counted by -g; add --ranks-as threads to run them as threads"),
     "-p": ("--parallel_init", "0", "every rank connects by itself, always in parallel"),
@@ -50,7 +51,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Options:
-    """One run of the benchmark; what every rank is told."""
+    """The options of one run of the benchmark, sent to every rank."""
 
     collectives: tuple[str, ...]
     reductions: tuple[str, ...]
@@ -61,7 +62,7 @@ class Options:
     ranks_as: str
     device: str
     roots: tuple[int, ...]  # (-1,): every rank in turn
-    iters: int | None  # None: at least 20, and as many as fill `round_ms`
+    iters: int | None  # None: at least 20, and enough to fill `round_ms`
     warmup: int
     agg: int
     cycles: int
@@ -87,12 +88,12 @@ class Options:
 
     @property
     def stamped(self) -> bool:
-        """Whether every call gets its own time stamp (about 0.05 us each)."""
+        """Whether every call has its own time stamp (which costs about 0.05 us per call)."""
         return self.peer is not None or self.limit or self.per_iter or self.json is not None
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8`, `4K`, `1.5M`, `1G` (powers of 1024, as in nccl-tests)."""
+    """Parses `8`, `4K`, `1.5M`, `1G` as bytes (powers of 1024, as in nccl-tests)."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KkMmGg]?)(?:i?[Bb])?", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a number with K, M or G, such as 64K")
@@ -100,7 +101,7 @@ def parse_size(text: str) -> int:
 
 
 def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...]:
-    """nccl-tests' scan: times `factor` where it is above 1, else plus `step`."""
+    """Returns nccl-tests' scan of sizes: multiplied by `factor` if it is above 1, else increased by `step`."""
     sizes, nbytes = [], low
     while nbytes <= high:
         sizes.append(nbytes)
@@ -207,7 +208,7 @@ def _names(
 
 
 def _unknown(parser: argparse.ArgumentParser, name: str, positional: Sequence[str]) -> None:
-    """Ends with the names that there are, and the one that was meant."""
+    """Exits with an error that lists the known names, and suggests the closest."""
     bare = name.lower().replace("-", "_")
     plain = {known.replace("_", ""): known for known in (*COLLECTIVES, *REDUCTIONS)}
     close = difflib.get_close_matches(bare.replace("_", ""), plain, 1, 0.75)
@@ -221,7 +222,7 @@ def _unknown(parser: argparse.ArgumentParser, name: str, positional: Sequence[st
 
 
 def _split_ops(parser: argparse.ArgumentParser, a: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """`-o/--op` names reductions, as in nccl-tests, and collectives: the names do not overlap."""
+    """Splits the values of `-o/--op` into reductions, as in nccl-tests, and collectives: the names do not overlap."""
     spelled = {"all_to_all": "alltoall", "premul_sum": "mulsum"}
     collectives, reductions = [], []
     for name in ",".join([*a.collective, *a.op]).split(","):
@@ -255,7 +256,7 @@ def _refuse(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None:
 
 
 def _check_files(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None:
-    """What is written at the end, refused before hours of measuring."""
+    """Raises for output files that cannot be written, before hours of measurements."""
     if a.json and not a.json.endswith(".json"):
         parser.error(f"-J {a.json}: only the suffix .json is supported")
     if a.plot and not a.plot.lower().endswith(PLOT_SUFFIXES):
@@ -303,10 +304,10 @@ def _check_ranges(parser: argparse.ArgumentParser, a: argparse.Namespace) -> Non
 
 def parse_options(argv: Sequence[str]) -> Options:
     """
-    Options from command-line words.
+    Parses options from command-line words.
 
-    Returns: Options.  Raises: SystemExit (status 2) with one sentence that names the flag, what it got and what to
-    write instead.
+    Returns: Options. Raises: SystemExit (status 2) with one sentence that names the flag, its value and what to write
+             instead.
     """
     parser = build_parser()
     a = parser.parse_args(list(argv))

@@ -1,4 +1,4 @@
-"""The benchmark's numbers as nccl-tests prints them: text table, JSON, and a plot."""
+"""Prints the benchmark's numbers as nccl-tests does: text table, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank ran."""
+    """The device on which a rank ran."""
 
     rank: int
     pid: int
@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of single calls, each as long as its slowest rank took."""
+    """Statistics of single calls; a call lasts until its slowest rank has ended."""
 
     min_us: float
     max_us: float
@@ -51,7 +51,8 @@ class Stats:
 
 @dataclass
 class Timing:
-    """One target on one half: nccl-tests' mean over the calls, the median call of every round, and more if stamped."""
+    """Times of one target on one half: nccl-tests' mean over the calls, every round's median call, and more if
+    stamped."""
 
     mean_us: float
     iterations: int
@@ -59,7 +60,7 @@ class Timing:
     stats: Stats | None = None
 
     def over(self, other: Timing) -> list[float]:
-        """Per round: this one's median call / the other's."""
+        """Returns, per round, this target's median call / the other's."""
         return [mine / theirs for mine, theirs in zip(self.round_us, other.round_us, strict=True)]
 
 
@@ -75,7 +76,7 @@ class Half:
 
 @dataclass
 class Peer:
-    """The same case through another backend, and its time over ours, round by round."""
+    """The same case through another backend, with its time divided by ours, round by round."""
 
     name: str
     half: str
@@ -101,7 +102,7 @@ class Row:
 
     @property
     def busbw(self) -> float:
-        """The better half's."""
+        """The better half's bus bandwidth."""
         return max((half.busbw for half in self.halves.values()), default=0.0)
 
     @property
@@ -120,18 +121,18 @@ class Table:
 
     @property
     def wrong(self) -> int:
-        """#wrong and elements out of canonical order, together."""
+        """#wrong plus the elements that are not in canonical order."""
         exact = sum(half.wrong or 0 for row in self.rows for half in row.halves.values())
         return exact + sum(row.canonical[1] for row in self.rows if row.canonical)
 
     @property
     def out_of_bounds(self) -> int:
-        """nccl-tests' count: half lines with a wrong element."""
+        """nccl-tests' count of half lines with a wrong element."""
         return sum(bool(half.wrong) for row in self.rows for half in row.halves.values())
 
     @property
     def average_busbw(self) -> float:
-        """Mean of all bus bandwidths, both halves."""
+        """The mean of all bus bandwidths, over both halves."""
         values = [half.busbw for row in self.rows for half in row.halves.values()]
         return statistics.fmean(values) if values else 0.0
 
@@ -140,7 +141,7 @@ class Table:
 
 
 def number(value: float, width: int) -> str:
-    """nccl-tests' getFloatStr: as many digits as fit."""
+    """Formats a number as nccl-tests' getFloatStr does: as many digits as fit."""
     digits = len(str(int(value))) if value >= 1 else 0
     if digits < width - 2:
         return f"{value:{width}.2f}"
@@ -150,7 +151,7 @@ def number(value: float, width: int) -> str:
 
 
 def header(name: str, options: Options, devices: Sequence[Device]) -> str:
-    """Everything above the first line of numbers."""
+    """Returns the text above the first line of numbers."""
     import ringcomm
 
     iters = options.iters if options.iters else f"20 or {options.round_ms:g} ms"
@@ -173,7 +174,7 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
 
 
 def shared(devices: Sequence[Device]) -> list[str]:
-    """A line that says so where ranks share a device: what they reach is no link's bandwidth."""
+    """Returns a warning line if ranks share a device, because their numbers are not a link's bandwidth."""
     most = max((device.ranks for device in devices), default=1)
     return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
 
@@ -214,7 +215,7 @@ def _half_text(half: Half | None, options: Options) -> str:
 
 
 def line(row: Row, options: Options) -> str:
-    """One line of numbers."""
+    """Returns one line of numbers."""
     text = f"{row.nbytes:12d}  {row.count:12d}  {row.type_name:>8s}  {row.reduction:>6s}  {row.root:6d}"
     text += _half_text(row.halves.get("out_of_place"), options) + _half_text(row.halves.get("in_place"), options)
     if options.peer and row.peer is None:
@@ -230,7 +231,7 @@ def line(row: Row, options: Options) -> str:
 
 
 def footer(table: Table, options: Options) -> str:
-    """What is below the numbers: nccl-tests' two verdicts, and the canonical order's."""
+    """Returns the text below the numbers: nccl-tests' two verdicts, and the verdict on the canonical order."""
     bad, slow = table.out_of_bounds, table.too_slow(options.min_bw)
     verdict = "" if options.min_bw is None else "FAILED" if slow else "OK"
     words = [
@@ -279,7 +280,7 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def as_json(tables: Sequence[Table], options: Options, devices: Sequence[Device], started: str) -> dict[str, Any]:
-    """nccl-tests' document (its keys, its strings for truth values), with a few keys of our own."""
+    """Returns nccl-tests' document (with its keys, and its strings for truth values), with a few keys of our own."""
     import torch
 
     import ringcomm
@@ -309,7 +310,7 @@ def write_json(path: str, document: dict[str, Any]) -> None:
 
 
 def _series(rows: Sequence[Row], value: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Curves by label: x in bytes, y in us (`time`) or GB/s (`busbw`)."""
+    """Returns curves by label: x in bytes, y in us (`time`) or GB/s (`busbw`)."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(label: str, row: Row, y: float | None) -> None:
@@ -350,7 +351,8 @@ def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
 
 
 def plot(path: str, tables: Sequence[Table]) -> None:
-    """Time and bus bandwidth over size, one line of panels per collective; the barrier has no size and is left out."""
+    """Plots time and bus bandwidth over size, one row of panels per collective. The barrier has no size and is left
+    out."""
     try:
         import matplotlib
     except ImportError as error:

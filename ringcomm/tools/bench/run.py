@@ -1,9 +1,9 @@
 """
-One rank of the benchmark: for every line of the table, time the calls, check them, hand the numbers to rank 0.
+One rank of the benchmark: for every line of the table it times the calls, checks them, and sends the numbers to rank 0.
 
-A measurement is nccl-tests': barrier, `iters` calls back to back whose buffers shift, time divided by the calls,
-averaged over the ranks. With a peer or the limit, the targets take turns (A B A B, reversed in every second round) in
-the same processes and on the same buffers, and ratios compare within a round.
+A measurement is the same as nccl-tests': a barrier, then `iters` consecutive calls with shifting buffers; the time is
+divided by the number of calls and averaged over the ranks. With a peer or the limit, the targets alternate (A B A B,
+reversed in every second round) in the same processes and on the same buffers, and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringcomm import _C
 from ringcomm.tools.bench import check, clock, report
 from ringcomm.tools.bench.cases import COLLECTIVE, MAX_VIEWS, Arena, Call, Case, CommTarget, CopyTarget, DistTarget
 from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
 HALVES = ("out_of_place", "in_place")
 MAX_ITERS = 10_000
-PEER_PATIENCE = 10  # a peer's turn may last so many times longer than --round-ms; then it makes fewer calls than -n
+PEER_PATIENCE = 10  # a peer's turn may last this many times --round-ms; after that it makes fewer calls than -n
 
 
 @dataclass
 class Runner:
-    """One target on one half of one line: its calls at shifting places, and what they took."""
+    """One target on one half of one line: its calls at shifting positions, and their times."""
 
     target: Any
     half: str
@@ -45,7 +46,7 @@ class Runner:
     rounds: list[torch.Tensor] = field(default_factory=list)  # seconds per call on this rank
 
     def loop(self, stamped: bool) -> torch.Tensor:
-        """Runs `iters` calls; seconds of each, or of all as one entry."""
+        """Runs `iters` calls; returns the seconds of each, or of all as one entry."""
         calls = islice(cycle(self.calls), self.iters)
         if stamped:
             return self.clock.each(calls)
@@ -53,7 +54,7 @@ class Runner:
 
 
 class Bench:
-    """The state that one rank keeps over the whole run."""
+    """The state that one rank keeps during the whole run."""
 
     def __init__(self, comm: Communicator, options: Options) -> None:
         self.comm, self.options = comm, options
@@ -65,7 +66,8 @@ class Bench:
             self.checked: Any = self.main
         else:
             self.main = CommTarget(comm, options.algorithm, options.agg)
-            self.checked = CommTarget(comm, options.algorithm)  # one call each: in place, a group would reduce twice
+            # One call each, because in place a group would reduce twice.
+            self.checked = CommTarget(comm, options.algorithm)
         self.others: list[Any] = [CopyTarget()] if options.limit else []
         if options.peer:
             self.others.insert(0, DistTarget(options.peer, self.groups[options.peer]))
@@ -78,10 +80,10 @@ class Bench:
             if self.options.registered
             else torch.empty(nbytes, dtype=torch.uint8, device=clock.place_of(self.comm))
         )
-        return x.zero_()  # touched, so that no two pages are the kernel's one zero page
+        return x.zero_()  # writes every page, so that pages do not all map to the kernel's one zero page
 
     def everyone(self, values: torch.Tensor) -> torch.Tensor:
-        """One row of float64 per rank."""
+        """Returns one row of float64 per rank."""
         rows = self.comm.exchange(values.double().contiguous().numpy().tobytes())
         return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(self.world_size, -1)
 
@@ -92,7 +94,7 @@ class Bench:
         return self.arena.views(target.case(case) if hasattr(target, "case") else case, in_place, limit)
 
     def runners(self, case: Case) -> Iterator[Runner]:
-        """Every (target, half) that exists; a peer's failure to run a case leaves it out."""
+        """Yields every (target, half) that exists; leaves out a peer that fails to run a case."""
         in_place_alone = case.collective.name in ("all_reduce", "broadcast", "reduce")
         for target in [self.main, *self.others]:
             for half in HALVES:
@@ -109,7 +111,7 @@ class Bench:
                         yield runner
 
     def _warm_up(self, runner: Runner, peer: bool) -> bool:
-        """The untimed calls; sets the number of timed ones. False where a peer refuses the case."""
+        """Runs the untimed calls; sets the number of timed ones. Returns False if a peer refuses the case."""
         options = self.options
         try:
             for call in islice(cycle(runner.calls), options.warmup + 1):
@@ -136,7 +138,7 @@ class Bench:
                 runner.rounds.append(runner.loop(self.options.stamped))
 
     def wrong(self, case: Case, in_place: bool) -> int | None:
-        """#wrong of all ranks, or None where it is not checked."""
+        """Returns #wrong of all ranks, or None if it is not checked."""
         if not self.options.check or case.collective.name == "barrier":
             return None
         x, y = self.arena.views(case, in_place, 1)[0]
@@ -153,7 +155,8 @@ class Bench:
         return not case.collective.in_parts
 
     def canonical(self, case: Case) -> tuple[int, int] | None:
-        """(elements, wrong ones) of all ranks, of random floats against the canonical tree; None: not applicable."""
+        """Returns (elements, wrong ones) of all ranks for sums of random floats against the canonical tree; None:
+        not applicable."""
         ordered = case.collective.reduces and case.op == "sum" and case.dtype.is_floating_point
         if not self.options.check or not ordered or not case.count or self.options.algorithm == "ring":
             return None
@@ -195,12 +198,12 @@ class Bench:
         ranks = self.everyone(local.flatten()).view(self.world_size, *local.shape)
         means = ranks.mean((1, 2))
         mean = (means[0], means.mean(), means.min(), means.max())[self.options.average]
-        slowest = ranks.max(0).values  # a call is over when its slowest rank is
+        slowest = ranks.max(0).values  # a call has ended when its slowest rank has
         stats = report.Stats.of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
         return report.Timing(float(mean), runner.iters * len(runner.rounds), slowest.median(1).values.tolist(), stats)
 
     def cases(self, name: str) -> Iterator[Case]:
-        """nccl-tests' order: type, operator, root, size."""
+        """Yields the cases in nccl-tests' order: type, operator, root, size."""
         options, collective = self.options, COLLECTIVE[name]
         reductions = options.reductions if collective.reduces else ("none",)
         roots: tuple[int, ...] = (-1,)
@@ -211,8 +214,8 @@ class Bench:
             dtype = getattr(torch, DTYPES[type_name])
             for reduction in reductions:
                 op = REDUCTIONS.get(reduction, "none")
-                if op in (("band", "bor", "bxor") if dtype.is_floating_point else ("premul_sum",)):
-                    continue  # not defined for this type
+                if op in _C.REDUCE_OPS and not _C.supports(_C.DTYPES[DTYPES[type_name]], _C.REDUCE_OPS[op]):
+                    continue
                 for root in roots:
                     for nbytes in options.sizes[:1] if barrier else options.sizes:
                         count = collective.count(nbytes, dtype.itemsize, self.world_size)
@@ -239,7 +242,7 @@ class Bench:
 
 
 def _process_groups(comm: Communicator, options: Options) -> dict[str, Any]:
-    """The torch.distributed groups that the run needs, by backend."""
+    """Makes the torch.distributed groups that the run needs, by backend."""
     names = [n for n in (("ringcomm" if options.level == "dist" else None), options.peer) if n]
     if not names:
         return {}
@@ -257,7 +260,7 @@ def _process_groups(comm: Communicator, options: Options) -> dict[str, Any]:
 
 
 def _devices(bench: Bench) -> list[report.Device]:
-    """Where every rank runs, and what else runs there."""
+    """Returns the device of every rank, with the number of ranks on it."""
     comm, cores = bench.comm, len(os.sched_getaffinity(0))
     mine = (os.getpid(), socket.gethostname(), cores, clock.device_name(comm), clock.device_key(comm))
     rows = [json.loads(each) for each in comm.exchange(json.dumps(mine).encode())]
@@ -270,10 +273,10 @@ def _devices(bench: Bench) -> list[report.Device]:
 
 def run_rank(comm: Communicator, options: Options) -> list[report.Table]:
     """
-    The benchmark on one rank; a collective call.
+    Runs the benchmark on one rank; a collective call.
 
-    Returns: one table per collective and cycle, the same on every rank.  Raises: what the collectives raise;
-    InvalidArgumentError for a root that is not a rank.
+    Returns: one table per collective and cycle, the same on every rank. Raises: the collectives' errors;
+             InvalidArgumentError for a root that is not a rank.
     """
     from ringcomm.errors import InvalidArgumentError
 
@@ -285,7 +288,7 @@ def run_rank(comm: Communicator, options: Options) -> list[report.Table]:
     if "sendrecv" in options.collectives and comm.world_size == 1:
         raise InvalidArgumentError("bench: rank 0 got sendrecv in a world of 1, expected at least 2 ranks; pass -g 2")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a rank is a core's worth of work; the check must not crowd out the other ranks
+    torch.set_num_threads(1)  # a rank has one core, and the check must not take cores from other ranks
     bench = Bench(comm, replace(options, ranks=comm.world_size))
     try:
         bench.devices = _devices(bench)

@@ -1,6 +1,6 @@
-"""How long collectives take on a cluster that is not here: the library's own schedules, walked through with a model of
-links (latency, bandwidth, a queue on each) and of ranks (reduction, start, slowness). What is modelled, and what not:
-docs/simulate.md.
+"""Predicts how long collectives take on a cluster. It runs the library's own schedules through a model of links
+(latency, bandwidth, a queue on each) and of ranks (reduction, start, slowness). docs/simulate.md tells what
+is modelled and what is not.
 
     cluster = presets.h100(hosts=128)
     simulate.predict("all_reduce", 1 << 30, cluster, dtype="bfloat16").time_us
@@ -23,7 +23,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 WIRES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-_KEPT_MESSAGES = 100_000_000  # a simulation of more is not repeated for the parts of its time
+_KEPT_MESSAGES = 100_000_000  # a larger simulation is not repeated to split its time into parts
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,20 @@ class LinkClass:
     """Links of one kind.
 
     Attributes:
-        latency_us: of a message, from the sender's link to the receiver's.
-        bandwidth_gbps: GB/s (1e9 bytes a second) of each direction.
-        overhead_us: of a rank's own time, for each message it sends.
-        reduce_gbps: bytes that came over it and that a rank combines with its own, per second; infinite where that is
-            part of the transfer.
-        slice_bytes: a message is cut into windows of slices of at most so many bytes; 0: not cut.
-        least_slice_bytes: slices are smaller, so that a chunk has one for each slot, down to this; 0: they are not.
-        slots: windows under way at once.
-        wave_bytes: between hosts, an all_reduce of floats that are smaller than their float32 sums, and every
-            reduce_scatter, is several in sequence, each of so many bytes of sums; 0: it is not.
-        agrees: between hosts, every call begins with a short message each way: all mean the same call.
-        bands: (nbytes, bandwidth_gbps) ascending: messages (of the collective) of so many bytes and more have that
-            bandwidth instead, because they do not stay in caches or are moved in another way.
+        latency_us: latency of a message, from the sender's link to the receiver's.
+        bandwidth_gbps: GB/s (1e9 bytes a second) in each direction.
+        overhead_us: a rank's own time for each message that it sends.
+        reduce_gbps: GB/s at which a rank reduces received bytes into its own; infinite if that is part of the transfer.
+        slice_bytes: a message is split into windows of slices of at most this size; 0: it is not split.
+        least_slice_bytes: slices are made smaller, down to this size, until a chunk has one for each slot; 0: they are
+            not.
+        slots: number of windows in flight at the same time.
+        wave_bytes: between hosts, an all_reduce of floats smaller than their float32 sums, and every reduce_scatter,
+            run as several in sequence, each with this many bytes of sums; 0: they run as one.
+        agrees: whether, between hosts, every call begins with a short message in each direction to check that all ranks
+            make the same call.
+        bands: (nbytes, bandwidth_gbps), ascending: messages (of the collective) of at least nbytes have this bandwidth
+            instead, because they do not stay in caches or are moved in another way.
     """
 
     latency_us: float
@@ -58,11 +59,11 @@ class LinkClass:
     bands: tuple[tuple[int, float], ...] = ()
 
     def bandwidth_of(self, nbytes: int) -> float:
-        """GB/s for a collective of ``nbytes``."""
+        """Returns the GB/s for a collective of ``nbytes``."""
         return next((gbps for least, gbps in reversed(self.bands) if nbytes >= least), self.bandwidth_gbps)
 
     def numbers(self, nbytes: int) -> tuple[float, float, float, float, int, int, int, int, bool]:
-        """For the native core."""
+        """Returns the numbers in the native core's form."""
         return (
             self.latency_us, self.bandwidth_of(nbytes), self.overhead_us, self.reduce_gbps,
             self.slice_bytes, self.least_slice_bytes, self.slots, self.wave_bytes, self.agrees,
@@ -70,29 +71,29 @@ class LinkClass:
 
 
 BETWEEN_SLICES: dict[str, Any] = dict(_C.BETWEEN_SLICES)
-"""How the engine over hosts cuts messages: for a `LinkClass` between hosts."""
+"""How the hierarchical engine splits messages: arguments for a `LinkClass` between hosts."""
 WAVE_BYTES = 128 << 20
 ENGINE: dict[str, Any] = {**BETWEEN_SLICES, "wave_bytes": WAVE_BYTES, "agrees": True}
-"""All that the engine over hosts does with a call: for a `LinkClass` between hosts."""
+"""All properties of the hierarchical engine's calls: arguments for a `LinkClass` between hosts."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with as many ranks on each, numbered host by host.
+    """Hosts with the same number of ranks each; ranks are numbered host by host.
 
     Attributes:
         inside: links between ranks of one host; each rank has its own.
         between: links between hosts.
-        shared_nic: whether the ranks of a host share one link between hosts; else each has its own.
-        call_us: added to every collective: what a call costs before the first message.
-        wire: element type of floats between hosts in a reduction, where it is smaller; None: float32 partial sums on
-            the way, the tensor's type back.
-        slow_hosts: share of the bandwidth between hosts that is left, by host.
-        stragglers: by rank, when it makes the call, in us after the others.
-        slow_ranks: by rank, the factor of its own time (overheads and reductions).
-        own: by collective, links to use instead of ``inside``, as measured for it.
-        own_between: the same, instead of ``between``.
-        sources: where the numbers come from, by what they are of.
+        shared_nic: whether the ranks of a host share one link to other hosts; else each has its own.
+        call_us: time added to every collective: the cost of a call before its first message.
+        wire: element type of floats between hosts in a reduction, if it is smaller; None: partial sums are sent in
+            float32, results in the tensor's type.
+        slow_hosts: by host, the remaining share of its bandwidth to other hosts.
+        stragglers: by rank, the delay of its call after the other ranks', in us.
+        slow_ranks: by rank, the factor on its own time (overheads and reductions).
+        own: by collective, links used instead of ``inside``, as measured for it.
+        own_between: by collective, links used instead of ``between``.
+        sources: the sources of the numbers, by subject.
     """
 
     hosts: int
@@ -136,29 +137,29 @@ class Cluster:
 
     @property
     def equal(self) -> bool:
-        """Whether no host or rank differs from the others."""
+        """Whether all hosts and all ranks are equal."""
         return not (self.slow_hosts or self.stragglers or self.slow_ranks)
 
     def without_differences(self) -> Cluster:
-        """The same with all hosts and ranks alike."""
+        """Returns the same cluster without slow hosts, slow ranks and stragglers."""
         return replace(self, slow_hosts={}, stragglers={}, slow_ranks={})
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One collective.
+    """The prediction for one collective.
 
     Attributes:
-        nbytes: of the message, as nccl-tests counts: the larger side.
-        time_us: until the last rank is done; the sum of latency_us (with overheads, the call's cost and late starts),
-            bandwidth_us and reduce_us, which are nan where the simulation was too long to be repeated for them.
-        algbw_gbps, busbw_gbps: as nccl-tests counts.
-        first_us: when the first rank is done.
-        inside_bytes: the most that a rank sends inside its host.
-        between_bytes: the most that a host sends to others.
-        messages: the most that a rank sends.
-        events: messages that were simulated.
-        folded: whether one host stood for all; then bytes and time may be those of a message that divides evenly.
+        nbytes: size of the message as nccl-tests counts it: the larger side.
+        time_us: time until the last rank is done; the sum of latency_us (with overheads, the call's cost and late
+            starts), bandwidth_us and reduce_us, which are nan if the simulation was too large to be repeated for them.
+        algbw_gbps, busbw_gbps: as nccl-tests computes them.
+        first_us: time until the first rank is done.
+        inside_bytes: the most bytes that a rank sends inside its host.
+        between_bytes: the most bytes that a host sends to other hosts.
+        messages: the most messages that a rank sends.
+        events: number of simulated messages.
+        folded: whether one host represents all; bytes and time may then be those of a message that divides evenly.
     """
 
     collective: str
@@ -179,10 +180,10 @@ class Prediction:
 
 
 def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
-    """What `predict` knows for a collective. Inside one host: "direct", "ring", and "oneshot" for all_reduce. Over
-    several: by the schedule between hosts, "ring", "butterfly" (a power of two hosts) or "direct", with the work inside
-    hosts direct; "flat_ring" and "flat_direct" are one walk over all ranks, whatever host they are on: to compare with,
-    for no communicator does that.
+    """Returns the algorithms that `predict` knows for a collective. Inside one host: "direct", "ring", and "oneshot"
+    for all_reduce. Over several hosts, by the schedule between hosts: "ring", "butterfly" (for a power of two hosts) or
+    "direct", with direct schedules inside hosts. "flat_ring" and "flat_direct" are one schedule over all ranks,
+    regardless of hosts; they are for comparison, because no communicator uses them.
 
     Raises:  InvalidArgumentError: an unknown collective.
     """
@@ -202,8 +203,9 @@ def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
 
 
 def in_order(collective: str, cluster: Cluster) -> str:
-    """What a communicator takes by itself: between hosts the schedule that keeps the canonical order, a butterfly for a
-    power of two hosts, else direct; inside one host direct, which a call may beat with "oneshot" where it is small."""
+    """Returns the algorithm that a communicator chooses by itself. Between hosts it is the schedule that keeps the
+    canonical order: a butterfly for a power of two hosts, else direct. Inside one host it is direct, though a small
+    call may be faster with "oneshot"."""
     names = algorithms(collective, cluster)
     return next(name for name in ("butterfly", "direct", "ring") if name in names)
 
@@ -218,19 +220,20 @@ def predict(
     root_host: int = 0,
     fold: bool = True,
 ) -> Prediction:
-    """The time of one collective.
+    """Predicts the time of one collective.
 
     Args:
         collective: all_reduce, reduce_scatter, all_gather, broadcast (from the first rank of ``root_host``) or
             all_to_all.
-        nbytes: of the message: the tensor; of all ranks' parts together for reduce_scatter, all_gather and all_to_all.
+        nbytes: size of the message: the tensor; for reduce_scatter, all_gather and all_to_all all ranks' parts
+            together.
         algorithm: see `algorithms`; "auto": `in_order`; "best": the fastest that is not flat.
-        dtype: the element type; over several hosts 16- and 8-bit floats travel as float32 while they are reduced.
-        fold: whether one host may stand for all where all are equal: with all chunks as long as the longest, which
-            they are or else are too many messages (above 4e6) to look at each.
+        dtype: the element type; over several hosts 16- and 8-bit floats are sent as float32 while they are reduced.
+        fold: whether one host may represent all hosts if they are equal. Chunks are then as long as the longest; they
+            all are, unless there are too many messages (above 4e6) to simulate each.
 
-    Cost:    where all hosts are equal, messages of one host: milliseconds; else of all ranks, about 20 ns each.
-    Raises:  InvalidArgumentError: what the schedules do not have, or more than 2e10 messages.
+    Cost:    if all hosts are equal, the messages of one host: milliseconds; else those of all ranks, about 20 ns each.
+    Raises:  InvalidArgumentError: arguments that the schedules do not support, or more than 2e10 messages.
     Source:  Hockney 1994, Parallel Computing 20(3); Culler et al. 1993, PPoPP (LogP).
     """
     if algorithm == "best":
@@ -242,14 +245,14 @@ def predict(
 
 
 def time_us(collective: str, nbytes: int, cluster: Cluster, algorithm: str = "auto", dtype: str = "float32") -> float:
-    """`predict`'s time alone, for a third of its cost; not for "best"."""
+    """Returns `predict`'s time alone, for a third of its cost; not for "best"."""
     chosen = _chosen(collective, nbytes, cluster, algorithm, dtype)
     answer = _C.simulate(**_question(collective, nbytes, cluster, chosen, dtype, 0, True))
     return answer["time_us"] + cluster.call_us
 
 
 def _chosen(collective: str, nbytes: int, cluster: Cluster, algorithm: str, dtype: str) -> str:
-    """The algorithm's name, once all is known to make sense."""
+    """Returns the algorithm's name, after checking all arguments."""
     names = algorithms(collective, cluster)
     if dtype not in ELEMENT_BYTES:
         raise InvalidArgumentError(
@@ -269,7 +272,7 @@ def _chosen(collective: str, nbytes: int, cluster: Cluster, algorithm: str, dtyp
 def compare(
     collective: str, nbytes: int, cluster: Cluster, dtype: str = "float32", *, root_host: int = 0
 ) -> dict[str, Prediction]:
-    """Every algorithm that `algorithms` names, by name."""
+    """Returns the prediction of every algorithm in `algorithms`, by name."""
     return {
         name: predict(collective, nbytes, cluster, name, dtype, root_host=root_host)
         for name in algorithms(collective, cluster)
@@ -278,7 +281,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Crossover:
-    """From ``nbytes`` on ``algorithm`` is the fastest, until the next one."""
+    """From ``nbytes`` on, up to the next crossover, ``algorithm`` is the fastest."""
 
     nbytes: int
     algorithm: str
@@ -287,8 +290,9 @@ class Crossover:
 def crossovers(
     collective: str, sizes: Sequence[int], cluster: Cluster, dtype: str = "float32"
 ) -> tuple[Crossover, ...]:
-    """Which algorithm wins where: of the given message bytes, those at which the fastest one changes. An algorithm wins
-    as long as no other is faster by more than 1 %; at first, that of `in_order` does; flat ones never do."""
+    """Returns the message sizes, of those given, at which the fastest algorithm changes. An algorithm stays the
+    winner until another is faster by more than 1 %; the first winner is that of `in_order`. Flat algorithms never
+    win."""
     found: list[Crossover] = []
     for nbytes in sorted(sizes):
         usual = found[-1].algorithm if found else in_order(collective, cluster)
@@ -299,7 +303,7 @@ def crossovers(
 
 
 def winner(found: Mapping[str, Prediction], usual: str) -> str:
-    """The fastest of some predictions by algorithm, of those that are not flat, or ``usual`` if it takes at most 1 %
+    """Returns the fastest algorithm of some predictions, without the flat ones, or ``usual`` if it takes at most 1 %
     longer."""
     found = _real(found) or found
     best = min(found, key=lambda name: found[name].time_us)
@@ -307,7 +311,7 @@ def winner(found: Mapping[str, Prediction], usual: str) -> str:
 
 
 def _real(found: Mapping[str, Prediction]) -> Mapping[str, Prediction]:
-    """Those that a communicator has."""
+    """Returns the predictions of algorithms that a communicator has."""
     return {name: each for name, each in found.items() if not name.startswith("flat_")}
 
 
@@ -342,7 +346,8 @@ def _dense(entries: Mapping[int, float], count: int, otherwise: float) -> list[f
 
 
 def _wire_bytes(collective: str, dtype: str, wire: str | None) -> tuple[int, int, int]:
-    """Bytes of an element over several hosts: of a sum under way inside a host, of one between hosts, of a result."""
+    """Returns bytes per element over several hosts: of a partial sum inside a host, of one between hosts, of a
+    result."""
     element = ELEMENT_BYTES[dtype]
     if "float" not in dtype:
         return element, element, element
@@ -350,7 +355,7 @@ def _wire_bytes(collective: str, dtype: str, wire: str | None) -> tuple[int, int
     if wire is None or not reduces:
         return partial, partial, element
     smaller = ELEMENT_BYTES[wire]
-    # float8 stands for float32 alone
+    # float8 replaces only float32
     return (
         partial,
         smaller if smaller < partial and (smaller > 1 or partial == 4) else partial,

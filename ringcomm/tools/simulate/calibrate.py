@@ -1,9 +1,10 @@
-"""A model's links from measurements: what `ringcomm bench -J report.json` wrote, on one host or over several.
+"""Fits a model's links to measurements: to reports of `ringcomm bench -J report.json`, on one host or over several.
 
     report = json.loads(Path("report.json").read_text())
-    cluster = simulate_calibrate.calibrate(report).cluster
+    cluster = calibrate(report).cluster                # from ringcomm.tools.simulate.calibrate import calibrate
 
-A report of one host gives the links inside, one over hosts those between, on top of a cluster whose inside is known.
+A report of one host gives the links inside hosts; a report over several hosts gives the links between them, for a
+cluster whose inside links are known.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ringcomm.tools.bench.options import DTYPES
 from ringcomm.tools.simulate import COLLECTIVES, ENGINE, Cluster, LinkClass, time_us
 
 _REDUCING = ("all_reduce", "reduce_scatter")
-_BAND = math.log(1.12)  # bandwidths that differ by more are apart
-_TRUSTED = 0.1  # relative error from which on a measurement weighs less
-_TELLING = 0.6  # the most of a message's time that may be other than bandwidth, where it tells the bandwidth
+_BAND = math.log(1.12)  # bandwidths that differ by more are in separate bands
+_TRUSTED = 0.1  # a measurement with a larger relative error has less weight
+_TELLING = 0.6  # largest share of time not due to bandwidth in a message that determines the bandwidth
 _ROUNDS = 12
 
 
@@ -30,7 +31,7 @@ class Sample:
     """One line of a report.
 
     Attributes:
-        time_us: the median over the rounds of the median call, where the report has rounds; else the mean.
+        time_us: the median over the rounds of the median call, if the report has rounds; else the mean.
     """
 
     collective: str
@@ -42,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A measurement beside its prediction; ``relative`` is (predicted - measured) / measured."""
+    """A measurement and its prediction; ``relative`` is (predicted - measured) / measured."""
 
     sample: Sample
     predicted_us: float
@@ -56,9 +57,9 @@ class Deviation:
 class Calibration:
     """
     Attributes:
-        cluster: with links as measured: for the collectives of the report their own, for others the common one.
+        cluster: the cluster with measured links: collectives in the report have their own, others the common one.
         between: whether the links between hosts were fitted; else those inside.
-        deviations: of the measurements that it rests on.
+        deviations: deviations of the measurements that were used.
     """
 
     cluster: Cluster
@@ -67,15 +68,15 @@ class Calibration:
 
 
 Report = Mapping[str, Any]
-"""What ``ringcomm bench -J`` wrote, read."""
+"""The decoded JSON document of ``ringcomm bench -J``."""
 
 
 def samples_of(report: Report | Sequence[Report], sizes: Iterable[int] | None = None) -> list[Sample]:
-    """The lines of a report that the simulator has a model of: in place, where that was measured.
+    """Returns the lines of a report that the simulator can model, in place if that was measured.
 
     Args:
-        report: one, or several of one command, of which every line's median counts.
-        sizes: message bytes to keep, as asked for with ``-b`` and ``-e``; None: all.
+        report: one report, or several of the same command; then every line's median is used.
+        sizes: message bytes to keep, as requested with ``-b`` and ``-e``; None: all.
 
     Raises:  InvalidArgumentError: not such a report.
     """
@@ -108,9 +109,9 @@ def _time_us(row: Mapping[str, Any]) -> float:
 
 
 def shape_of(report: Report) -> tuple[int, int]:
-    """(hosts, ranks on each) of a report, by the names of its hosts.
+    """Returns (hosts, ranks on each) of a report, by the names of its hosts.
 
-    Raises:  InvalidArgumentError: not as many ranks on every host.
+    Raises:  InvalidArgumentError: the hosts have different numbers of ranks.
     """
     if "devices" not in report:
         raise InvalidArgumentError(
@@ -134,18 +135,18 @@ def calibrate(
     sizes: Iterable[int] | None = None,
 ) -> Calibration:
     """
-    Fits latency, bandwidth and reduction of one class of links, by least squares of relative errors on the model
-    itself, measurements far off weighing less.
+    Fits latency, bandwidth and reduction of one class of links, by least squares of the model's relative errors;
+    outliers have less weight.
 
-    Latency and bandwidth come from the collectives that do not reduce, the reduction from those that do; then every
-    collective of the report gets latency and bandwidth of its own, in bands of message bytes where its bandwidth
-    differs by more than 12 %.
+    Latency and bandwidth are fitted to the collectives that do not reduce, the reduction speed to those that do. Then
+    every collective of the report gets its own latency and bandwidth, in bands of message sizes if its bandwidths
+    differ by more than 12 %.
 
     Args:
-        report: what ``ringcomm bench -J`` wrote, read; several of one command give medians.
-        cluster: what is known already, such as the links inside from an earlier calibration, or a preset; its numbers
-            of hosts and ranks are replaced by the report's.
-        hosts: of the report; None: as many as its devices name.
+        report: the decoded document of ``ringcomm bench -J``; of several from the same command the medians are used.
+        cluster: the known numbers, such as the links inside from an earlier calibration, or a preset; its numbers of
+            hosts and ranks are replaced by the report's.
+        hosts: number of hosts in the report; None: as many as its devices name.
         sizes: message bytes to use; None: all.
 
     Raises:  InvalidArgumentError: a report without two sizes of a collective, or not such a report.
@@ -174,12 +175,12 @@ def calibrate(
 
 
 def deviations(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Deviation, ...]:
-    """What the model says of each measurement."""
+    """Returns the deviation of the model from each measurement."""
     return tuple(Deviation(s, time_us(s.collective, s.nbytes, cluster, s.algorithm, s.dtype)) for s in samples)
 
 
 class _Fit:
-    """The cluster as far as it is fitted."""
+    """The cluster during a fit."""
 
     def __init__(self, cluster: Cluster, between: bool) -> None:
         self.between = between
@@ -207,8 +208,8 @@ class _Fit:
         return time_us(s.collective, s.nbytes, self.with_link(link), s.algorithm, s.dtype)
 
     def fitted(self, link: LinkClass, samples: Sequence[Sample]) -> LinkClass:
-        """``link`` with the latency and bandwidth of the samples: latency from the shorter half of the messages, where
-        it counts, bandwidth from those that are longer in bands."""
+        """Returns ``link`` with the latency and bandwidth of the samples: the latency from the shorter half of the
+        messages, where it matters most; the bandwidth, in bands, from longer ones."""
         sizes = sorted({s.nbytes for s in samples})
         shorter = sizes[: max(3, (len(sizes) + 1) // 2)]
         link = replace(link, bands=())
@@ -218,8 +219,8 @@ class _Fit:
         return replace(link, bandwidth_gbps=bands[0][1], bands=tuple(bands[1:])) if bands else link
 
     def _least_squares(self, link: LinkClass, samples: Sequence[Sample]) -> tuple[float, float]:
-        """Latency, and one over bandwidth: the model is linear in them, but for who waits for whom."""
-        # Half of the longest message's time would be the bandwidth of a message that goes twice.
+        """Returns latency and 1 / bandwidth. The model is linear in them, except where ranks wait for other ranks."""
+        # The initial bandwidth is that of a message that is sent twice in the longest message's time.
         longest = max(samples, key=lambda s: s.nbytes)
         latency_us, inverse = 1.0, longest.time_us * 1e3 / longest.nbytes / 2
 
@@ -241,7 +242,7 @@ class _Fit:
         return min(latency_us, self._most_latency(link, samples)), inverse
 
     def _most_latency(self, link: LinkClass, samples: Sequence[Sample]) -> float:
-        """More would make a message slower than measured at any bandwidth."""
+        """Returns the latency above which a message would be slower than measured at any bandwidth."""
         quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
         most = math.inf
         for s in samples:
@@ -251,7 +252,8 @@ class _Fit:
         return most
 
     def _bands(self, link: LinkClass, samples: Sequence[Sample]) -> list[tuple[int, float]]:
-        """(least bytes, GB/s), the first for all below too, from the messages that mostly wait for bandwidth."""
+        """Returns (least bytes, GB/s) of each band, from messages whose time is mostly bandwidth; the first band
+        also covers smaller messages."""
         quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
         telling = [s for s in samples if self.time_us(quick, s) < _TELLING * s.time_us]
         bands: list[tuple[int, list[float]]] = []
@@ -267,8 +269,8 @@ class _Fit:
         return _root(lambda gbps: self.time_us(replace(link, bandwidth_gbps=gbps), s), s.time_us)
 
     def _reduction(self, link: LinkClass, samples: Sequence[Sample]) -> float:
-        """The median over what each sample says, but no more than half of any sample's time; infinite where most are as
-        fast as without a reduction."""
+        """Returns the median of the reduction speeds that fit the samples, raised until the reduction takes at most
+        half of any sample's time; infinite if most samples are as fast as without a reduction."""
         alone = replace(link, latency_us=0.0, bandwidth_gbps=math.inf, bands=(), reduce_gbps=1.0)
         found = []
         for s in samples:
@@ -280,20 +282,21 @@ class _Fit:
 
 
 def _solve(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """The step (x, y) for which a x + b y is closest to the errors, for rows (a, b, error, weight)."""
+    """Returns the step (x, y) for which a x + b y is closest to the errors, for rows (a, b, error, weight)."""
     aa = sum(a * a * w for a, _, _, w in rows)
     ab = sum(a * b * w for a, b, _, w in rows)
     bb = sum(b * b * w for _, b, _, w in rows)
     ae = sum(a * e * w for a, _, e, w in rows)
     be = sum(b * e * w for _, b, e, w in rows)
     determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:  # latency and bandwidth cannot be told apart: all to bandwidth
+    if determinant <= 1e-12 * aa * bb:  # latency and bandwidth cannot be separated: all to bandwidth
         return 0.0, be / bb if bb else 0.0
     return (ae * bb - be * ab) / determinant, (be * aa - ae * ab) / determinant
 
 
 def _root(time_of: Callable[[float], float], measured_us: float) -> float:
-    """The GB/s at which a model that gets faster with them takes the measured time; at most 1e6, at least 1e-6."""
+    """Returns the GB/s at which the model, which gets faster with them, takes the measured time; between 1e-6 and
+    1e6."""
     low, high = math.log(1e-6), math.log(1e6)
     for _ in range(60):
         middle = (low + high) / 2

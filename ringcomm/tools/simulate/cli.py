@@ -1,4 +1,4 @@
-"""`ringcomm simulate`: collectives and training steps on clusters that are not here."""
+"""`ringcomm simulate`: predicts collectives and training steps on clusters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GIVEN = ("latency_us", "bandwidth_gbps", "overhead_us", "reduce_gbps")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns: its exit status; 2 for what makes no sense."""
+    """Runs the command. Returns: its exit status; 2 for invalid arguments."""
     try:
         a = _parser().parse_args(list(argv))
     except SystemExit as ended:
@@ -65,7 +65,7 @@ def _run(a: argparse.Namespace) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can carry: null for what is not a finite number."""
+    """Returns a value that JSON can represent: null for a number that is not finite."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 # ---- the cluster ---------------------------------------------------------------------------------------------------
 
 
-_FAR_OFF = 0.5  # of a measured time
+_FAR_OFF = 0.5  # relative to the measured time
 
 
 def _report_in(path: str) -> Any:
@@ -217,7 +217,7 @@ def _positive(text: str) -> int:
 
 
 def _numbered(text: str, what: str) -> tuple[int, float]:
-    """`3:0.5`, or a time, `17:2000us` or `17:2ms`."""
+    """Parses `3:0.5`, or a time, `17:2000us` or `17:2ms`."""
     index, _, value = text.partition(":")
     scale = 1.0
     if what == "time":
@@ -234,7 +234,7 @@ def _numbered(text: str, what: str) -> tuple[int, float]:
 
 
 def _report(text: str) -> tuple[str, int | None]:
-    """`report.json`, or `report.json:2`."""
+    """Parses `report.json`, or `report.json:2`."""
     path, colon, hosts = text.rpartition(":")
     return (path, int(hosts)) if colon and hosts.isdigit() and int(hosts) > 0 else (text, None)
 

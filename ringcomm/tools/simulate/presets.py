@@ -1,4 +1,5 @@
-"""Clusters by name, each with what its numbers rest on. Where you can measure, calibrate: `simulate_calibrate`."""
+"""Clusters by name, each with the sources of its numbers. Where you can measure, use
+`ringcomm.tools.simulate.calibrate`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ringcomm.tools.simulate import ENGINE, Cluster, LinkClass
 
 
 def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
-    """Hosts of H100 GPUs on NVSwitch, with a 400 Gbit/s NIC for each GPU."""
+    """Returns hosts of H100 GPUs on NVSwitch, with a 400 Gbit/s NIC for each GPU."""
     return Cluster(
         hosts,
         ranks_per_host,
@@ -31,7 +32,7 @@ def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
 
 
 def a100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
-    """Hosts of A100 GPUs on NVSwitch, with a 200 Gbit/s NIC for each GPU."""
+    """Returns hosts of A100 GPUs on NVSwitch, with a 200 Gbit/s NIC for each GPU."""
     return Cluster(
         hosts,
         ranks_per_host,
@@ -49,7 +50,7 @@ def a100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
 
 
 def ethernet(hosts: int = 2, ranks_per_host: int = 2, gbit: float = 10.0, latency_us: float = 50.0) -> Cluster:
-    """CPU hosts whose ranks share one NIC of ``gbit`` Gbit/s, and meet in shared memory."""
+    """Returns CPU hosts whose ranks use shared memory, and share one NIC of ``gbit`` Gbit/s."""
     return Cluster(
         hosts,
         ranks_per_host,
@@ -76,9 +77,9 @@ PRESETS: dict[str, Callable[[int, int], Cluster]] = {
 
 
 def preset(name: str, hosts: int, ranks_per_host: int) -> Cluster:
-    """A cluster by name.
+    """Returns a cluster by name.
 
-    Raises:  InvalidArgumentError: there is none of this name.
+    Raises:  InvalidArgumentError: no preset has this name.
     """
     if name not in PRESETS:
         raise InvalidArgumentError(

@@ -1,6 +1,6 @@
-"""How long a training step takes on a simulated cluster, and how much of it waits for the network. What is on the wire
-at each stage comes from `ringcomm.data_parallel.memory.traffic`, a rehearsal of the training layer's own step; how long
-each message takes, from `ringcomm.simulate`."""
+"""Predicts the time of a training step on a simulated cluster, and the share that waits for the network. The
+messages at each stage come from `ringcomm.data_parallel.memory.traffic`, a rehearsal of the training layer's own
+step; the time of each message comes from `ringcomm.simulate`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank.
+    """The prediction for one step of one rank.
 
     Attributes:
-        time_us: of the step, without the optimizer's arithmetic.
-        compute_us: forward and backward passes of all micro-batches.
-        communication_us: all collectives, one after the other.
-        exposed_us: what the step takes longer than compute_us.
+        time_us: time of the step, without the optimizer's arithmetic.
+        compute_us: time of the forward and backward passes of all micro-batches.
+        communication_us: time of all collectives, one after another.
+        exposed_us: the part of the step's time that exceeds compute_us.
         wire: collectives of the step, as `traffic` counts them.
     """
 
@@ -48,8 +48,8 @@ class Step:
 
 
 def forward_us(parameters: int, tokens: int, tflops: float) -> float:
-    """A forward pass of a dense transformer over ``tokens``, at a reached speed of ``tflops``: 2 operations for each
-    parameter and token (Kaplan et al. 2020, arXiv 2001.08361), without attention's own."""
+    """Returns the time of a forward pass of a dense transformer over ``tokens``, at a reached speed of ``tflops``: 2
+    operations per parameter and token (Kaplan et al. 2020, arXiv 2001.08361), without those of attention itself."""
     return 2.0 * parameters * tokens / (tflops * 1e6)
 
 
@@ -69,9 +69,9 @@ def wire(
     param_dtype: str = "bfloat16",
     reduce_dtype: str = "float32",
 ) -> dict[str, int]:
-    """Collectives of one step of a model of equal layers, by `ringcomm.data_parallel.memory.traffic`.
+    """Returns the collectives of one step of a model of equal layers, from `ringcomm.data_parallel.memory.traffic`.
 
-    Raises:  InvalidArgumentError: fewer parameters than layers, or what `traffic` refuses.
+    Raises:  InvalidArgumentError: fewer parameters than layers, or arguments that `traffic` refuses.
     """
     if layers < 1 or parameters < layers or microbatches < 1:
         raise InvalidArgumentError(
@@ -99,19 +99,19 @@ def step(
     algorithm: str = "auto",
 ) -> Step:
     """
-    One data parallel step over all ranks of the cluster.
+    Predicts one data parallel step over all ranks of the cluster.
 
     Args:
-        parameters: of the model, in ``layers`` equal ones.
-        stage: of ZeRO, 0 to 3.
-        forward_us, backward_us: of one micro-batch; None: twice forward_us.
-        microbatches: whose gradients are added up before they travel.
-        param_dtype: of the parameters where they are gathered.
-        reduce_dtype: of the gradients that the collectives are given; for what is on the wire see `Cluster.wire`.
-        overlap: whether collectives run beside the computation, which they do not slow down here: one after the other,
-            a unit's reduction from the end of its backward pass on, at stage 3 the next unit's gathering while one is
-            computed; else every one is waited for.
-        algorithm: of the collectives.
+        parameters: number of parameters of the model, which has ``layers`` equal layers.
+        stage: the ZeRO stage, 0 to 3.
+        forward_us, backward_us: time of one micro-batch; backward_us None: twice forward_us.
+        microbatches: micro-batches whose gradients are added up before they are reduced.
+        param_dtype: type of the parameters when they are gathered.
+        reduce_dtype: type of the gradients passed to the collectives; see `Cluster.wire` for the type that is sent.
+        overlap: whether collectives run beside the computation, which they do not slow down in this model: one after
+            another, a unit's reduction after its backward pass, at stage 3 the next unit's gather while a unit is
+            computed. False: every collective is waited for.
+        algorithm: algorithm of the collectives.
 
     Raises:  InvalidArgumentError: as `wire` and `ringcomm.simulate.predict`.
     """
@@ -150,15 +150,15 @@ def step(
 
 
 class _Timeline:
-    """A rank that computes, and its collectives, which run one after the other beside it."""
+    """A rank that computes, with its collectives, which run one after another beside the computation."""
 
     def __init__(self, overlap: bool) -> None:
         self.overlap = overlap
         self.now = 0.0
-        self.free = 0.0  # when the collectives asked for so far are done
+        self.free = 0.0  # time at which the collectives started so far are done
 
     def start(self, took_us: float) -> float:
-        """Asks for a collective now; when it is done."""
+        """Starts a collective now; returns the time at which it is done."""
         self.free = max(self.free, self.now) + took_us
         if not self.overlap:
             self.now = self.free
@@ -196,9 +196,9 @@ class _Timeline:
 
 
 def tensor_us(layers: int, activation_bytes: int, cluster: Cluster, ranks: int, dtype: str = "bfloat16") -> float:
-    """What a micro-batch waits for in ``layers`` transformer layers that are cut over ``ranks`` of one host: four
-    all_reduces of the activations each (batch x sequence x width elements), none of them beside computation
-    (docs/parallel.md)."""
+    """Returns the communication time of a micro-batch in ``layers`` transformer layers that are split over ``ranks``
+    of one host: four all_reduces of the activations per layer (batch x sequence x width elements), none of them
+    overlapped with computation (docs/parallel.md)."""
     if ranks < 1 or ranks > cluster.ranks_per_host:
         raise InvalidArgumentError(
             f"simulate: got {ranks} tensor parallel ranks, expected 1 to the {cluster.ranks_per_host} of a host; pass "
@@ -211,7 +211,7 @@ def tensor_us(layers: int, activation_bytes: int, cluster: Cluster, ranks: int, 
 
 
 def message_us(nbytes: int, cluster: Cluster) -> float:
-    """A message from one host's rank to another's, alone on its links."""
+    """Returns the time of a message from one host's rank to another's, alone on its links."""
     two = replace(cluster.without_differences(), hosts=2, ranks_per_host=1)
     return time_us("broadcast", nbytes, two, "ring", "uint8")
 
@@ -227,12 +227,13 @@ def pipeline_us(
     backward_us: float | None = None,
     chunks: int = 1,
 ) -> tuple[float, float]:
-    """(time of a step, its idle share) of a pipeline over hosts, walked through as `ringcomm.pipeline_parallel` would.
+    """Returns (time of a step, its idle share) of a pipeline over hosts, by running the schedule of
+    `ringcomm.pipeline_parallel`.
 
     Args:
-        schedule: its name, as of `ringcomm.Pipeline`.
-        forward_us, backward_us: of one micro-batch on all stages of a rank; None: twice forward_us.
-        activation_bytes: of one micro-batch between two stages.
+        schedule: name of the schedule, as in `ringcomm.Pipeline`.
+        forward_us, backward_us: time of one micro-batch on all stages of a rank; backward_us None: twice forward_us.
+        activation_bytes: bytes that one micro-batch sends between two stages.
     """
     plan = schedule_of(schedule, ranks, microbatches, chunks)
     share = forward_us / chunks
