@@ -28,6 +28,7 @@ namespace ringcomm::cuda {
 // What a block does next, and how far it is.
 struct Progress : Reduction {
   std::int32_t in_place;
+  ReduceOp combine;  // the step of the call
   u64 round;         // of windows; in place there is one
   u64 turn;          // of the staging areas; that of the round's window
   u64 length, most;  // elements of the longest column; of it, those of a window
@@ -76,8 +77,11 @@ RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size,
   for (int done = 0; done < world_size;) {
     const int p = home.around(args.rank + done);
     int whole = 0;
-    while (whole < 4 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
-    if (whole >= 4) {
+    while (whole < 8 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
+    if (whole >= 8) {
+      copy_shards<8>(home, p);
+      done += 8;
+    } else if (whole >= 4) {
       copy_shards<4>(home, p);
       done += 4;
     } else if (whole >= 2) {
@@ -113,6 +117,9 @@ class Direct {
           cut_windows(what_.length, block_.num_channels(), column_bytes() / element_, columns_.align()).slice_elements;
       what_.turn = load_one(&block_.state().turns);
       what_.deadline = now_ns() + args_.timeout_ns;
+      what_.combine = arithmetic_for(args_.dtype, args_.reduce_op).op;
+      what_.divisor = args_.divisor();
+      what_.scaled = args_.scales();
       what_.num_sources = world_size();
       what_.num_targets = in_place && args_.op == Op::kAllReduce ? world_size() : 1;
     }
@@ -150,8 +157,11 @@ class Direct {
     block_.sync();
     return true;
   }
-  // The windows before and after the one that is being reduced.
-  RINGCOMM_DEVICE void move_windows() const {
+  // The windows before and after the one that is being reduced: by half of the warps before they reduce, by the others
+  // after it.
+  RINGCOMM_DEVICE void move_windows(bool before) const {
+    const bool moves_first = block_.thread() / kWarp % 2 != 0;
+    if (what_.in_place || before != moves_first) return;
     const u64 round = what_.round;
     if (has(round + 1)) stage(round + 1);
     if (round > 0) take_home(round - 1);
@@ -279,20 +289,20 @@ class Direct {
   const Columns columns_;
 };
 
-// Beside a reduction of a staged call: half of the warps move windows before they reduce, the others after it. Called
-// by the kernel itself, where most registers are free.
-RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, u64 element, bool before) {
-  const bool moves_first = threadIdx.x / kWarp % 2 != 0;
-  if (what.in_place || before != moves_first) return;
+// For elements of a size, which spares divisions by it. Beside a reduction of a staged call; called by the kernel
+// itself, where most registers are free.
+template <u64 kElement>
+RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, bool before) {
   const Block block(args.layout, args.ranks[blockIdx.y], 0);  // it waits for nobody
-  Direct(args, block, what, element).move_windows();
+  Direct(args, block, what, kElement).move_windows(before);
 }
 // Finds out what this block reduces next. False: the call is over.
-RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u64 element, bool first) {
+template <u64 kElement>
+RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, bool first) {
   const u64 now = now_ns();
   const u64 left = first ? args.timeout_ns : now < what.deadline ? what.deadline - now : 0;
   const Block block(args.layout, args.ranks[blockIdx.y], left);
-  Direct direct(args, block, what, element);
+  Direct direct(args, block, what, kElement);
   if (!(first ? direct.begin() : direct.deliver())) return false;
   if (direct.prepare()) return true;
   direct.end();
@@ -301,11 +311,10 @@ RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, u
 
 // Any step of a type: the protocol around them is compiled once for all of them.
 template <typename T>
-RINGCOMM_DEVICE void reduce_any(const Reduction& what, const CallArgs& args) {
-  const ReduceOp step = arithmetic_for(args.dtype, args.reduce_op).op;
+RINGCOMM_DEVICE void reduce_any(const Progress& what) {
 #define X(e, Combine)                        \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (step == ReduceOp::e) return Reducer<T, Combine>(what, args.divisor()).run(args.scales());
+    if (what.combine == ReduceOp::e) return Reducer<T, Combine>(what).run();
   RINGCOMM_FOR_EACH_COMBINE(X)
 #undef X
 }
@@ -314,10 +323,10 @@ template <typename T>
 RINGCOMM_KERNEL(kMostThreads)
 direct(const __grid_constant__ CallArgs args) {
   RINGCOMM_SHARED(Progress, what);
-  for (bool first = true; next_reduction(args, what, sizeof(T), first); first = false) {
-    move_windows(args, what, sizeof(T), true);
-    reduce_any<T>(what, args);
-    move_windows(args, what, sizeof(T), false);
+  for (bool first = true; next_reduction<sizeof(T)>(args, what, first); first = false) {
+    move_windows<sizeof(T)>(args, what, true);
+    reduce_any<T>(what);
+    move_windows<sizeof(T)>(args, what, false);
   }
 }
 

@@ -23,6 +23,8 @@ RINGCOMM_DEVICE void aim(const KnownArgs& args, int m, u64 element, u64& rows, R
     what.first = first_row(block, what.step, rows);
     what.num_sources = args.num_sources;
     what.num_targets = num_targets;
+    what.divisor = args.divisor;
+    what.scaled = args.scaled;
     what.count = args.count[m];
   }
   __syncthreads();
@@ -36,7 +38,7 @@ reduce_known(const __grid_constant__ KnownArgs args) {
   u64 rows = 0;
   for (int m = 0; m < args.num_messages; ++m) {
     aim(args, m, sizeof(T), rows, what);
-    Reducer<T, Combine>(what, args.divisor).run(args.scaled);
+    Reducer<T, Combine>(what).run();
   }
 }
 

@@ -13,8 +13,10 @@ struct Reduction {
   char* target[kMaxRanks];
   double factor[kMaxRanks];  // of premul_sum
   std::int32_t num_sources, num_targets;
-  u64 count;        // of the kernel's elements
-  u64 first, step;  // rows of this block: first, first + step, ...; a row is a chunk of every thread
+  std::int32_t divisor;  // of sums; 1: none
+  std::int32_t scaled;   // by the factors
+  u64 count;             // of the kernel's elements
+  u64 first, step;       // rows of this block: first, first + step, ...; a row is a chunk of every thread
 };
 
 // Rows of one rank that a block takes at once: a thread has eight chunks under way, whatever the number of ranks.
@@ -36,12 +38,11 @@ class Reducer {
   static constexpr int kEach = kBytes / static_cast<int>(sizeof(T));
 
  public:
-  // Sums are divided by `divisor`; `scaled`: values are multiplied by the factors.
-  RINGCOMM_DEVICE Reducer(const Reduction& what, int divisor) : what_(what), divisor_(divisor) {}
+  RINGCOMM_DEVICE explicit Reducer(const Reduction& what) : what_(what) {}
 
-  RINGCOMM_DEVICE void run([[maybe_unused]] bool scaled) const {
+  RINGCOMM_DEVICE void run() const {
     if constexpr (kCanBeScaled<T, Combine>)
-      if (scaled) return reduce<true>();
+      if (what_.scaled) return reduce<true>();
     reduce<false>();
   }
 
@@ -74,7 +75,7 @@ class Reducer {
   template <int kRanks, int kLeast, bool kScaled>
   RINGCOMM_DEVICE void reduce_chunks(u64 chunks) const {
     constexpr int kBatch = kDeep<kRanks>;
-    const Combiner<T, Combine, kRanks, kLeast, kScaled> combiner(what_.num_sources, divisor_, what_.factor);
+    const Combiner<T, Combine, kRanks, kLeast, kScaled> combiner(what_.num_sources, what_.divisor, what_.factor);
     const u64 step = what_.step * blockDim.x;
     for (u64 v = first(); v < chunks; v += kBatch * step) {
       Chunk<kBytes> value[kBatch][kRanks] = {};
@@ -97,7 +98,7 @@ class Reducer {
   template <bool kScaled>
   RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
     if (begin == what_.count) return;
-    const Combiner<T, Combine, kMaxRanks, 1, kScaled> combiner(what_.num_sources, divisor_, what_.factor);
+    const Combiner<T, Combine, kMaxRanks, 1, kScaled> combiner(what_.num_sources, what_.divisor, what_.factor);
     for (u64 i = begin + first(); i < what_.count; i += what_.step * blockDim.x) {
       T value[kMaxRanks] = {};
       RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
@@ -110,7 +111,6 @@ class Reducer {
   RINGCOMM_DEVICE u64 first() const { return what_.first * blockDim.x + threadIdx.x; }
 
   const Reduction& what_;
-  const int divisor_;
 };
 
 }  // namespace ringcomm::cuda
