@@ -610,6 +610,20 @@ def different(comm: Communicator) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def different_and_prepared_in_c(comm: Communicator) -> str:
+    plain = Exchanged(np.ones(10 + comm.rank, np.float32))
+
+    def until_the_host_sees_it() -> None:
+        for _ in range(2000):
+            comm.all_reduce(plain)
+            time.sleep(0.005)
+
+    with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
+        until_the_host_sees_it()
+    assert comm._open._beside.aborted  # type: ignore[attr-defined]
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def given_up(comm: Communicator) -> str:
     if comm.rank == 0:
         time.sleep(0.3)
@@ -626,6 +640,8 @@ def failures(kind: str) -> None:
     assert all("all_reduce" in text for text in said[1:]), said
     said = ranks(different, 2, kind=kind)
     assert any("MismatchError" in text for text in said), said
+    said = ranks(different_and_prepared_in_c, 2, kind=kind)  # the same error as of calls that Python prepares
+    assert all("MismatchError" in text for text in said), said
     ranks(given_up, 3, kind=kind)
     assert ranks(lambda comm: float(comm.all_reduce(torch.ones(3))[0]), 2) == [2.0, 2.0]  # and life goes on
 

@@ -286,8 +286,18 @@ class NativeEngine(Engine):
 
     @property
     def run_plain(self) -> Any:
-        """`Engine.run_plain`, as the native method itself, to save a Python call."""
-        return self.native.run_plain
+        """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
+        run = self.native.run_plain
+        if self._beside is self.native:
+            return run
+
+        def run_and_explain(*args: Any) -> int | None:
+            try:
+                return run(*args)
+            except RingcommError as error:
+                raise self.explained(error) from None
+
+        return run_and_explain
 
     def run(self, call: CollectiveArgs) -> int:
         """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""
