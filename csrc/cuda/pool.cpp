@@ -62,17 +62,25 @@ class Pool {
   }
 
   void* allocate(std::size_t nbytes, int device) noexcept try {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     if (!usable() || closed_) return nullptr;
     if (device != device_) return say(concat("requests for cuda:", device_, ", got one for cuda:", device));
     const DeviceGuard guard(device_, rank_);
     const RelaxedCapture relaxed(rank_);
     if (nbytes <= nbytes_) {
       const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kPieceAlign);
-      for (;; check(cudaEventSynchronize(freed_.front().mark->event), "cudaEventSynchronize", rank_)) {
+      for (;;) {
         reclaim();
         if (const auto offset = pieces_->take(rounded)) return data_ + *offset;
         if (freed_.empty()) break;
+        const MarkPtr mark = freed_.front().mark;
+        const std::shared_ptr<Marks> marks = marks_;
+        const int rank = rank_;
+        // The stream may wait for a rank whose thread comes to this pool first, in give_back_pools.
+        lock.unlock();
+        check(cudaEventSynchronize(mark->event), "cudaEventSynchronize", rank);
+        lock.lock();
+        if (!usable() || closed_ || marks_ != marks) return nullptr;
       }
     }
     std::size_t used = 0;

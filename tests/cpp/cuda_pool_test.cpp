@@ -96,6 +96,7 @@ void in_stream_order() {
   require(other == half + kPoolBytes / 2 && !has_ended, "other memory is given at once");
   std::thread ends([] {
     usleep(50000);
+    give_back_pools();  // of another rank, say, that the stream waits for
     may_end = true;
   });
   require(pool.allocate(kPoolBytes / 2, 0, nullptr) == half && has_ended, "memory after its stream is done with it");
