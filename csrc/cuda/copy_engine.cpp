@@ -279,9 +279,9 @@ void CopyCall::enqueue() const {
     copy_pieces(pieces, batch.stream, false, rank);
     step(&CopyWords::done, RINGCOMM_FAULT != Fault::kGoOnBeforeDone);
     for (const Row& row : rows_) row.context->waits().add_look(batch.stream);
-  } catch (const Error&) {
+  } catch (const Error& error) {
     look_after();
-    throw;
+    throw Error(ErrorCode::kSystem, error.what());  // never kUnsupported, after which ranks go on: a part is enqueued
   }
   look_after();
 }

@@ -161,10 +161,24 @@ void Team::enqueue(Round& round, std::size_t lead) {
     Marks::follow(mine.stream, mine.capture, ready, context.rank());
   }
   newest_.follow(mine.stream, mine.capture, context.rank());
-  const bool waits = preparation.enqueue();
+  const auto put_end = [&] {
+    const MarkPtr end = context.marks().record(mine.stream, mine.capture, context.rank());
+    newest_.put(end);
+    return end;
+  };
+  bool waits = false;
+  try {
+    waits = preparation.enqueue();
+  } catch (const Error&) {
+    try {
+      put_end();  // a part may be enqueued: close() waits for it
+    } catch (const Error&) {
+      // the stream takes no more: the first error says why
+    }
+    throw;
+  }
   for (const Row& row : rows) row.context->group().called();
-  const MarkPtr end = context.marks().record(mine.stream, mine.capture, context.rank());
-  newest_.put(end);
+  const MarkPtr end = put_end();
   for (const Row& row : rows) {
     if (waits) row.context->calls(mine.first().op, row.batch->limit_ms);
     if (mine.capture) row.context->captured.store(true);
