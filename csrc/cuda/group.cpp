@@ -17,10 +17,11 @@ constexpr std::size_t kAlign = 512;                // of what allocate gives: wh
 constexpr std::size_t kSmallestArena = 32u << 20;  // later ones are larger: there can be kMaxArenas
 constexpr std::size_t kDoublings = 4, kArenasOfASize = 8;
 
-// The host page, and after it a line of ones for stop() to copy from.
+// The host page, and after it a line of ones for stop() to copy from, and room for the words of copies.
 struct PageAndOnes {
   HostPage page;
   FlagLine one;
+  CopyWords words[kMaxRanks];
 };
 
 void check_layout(int rank, const Layout& layout) {
@@ -196,6 +197,7 @@ void Group::free_own() noexcept {
 
 HostPage* Group::page() const { return own_->page; }
 HostPage* Group::device_page() const { return own_->device_page; }
+CopyWords* Group::words_seen() const { return reinterpret_cast<PageAndOnes*>(own_->page)->words; }
 
 char* Group::scratch() const { return tables_ + kTableBytes; }
 

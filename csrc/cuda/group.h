@@ -63,6 +63,7 @@ class Group {
   char* region(int peer, int region) const { return bases_[peer * kMaxRegions + region]; }  // the same, for the host
   HostPage* page() const;                                                                   // host address
   HostPage* device_page() const;  // the same page, for RankArgs::host
+  CopyWords* words_seen() const;  // behind the page, by peer: where StreamWaits copies the segment's
   bool one_process() const { return one_process_; }
   bool one_device() const { return one_device_; }  // and in this process
   // Ranks of this process on this device, ascending, with this one.

@@ -11,8 +11,17 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(5);
 constexpr auto kPatience = std::chrono::milliseconds(20);  // before the device is asked whether a peer has given up
+constexpr auto kLongestLook = std::chrono::seconds(1);     // at the words, to say who is missing
 // Ahead of every call, and of its successors.
 constexpr std::uint32_t kLetGo = 1u << 30;
+
+// Whether all that was enqueued is done. Not, perhaps, where the stream shares its hardware queue with one that waits.
+bool is_through(cudaStream_t stream, int rank) {
+  const cudaError_t status = cudaStreamQuery(stream);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaStreamQuery", rank);
+  return true;
+}
 
 }  // namespace
 
@@ -44,9 +53,10 @@ void StreamWaits::add_look(cudaStream_t stream) const {
 void StreamWaits::run() {
   try {
     const DeviceGuard guard(context_.device(), context_.rank());
+    const RelaxedCapture relaxed(context_.rank());
     loop();
-  } catch (const Error&) {
-    // the device is lost, and its streams with it: the next call says so
+  } catch (const Error& error) {
+    context_.abort(error.what(), error.code());  // nobody looks after the waits any more
   }
 }
 
@@ -80,7 +90,7 @@ bool StreamWaits::attend(Item& item) {
     item.since = now;
   } else if (now > item.since + std::chrono::milliseconds(item.wait.limit_ms)) {
     give_up(item.wait);
-  } else if (now > item.since + kPatience) {
+  } else if (now > item.since + kPatience && is_through(context_.group().stream(), rank)) {
     add_look(context_.group().stream());
   }
   return false;
@@ -90,6 +100,8 @@ bool StreamWaits::attend(Item& item) {
 // through.
 void StreamWaits::let_go(const Wait& wait) {
   Group& group = context_.group();
+  if (let_go_ && !is_through(group.stream(), group.rank())) return;  // the last time is still under way
+  let_go_ = true;
   group.stop();
   std::vector<WordOp> ops;
   for (int p = 0; p < group.world_size(); ++p) {
@@ -102,14 +114,17 @@ void StreamWaits::let_go(const Wait& wait) {
 
 void StreamWaits::give_up(const Wait& wait) {
   Group& group = context_.group();
-  std::vector<CopyWords> words(static_cast<std::size_t>(group.world_size()));
+  CopyWords* const words = group.words_seen();
   for (int p = 0; p < group.world_size(); ++p)
     check(cudaMemcpyAsync(&words[p], group.segment(group.rank()) + group.layout().copy_words_at(p), sizeof(Flag),
                           cudaMemcpyDefault, group.stream()),
           "cudaMemcpyAsync of a peer's words", group.rank());
-  check(cudaStreamSynchronize(group.stream()), "cudaStreamSynchronize", group.rank());
+  const auto last = Clock::now() + kLongestLook;
+  bool seen = is_through(group.stream(), group.rank());
+  for (; !seen && Clock::now() < last; seen = is_through(group.stream(), group.rank()))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const auto late = [&](int p, std::uint32_t CopyWords::* word) {
-    return p != group.rank() && static_cast<std::int32_t>(words[p].*word - wait.ticket) < 0;
+    return seen && p != group.rank() && static_cast<std::int32_t>(words[p].*word - wait.ticket) < 0;
   };
   std::string missing = "its peers to finish";
   for (int p = group.world_size(); p-- > 0;)

@@ -58,6 +58,7 @@ class StreamWaits {
   std::deque<Item> items_;
   std::thread thread_;
   bool stopping_ = false;
+  bool let_go_ = false;  // of the thread alone
 };
 
 }  // namespace ringcomm::cuda
