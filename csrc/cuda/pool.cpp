@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <list>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -39,6 +40,7 @@ class Pool {
     pid_ = getpid();
     closed_ = has_said_ = false;
     pieces_ = std::make_unique<Pieces>(nbytes);
+    in_graphs_.clear();
     marks_ = std::make_shared<Marks>(device);
   }
 
@@ -61,7 +63,7 @@ class Pool {
     return nullptr;  // the context is lost, and the memory with it
   }
 
-  void* allocate(std::size_t nbytes, int device) noexcept try {
+  void* allocate(std::size_t nbytes, int device, cudaStream_t stream) noexcept try {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!usable() || closed_) return nullptr;
     if (device != device_) return say(concat("requests for cuda:", device_, ", got one for cuda:", device));
@@ -71,7 +73,10 @@ class Pool {
       const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kPieceAlign);
       for (;;) {
         reclaim();
-        if (const auto offset = pieces_->take(rounded)) return data_ + *offset;
+        if (const auto offset = pieces_->take(rounded)) {
+          if (capture_of(stream, rank_)) in_graphs_.insert(*offset);
+          return data_ + *offset;
+        }
         if (freed_.empty()) break;
         const MarkPtr mark = freed_.front().mark;
         const std::shared_ptr<Marks> marks = marks_;
@@ -101,7 +106,8 @@ class Pool {
       return;
     }
     const DeviceGuard guard(device_, rank_);
-    if (capture_of(stream, rank_)) return;  // the graph will use it whenever it is launched: it stays taken
+    // A graph uses the piece whenever it is launched, on any stream: such a piece stays taken.
+    if (in_graphs_.count(offset) || capture_of(stream, rank_)) return;
     freed_.push_back({offset, marks_->record(stream, 0, rank_)});
   } catch (const std::exception& error) {
     say(error.what());
@@ -142,6 +148,7 @@ class Pool {
   int device_ = 0, rank_ = 0, pid_ = 0;
   bool closed_ = false, has_said_ = false;
   std::unique_ptr<Pieces> pieces_;
+  std::set<std::size_t> in_graphs_;  // pieces that were allocated while their stream was captured
   std::shared_ptr<Marks> marks_;
   std::list<Freed> freed_;  // taken still: the device may have to do with them
 };
@@ -195,12 +202,12 @@ void give_back_pools() {
   X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27) X(28) X(29) X(30) X(31)
 // clang-format on
 #define RINGCOMM_EXPORTED extern "C" __attribute__((visibility("default")))
-#define RINGCOMM_POOL(N)                                                                         \
-  static_assert(N < ringcomm::kMaxPools, "a pool for each pair of functions");                   \
-  RINGCOMM_EXPORTED void* ringcomm_pool_allocate_##N(std::size_t nbytes, int device, void*) {    \
-    return ringcomm::cuda::Pools::get().all[N].allocate(nbytes, device);                         \
-  }                                                                                              \
-  RINGCOMM_EXPORTED void ringcomm_pool_free_##N(void* data, std::size_t, int, void* stream) {    \
-    if (data) ringcomm::cuda::Pools::get().all[N].free(data, static_cast<cudaStream_t>(stream)); \
+#define RINGCOMM_POOL(N)                                                                                    \
+  static_assert(N < ringcomm::kMaxPools, "a pool for each pair of functions");                              \
+  RINGCOMM_EXPORTED void* ringcomm_pool_allocate_##N(std::size_t nbytes, int device, void* stream) {        \
+    return ringcomm::cuda::Pools::get().all[N].allocate(nbytes, device, static_cast<cudaStream_t>(stream)); \
+  }                                                                                                         \
+  RINGCOMM_EXPORTED void ringcomm_pool_free_##N(void* data, std::size_t, int, void* stream) {               \
+    if (data) ringcomm::cuda::Pools::get().all[N].free(data, static_cast<cudaStream_t>(stream));            \
   }
 RINGCOMM_POOLS(RINGCOMM_POOL)

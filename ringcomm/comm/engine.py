@@ -9,8 +9,8 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ringcomm import _C, errors
@@ -311,15 +311,20 @@ class NativeEngine(Engine):
 
     def submit(self, call: CollectiveArgs) -> Request:
         """Starts a call."""
-        with profiling.named(call.op), self._explaining():
-            request = self.native.submit(*call.to_native())
+        with profiling.named(call.op):
+            try:
+                request = self.native.submit(*call.to_native())
+            except RingcommError as error:
+                raise self.explained(error) from None
         return request if self._beside is self.native else DeviceRequest(request, self)
 
     def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
         """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
         with profiling.named(calls[0].op):
-            with self._explaining():
+            try:
                 self.native.run_list([call.to_native() for call in calls])
+            except RingcommError as error:
+                raise self.explained(error) from None
             self._wait_for(calls[0])
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
@@ -340,13 +345,6 @@ class NativeEngine(Engine):
         """Waits for the work enqueued on a stream."""
         try:
             self.native.synchronize(stream)
-        except RingcommError as error:
-            raise self.explained(error) from None
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
         except RingcommError as error:
             raise self.explained(error) from None
 

@@ -112,9 +112,12 @@ void captured() {
   require(cudaStreamBeginCapture(OwnStream::get(), cudaStreamCaptureModeGlobal) == cudaSuccess, "begin");
   char* const half = pool.allocate(kPoolBytes / 2);
   require(half != nullptr, "memory during a capture");
+  char* const quarter = pool.allocate(kPoolBytes / 4);
   pool.free(half);
   require(cudaStreamEndCapture(OwnStream::get(), &graph) == cudaSuccess, "the capture is whole");
-  require(pool.allocate(kPoolBytes / 2) != half, "memory of a graph is not used again");
+  pool.free(quarter);
+  char* const other = pool.allocate(kPoolBytes / 4);
+  require(other != half && other != quarter, "memory of a graph is not used again");
   const std::string said = said_by([&] { require(!pool.allocate(kPoolBytes / 2), "memory of a graph"); });
   require(said.find("got none") != std::string::npos, said);
   require(cudaGraphDestroy(graph) == cudaSuccess, "destroy");
