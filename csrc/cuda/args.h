@@ -24,7 +24,7 @@ inline constexpr int kMaxArenas = 64;
 inline constexpr int kMaxBuffers = 192;  // allocations of user memory that a rank shows to other processes
 inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its arenas, then user memory
 
-// ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write ------------
+// ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write -------------
 
 // Written by its own rank only; survives from launch to launch.
 struct alignas(kLineBytes) ChannelState {
@@ -105,7 +105,7 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t segment_bytes() const { return link_at(world_size, 0); }
 };
 
-// ---- the host page: mapped host memory, one per rank --------------------------------------------------------------
+// ---- the host page: mapped host memory, one per rank ----------------------------------------------------------------
 
 enum class Failure : std::uint32_t { kNone, kTimeout, kAborted, kMismatch };
 enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kAnnouncement, kMeet, kPackets, kMessage };
@@ -127,7 +127,7 @@ struct alignas(kLineBytes) HostPage {
   FlagLine stopped;  // the segment's abort flag, copied here by a stream
 };
 
-// ---- arguments of a launch -----------------------------------------------------------------------------------------
+// ---- arguments of a launch ------------------------------------------------------------------------------------------
 
 struct RankArgs {
   std::int32_t rank;

@@ -44,7 +44,7 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-// ---- flags: core/sync.h, with a scheduling point in the emulator ---------------------------------------------------
+// ---- flags: core/sync.h, with a scheduling point in the emulator ----------------------------------------------------
 
 RINGCOMM_DEVICE u64 peek(const Flag* flag) {
 #if defined(RINGCOMM_EMULATE)
@@ -71,7 +71,7 @@ RINGCOMM_DEVICE void post(Flag* flag, u64 value) {
 #endif
 }
 
-// ---- data: weak accesses, ordered by the flags around them; never through the read-only cache ---------------------
+// ---- data: weak accesses, ordered by the flags around them; never through the read-only cache -----------------------
 
 RINGCOMM_DEVICE Vec load(const Vec* from) {
 #if defined(__CUDACC__)
@@ -129,7 +129,7 @@ RINGCOMM_DEVICE void store_one(T* to, T value) {
 }
 RINGCOMM_DEVICE bool aligned(const void* address) { return (reinterpret_cast<u64>(address) & 15) == 0; }
 
-// ---- packets: data that carries its own flag -----------------------------------------------------------------------
+// ---- packets: data that carries its own flag ------------------------------------------------------------------------
 //
 // LL: 16 bytes are two halves of 4 bytes of data and 4 of flag. Each half arrives as one unit, in any order.
 // LL128: 128 bytes that 8 neighbouring lanes write in one instruction arrive as one unit; the last 8 are the flag. This
@@ -208,7 +208,7 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #endif
 }
 
-// ---- a barrier of some warps --------------------------------------------------------------------------------------
+// ---- a barrier of some warps ----------------------------------------------------------------------------------------
 
 inline constexpr int kWorkersBarrier = 1;  // 0 is that of the whole block
 
@@ -234,7 +234,7 @@ RINGCOMM_DEVICE bool agree_at(int threads, bool ok) {
 #endif
 }
 
-// ---- the clock -----------------------------------------------------------------------------------------------------
+// ---- the clock ------------------------------------------------------------------------------------------------------
 
 RINGCOMM_DEVICE u64 now_ns() {
 #if defined(__CUDACC__)

@@ -181,7 +181,7 @@ class Direct {
     return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
   }
 
-  // ---- in place
+  // ---- in place -----------------------------------------------------------------------------------------------------
 
   // Whether other ranks write to the output of `peer`.
   RINGCOMM_DEVICE bool is_written(int peer) const {
@@ -228,7 +228,7 @@ class Direct {
     what_.step = block_.num_channels();
   }
 
-  // ---- through the staging areas
+  // ---- through the staging areas ------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE u64 column_bytes() const {
     return columns_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;

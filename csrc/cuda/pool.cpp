@@ -47,7 +47,7 @@ class Pool {
     closed_ = true;
   }
 
-  // The engine, if nobody uses the memory any more, which has gone back to it then.
+  // Returns the memory to the engine if nobody uses it any more, and then hands over the engine.
   std::shared_ptr<Engine> give_back() noexcept try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!usable() || !closed_) return nullptr;
@@ -93,7 +93,7 @@ class Pool {
       return;
     }
     const DeviceGuard guard(device_, rank_);
-    if (capture_of(stream, rank_)) return;  // the graph will use it whenever it is launched: it stays taken
+    if (capture_of(stream, rank_)) return;  // the graph will write to it at every launch: it stays taken
     freed_.push_back({offset, marks_->record(stream, 0, rank_)});
   } catch (const std::exception& error) {
     say(error.what());
@@ -117,7 +117,7 @@ class Pool {
     }
   }
 
-  // Once for each pool: the framework says that memory is out, and not which.
+  // Printed once for each pool: the framework reports that memory is out, but not which pool.
   void* say(const std::string& what) noexcept {
     if (!std::exchange(has_said_, true))
       std::fprintf(stderr,
@@ -171,8 +171,8 @@ void close_pool(int number) {
   give_back_pools();
 }
 
-// Where the pool was the last that kept an engine, the engine goes in a thread of its own: that waits for its device,
-// where a kernel may be waiting for a rank of this thread.
+// If the pool held an engine last, a thread of its own destroys the engine: that waits for the device, where a kernel
+// may be waiting for a rank of this thread.
 void give_back_pools() {
   for (cuda::Pool& pool : cuda::Pools::get().all)
     if (std::shared_ptr<Engine> engine = pool.give_back())

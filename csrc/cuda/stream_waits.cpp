@@ -11,7 +11,7 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(5);
 constexpr auto kPatience = std::chrono::milliseconds(20);  // before the device is asked whether a peer has given up
-// Ahead of every call, and of its successors.
+// Added to a ticket, it is ahead of the words of this call and of its successors.
 constexpr std::uint32_t kLetGo = 1u << 30;
 
 }  // namespace
@@ -86,7 +86,7 @@ bool StreamWaits::attend(Item& item) {
   return false;
 }
 
-// In this order on one stream. The peers may write the words once more, so it is done again until the streams are
+// All on one stream, in this order. The peers may write the words once more, so this is repeated until the streams are
 // through.
 void StreamWaits::let_go(const Wait& wait) {
   Group& group = context_.group();
