@@ -1,9 +1,9 @@
-// What the host and the kernels of the CUDA engine agree on: where everything lies in a rank's segment, and what a
-// launch is told. Plain data, passed by value.
+// What the host and the kernels of the CUDA engine agree on: the layout of a rank's segment, and the arguments of a
+// launch. Plain data, passed by value.
 //
-// A launch has grid (channels, ranks): block (c, y) is channel c of the rank in ranks[y]. A channel is a small world of
-// its own: what it knows of earlier calls (how many, which tickets) lies in its ChannelState in device memory, never in
-// an argument, so that a captured graph can be replayed.
+// A launch has the grid (channels, ranks): block (c, y) is channel c of the rank in ranks[y]. A channel keeps what it
+// knows of earlier calls (their number, its tickets) in its ChannelState in device memory, never in an argument, so
+// that a captured graph can be replayed.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ inline constexpr int kMaxChannels = 64, kUsualChannels = 16;
 inline constexpr int kMaxMessages = 16;
 inline constexpr int kMaxCopies = kMaxRanks * kMaxRanks;
 inline constexpr int kMaxArenas = 64;
-inline constexpr int kMaxBuffers = 192;  // allocations of its caller that a rank shows to other processes
-inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its arenas, then its caller's allocations
+inline constexpr int kMaxBuffers = 192;  // allocations of user memory that a rank shows to other processes
+inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its arenas, then user memory
 
-// ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write ------------
+// ---- the segment: one allocation per rank, in its own device memory, that every peer can read and write -------------
 
 // Written by its own rank only; survives from launch to launch.
 struct alignas(kLineBytes) ChannelState {
@@ -37,17 +37,18 @@ struct alignas(kLineBytes) ChannelState {
   std::uint64_t packets;   // oneshot messages
 };
 
-// What the reader of a send/recv link tells the writer; it lies with the writer.
+// What the reader of a send/recv link tells the writer. It lies in the writer's segment.
 struct alignas(kLineBytes) LinkCredit {
   Flag consumed;        // tickets
-  std::int32_t pulled;  // of the long message that began with the newest ticket: the reader has copied all of it,
+  std::int32_t pulled;  // 1: the reader has copied all of the long message that began with the newest ticket
   std::int32_t unused;
-  Location target;  // or else this is where it shall go
+  Location target;  // if `pulled` is 0: where the writer shall copy that message
 };
 
-// Of calls that copy without a kernel, by the peer that writes them: numbers of calls, see copy_engine.h.
+// Words of calls that copy without a kernel, one pair for each peer that writes them: numbers of calls, see
+// copy_engine.h.
 struct alignas(kLineBytes) CopyWords {
-  std::uint32_t ready, done;  // together a Flag's size: read at once
+  std::uint32_t ready, done;  // together the size of a Flag, so that both are read at once
 };
 
 struct Layout {
@@ -104,12 +105,12 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t segment_bytes() const { return link_at(world_size, 0); }
 };
 
-// ---- the host page: mapped host memory, one per rank --------------------------------------------------------------
+// ---- the host page: mapped host memory, one per rank ----------------------------------------------------------------
 
 enum class Failure : std::uint32_t { kNone, kTimeout, kAborted, kMismatch };
 enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kAnnouncement, kMeet, kPackets, kMessage };
 
-// What went wrong first on this rank. `code` is stored last.
+// The first failure on this rank. `code` is stored last.
 struct Status {
   Flag code;           // Failure
   std::uint32_t wait;  // WaitKind
@@ -121,12 +122,12 @@ struct Status {
 };
 
 struct alignas(kLineBytes) HostPage {
-  FlagLine abort;  // the host sets it; kernels look at it now and then
+  FlagLine abort;  // set by the host; kernels check it now and then
   Status status;
-  FlagLine stopped;  // the segment's abort flag, where a stream has copied it
+  FlagLine stopped;  // the segment's abort flag, copied here by a stream
 };
 
-// ---- arguments of a launch -----------------------------------------------------------------------------------------
+// ---- arguments of a launch ------------------------------------------------------------------------------------------
 
 struct RankArgs {
   std::int32_t rank;
@@ -134,8 +135,8 @@ struct RankArgs {
   double factor;           // premul_sum
   Location input, output;  // of messages[0], as it is announced to the peers
   HostPage* host;
-  char* const* arenas;        // [peer * kMaxRegions + region]: where this rank sees it; null: none
-  char* segments[kMaxRanks];  // of every rank, as this one sees them
+  char* const* arenas;        // [peer * kMaxRegions + region]: its address on this rank; null: none
+  char* segments[kMaxRanks];  // of every rank, as mapped on this rank
 };
 
 // One message of a call: the pointers of the ranks in this launch.
@@ -171,7 +172,7 @@ struct CallArgs {
 };
 static_assert(sizeof(CallArgs) <= 4096, "kernel arguments have 4 KiB");
 
-// One piece that a rank's blocks move. A copy with targets > 1 is followed by targets - 1 entries with the further
+// One piece that a rank's blocks copy. A copy with targets > 1 is followed by targets - 1 entries with the other
 // targets of the same source.
 struct Copy {
   const char* source;
@@ -215,16 +216,16 @@ struct CopyArgs {
 };
 static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
 
-// Sends and receives of one rank: grid (most channels of a transfer, num_transfers). Those of one peer in one direction
-// keep their order, all others are independent: the blocks of the first serve the whole line. A message takes the
-// oldest one on its link: tag, type and count must be those of the sender.
+// Sends and receives of one rank: grid (most channels of a transfer, num_transfers). Messages of one peer in one
+// direction keep their order: the blocks of the first of them serve them all. All others are independent. A receive
+// takes the oldest message on its link, whose tag, type and count must match.
 inline constexpr int kMaxTransfers = 16;
 struct Transfer {
   char* data;
   std::uint64_t nbytes;
   std::uint64_t count;
   Location at;            // of `data`, for the peer
-  std::int32_t channels;  // that share it; the same at both ends, for it follows from the size
+  std::int32_t channels;  // that share it; follows from the size, so it is the same at both ends
   std::int32_t unused;
   std::int32_t peer;
   std::int32_t tag;

@@ -1,6 +1,7 @@
-// One block: channel blockIdx.x of the rank in ranks[blockIdx.y]. Its part of the segments, its bounded waits, and the
-// way it gives up: the first thread whose wait fails writes down why, the whole block returns together, and so do the
-// blocks of all peers. Every method is called by all threads of the block alike, unless it says otherwise.
+// One block: channel blockIdx.x of the rank in ranks[blockIdx.y]. It has the channel's part of the segments, and every
+// wait has a time limit. When a wait fails, the first thread that gives up records the reason, the whole block returns
+// together, and so do the blocks of all peers. Unless a method says otherwise, all threads of the block call it
+// together.
 #pragma once
 
 #include "core/schedule.h"
@@ -9,7 +10,8 @@
 
 namespace ringcomm::cuda {
 
-// Looks at a flag between two looks at the clock and the abort flags; in the emulator a fruitless look takes a pause.
+// Polls of a flag between two checks of the clock and the abort flags. In the emulator a poll in vain pauses the
+// thread.
 #if defined(RINGCOMM_EMULATE)
 inline constexpr u32 kSpinsPerCheck = 8;
 #else
@@ -30,7 +32,7 @@ class Block {
   RINGCOMM_DEVICE const RankArgs& args() const { return args_; }
   RINGCOMM_DEVICE const Layout& layout() const { return layout_; }
 
-  // This channel in the memory of any rank.
+  // This channel in the segment of any rank.
   RINGCOMM_DEVICE char* of(int rank) const { return args_.segments[rank] + layout_.channel_at(channel()); }
   RINGCOMM_DEVICE ChannelState& state() const { return *reinterpret_cast<ChannelState*>(of(rank())); }
   RINGCOMM_DEVICE Flag* consumed(int rank) const { return flag(of(rank) + layout_.consumed_at()); }
@@ -41,7 +43,7 @@ class Block {
   RINGCOMM_DEVICE Board board(int rank) const {
     return Board::at(of(rank) + layout_.board_at(), layout_.depth, layout_.slot_bytes);
   }
-  // Two staging regions take turns for what goes out, and two for the shards that `rank` has reduced.
+  // Two staging regions are used in turn for outgoing data, and two for the shards that `rank` has reduced.
   RINGCOMM_DEVICE char* stage(int rank, int region) const {
     return of(rank) + layout_.stage_at() + region * layout_.stage_bytes;
   }
@@ -55,7 +57,7 @@ class Block {
 
   RINGCOMM_DEVICE void sync() const { __syncthreads(); }
 
-  // By one thread: waits until *flag >= target. False: gave up, and the reason is written down.
+  // Called by one thread: waits until *flag >= target. False: it gave up, and the reason is recorded.
   RINGCOMM_DEVICE bool wait(const Flag* flag, u64 target, int peer, WaitKind kind) const {
     u64 seen;
     for (u32 spins = 1; (seen = peek(flag)) < target; ++spins) {
@@ -63,26 +65,26 @@ class Block {
       pause_on(flag, target);
     }
     if (RINGCOMM_FAULT != Fault::kFlagWithoutAcquire)
-      load_acquire(flag);  // the looks were relaxed: an acquire on each would empty the L1 cache
+      load_acquire(flag);  // the polls were relaxed: an acquire per poll would empty the L1 cache
     return true;
   }
-  // The same for threads that look at packets: to be called after every fruitless look, with a counter of their own.
+  // The same for threads that poll packets: called after every poll in vain, with a counter of the thread's own.
   RINGCOMM_DEVICE bool keep_looking(const void* line, u64 wanted, u32& spins, int peer) const {
     if (++spins % kSpinsPerCheck == 0 && must_stop(nullptr, wanted, 0, peer, WaitKind::kPackets)) return false;
     pause_on(line, wanted);
     return true;
   }
-  // Brings the block together: whether every thread's wait succeeded.
+  // Barrier of the block. True: every thread's wait succeeded.
   RINGCOMM_DEVICE bool agree(bool ok) const { return __syncthreads_and(ok) != 0; }
-  // One thread waits, the whole block knows.
+  // One thread waits, and the whole block learns the result.
   RINGCOMM_DEVICE bool wait_together(const Flag* flag, u64 target, int peer, WaitKind kind) const {
     return agree(thread() != 0 || wait(flag, target, peer, kind));
   }
 
-  // All ranks' blocks of this channel meet: what any of them wrote before is seen by all of them after.
+  // Barrier of all ranks' blocks of this channel: after it, all of them see what any of them wrote before it.
   RINGCOMM_DEVICE bool meet() const {
     if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeMeet)
-      sync();  // everybody has written, and has read state().meets of the meet before
+      sync();  // every thread has written, and has read state().meets of the meet before
     const u64 target = load_one(&state().meets) + 1;
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
@@ -108,22 +110,22 @@ class Block {
             static_cast<std::uint8_t>(algorithm),
             root};
   }
-  // By one thread: whether the peer calls the same.
+  // Called by one thread: whether the peer makes the same call.
   RINGCOMM_DEVICE bool same(const Signature& mine, const Signature& theirs, int peer) const {
     if (mine == theirs || RINGCOMM_FAULT == Fault::kSignaturesNotCompared) return true;
     report(Failure::kMismatch, WaitKind::kNone, peer, 0, 0, mine, theirs);
     return false;
   }
-  // The call is over: to be called last, and not after a wait has failed.
+  // Ends the call. To be called last, and not after a wait has failed.
   RINGCOMM_DEVICE void finish(const Signature& signature) const {
-    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeFinish) sync();  // nobody reads the counters any more
+    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeFinish) sync();  // no thread reads the counters any more
     if (thread() != 0) return;
     store_one(&state().calls, signature.sequence + 1);
     store_one(&state().history, signature.hash());
   }
 
-  // Tells every peer what this rank calls and where its buffers lie, and waits for what they say. Afterwards
-  // announced(rank())[p] holds what p said (of this rank itself: what it said). `note` travels in `offset`,
+  // Sends this rank's signature and buffer locations to every peer, and waits for theirs. Afterwards
+  // announced(rank())[p] holds the announcement of rank p (this rank's own included). `note` travels in `offset`;
   // part_bytes[p] is for peer p.
   RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0, const u64* part_bytes = nullptr) const {
     bool ok = true;
@@ -142,7 +144,7 @@ class Block {
     }
     return agree(ok);
   }
-  // The address of a peer's buffer as this rank sees it; null: it cannot.
+  // The address of a peer's buffer on this rank; null: this rank cannot access it.
   RINGCOMM_DEVICE char* resolve(int peer, const Location& at) const {
     if (!at.visible) return nullptr;
     if (at.arena < 0) return reinterpret_cast<char*>(at.where);
@@ -150,7 +152,7 @@ class Block {
     return base ? base + at.where : nullptr;
   }
 
-  // By one thread: writes down what went wrong, if nobody of this rank has yet, and stops all ranks.
+  // Called by one thread: records the failure, unless this rank has recorded one already, and stops all ranks.
   RINGCOMM_DEVICE void report(Failure failure, WaitKind kind, int peer, u64 expected, u64 seen, const Signature& mine,
                               const Signature& theirs) const {
     const bool first = first_to_report(layout_, args_);
@@ -168,8 +170,8 @@ class Block {
     return must_stop(layout_, args_, deadline_, target, seen, peer, kind);
   }
 
-  // What hardly ever runs is compiled once per kernel, not at every wait; plain arguments, so that nothing needs a
-  // stack.
+  // Code that hardly ever runs is compiled once per kernel, not at every wait. Its arguments are plain, so that nothing
+  // needs a stack.
   RINGCOMM_COLD static bool must_stop(const Layout& layout, const RankArgs& args, u64 deadline, u64 target, u64 seen,
                                       int peer, WaitKind kind) {
     const bool aborted =

@@ -20,11 +20,11 @@ namespace {
 
 constexpr Location kStaged{-1, 0, 0};
 constexpr std::uint64_t kInUse = ~std::uint64_t{0};  // no call is known that does not use it
-// For what is gone, where no new allocation is a reason to look; and before what was refused is offered again, at
-// first.
+// Between two searches for freed allocations, if no new allocation is a reason for one. Also before an allocation that
+// was refused is offered again, for the first time.
 constexpr std::uint64_t kCallsBetweenLooks = 64;
-constexpr std::size_t kLookedAt = 192;  // allocations: a look asks the driver for each
-constexpr int kMostLetters = 4;         // under way to a peer: the queue of a socket may have room for ten
+constexpr std::size_t kLookedAt = 192;  // allocations in one search, which asks the driver for each
+constexpr int kMostLetters = 4;         // without an answer, to one peer: a socket's queue may have room for ten
 
 std::uint32_t bit(int peer) { return 1u << peer; }
 
@@ -106,7 +106,7 @@ void Buffers::called() {
   ++calls_;
 }
 
-// ---- the owner -----------------------------------------------------------------------------------------------------
+// ---- the owner ------------------------------------------------------------------------------------------------------
 
 Location Buffers::locate(const void* data, std::size_t nbytes, bool captured, const char* call) {
   const auto begin = reinterpret_cast<std::uint64_t>(data), end = begin + nbytes;
@@ -137,7 +137,7 @@ Location Buffers::locate(const void* data, std::size_t nbytes, bool captured, co
   return {static_cast<std::int32_t>(kMaxArenas + parts[0]->region), 1, begin - parts[0]->allocation.region_base()};
 }
 
-// Whether the peers see an allocation in the next call; else it is offered, or will be.
+// Whether the peers see an allocation in the next call. If they do not, it is offered, now or later.
 bool Buffers::show(const Allocation& allocation, bool may_offer, const char* call, Own*& visible) {
   const auto own = find(allocation);
   if (own == owns_.end()) {
@@ -166,7 +166,7 @@ Buffers::Owns::iterator Buffers::find(const Allocation& allocation) {
   return own == end ? owns_.end() : own;
 }
 
-// Free, or that of the window.
+// A free region, or that of the window.
 int Buffers::take_region(const Allocation& allocation) {
   const std::uint64_t base = allocation.region_base();
   const bool window = allocation.chunk != nullptr;
@@ -184,10 +184,10 @@ void Buffers::forget(Owns::iterator own) {
   owns_.erase(own);
 }
 
-// The peers hear of it at the next call.
+// The peers are told at the next call.
 void Buffers::offer(const Allocation& allocation, const char* call) {
   withdraw_what_is_gone();
-  for (auto own = owns_.begin(); own != owns_.end();) {  // of virtual memory not all has been looked at
+  for (auto own = owns_.begin(); own != owns_.end();) {  // not all virtual memory has been checked
     const auto here = own++;
     if (here->second.allocation.overlaps(allocation)) is_gone(here);
   }
@@ -251,7 +251,7 @@ void Buffers::is_gone(Owns::iterator own) {
     withdraw(own->second);
 }
 
-// Each look goes on where the last one has ended.
+// Each search continues where the last one ended.
 void Buffers::withdraw_what_is_gone() {
   if (looked_ == calls_) return;
   looked_ = calls_;
@@ -285,14 +285,14 @@ void Buffers::hear_dropped(const Mail& mail) {
   if (found == owns_.end() || found->second.state != State::kWithdrawn) return;
   Own& own = found->second;
   own.open &= ~bit(mail.from);
-  has_news_ = true;  // what waited for its place
+  has_news_ = true;  // an offer may have waited for this
   if (own.open != 0) return;
   if (!own.refused) return forget(found);
   own.state = State::kRefused;
   own.from = calls_ + (kCallsBetweenLooks << std::min(own.refusals++, 10));
 }
 
-// ---- the peer ------------------------------------------------------------------------------------------------------
+// ---- the peer -------------------------------------------------------------------------------------------------------
 
 void Buffers::open(const Mail& offer) {
   MemoryHandle handle;
@@ -349,7 +349,7 @@ bool Buffers::has_unused() const {
   return std::any_of(opened_.begin(), opened_.end(), [&](const Opened& o) { return calls_ >= o.until; });
 }
 
-// The owner hears of it when it is closed: until then the driver would refuse another mapping of the same address.
+// The owner is told after closing: until then the driver would refuse another mapping of the same address.
 void Buffers::close_unused() {
   std::list<Opened> unused;
   {
@@ -370,7 +370,7 @@ void Buffers::close_unused() {
   }
 }
 
-// ---- letters -------------------------------------------------------------------------------------------------------
+// ---- letters --------------------------------------------------------------------------------------------------------
 
 void Buffers::answer(int peer, const Identity& subject, Mail::Kind kind, bool done) {
   Mail mail;
@@ -391,14 +391,14 @@ void Buffers::send(Mailbox& mailbox) {
                                 [&](const auto& answer) { return arrives(answer.first, answer.second); }),
                  answers_.end());
   if (!std::exchange(has_news_, false)) return;
-  // What is gone first: the driver refuses a mapping of an address that the peer has mapped still.
+  // Withdrawals first: the driver refuses to map an address that the peer still has mapped.
   for (const State state : {State::kWithdrawn, State::kOffered})
     for (auto& [address, own] : owns_)
       for (int p = 0; p < static_cast<int>(peers_.size()); ++p)
         if (p != rank_ && own.state == state && !(own.told & bit(p)) && !tell(mailbox, own, p)) has_news_ = true;
 }
 
-// Whether a peer has yet to close what was at the same address before.
+// Whether a peer has yet to close an earlier allocation at the same address.
 bool Buffers::is_blocked(const Own& own, int peer) const {
   return own.state == State::kOffered && std::any_of(owns_.begin(), owns_.end(), [&](const auto& other) {
            return other.second.state == State::kWithdrawn && (other.second.open & bit(peer)) &&
@@ -406,7 +406,7 @@ bool Buffers::is_blocked(const Own& own, int peer) const {
          });
 }
 
-// An offer, or a withdrawal. False: it has to wait.
+// Sends an offer or a withdrawal. False: it has to wait.
 bool Buffers::tell(Mailbox& mailbox, Own& own, int peer) {
   if (waits_[peer] >= kMostLetters || is_blocked(own, peer)) return false;
   Mail mail;
@@ -419,7 +419,7 @@ bool Buffers::tell(Mailbox& mailbox, Own& own, int peer) {
   if (mail.kind == Mail::kOffer && own.handle.kind == HandleKind::kVmm && !peers_[peer].here) try {
       mail.fd = vmm_export(own.allocation.chunk->number(), rank_);
     } catch (const Error&) {
-      // no more files: the peer says that it cannot open it
+      // out of file descriptors: the peer will answer that it cannot open it
     }
   const bool sent = mailbox.send(peers_[peer].mailbox, mail) != Mailbox::Sent::kFull;
   if (mail.fd >= 0) ::close(mail.fd);

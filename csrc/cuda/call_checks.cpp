@@ -44,7 +44,7 @@ void check_parts(const Call& call, int rank, int world_size) {
          " asked for algorithm ring with a list of separate outputs; use one tensor, or algorithm auto");
 }
 
-// The handle 2 means another stream in every thread, and calls of several ranks are launched by one of their threads.
+// The handle 2 means a different stream in every thread, and one thread launches the calls of several ranks.
 void check_stream(const char* call, std::uintptr_t stream, int rank) {
   if (stream == 2)
     fail(ErrorCode::kUnsupported, call, ": rank ", rank,

@@ -1,17 +1,17 @@
-// What the cuda engine expects of a call beyond what every engine does.
+// What the cuda engine checks in a call beyond what every engine checks.
 #pragma once
 
 #include "core/engine.h"
 
 namespace ringcomm::cuda {
 
-// An algorithm that has a kernel for the call.
+// The algorithm must serve this call.
 void check_algorithm(const Call& call, int rank);
-// Lists whose own entry is as long as the single tensor.
+// In lists, the rank's own entry must be as long as the single tensor.
 void check_parts(const Call& call, int rank, int world_size);
-// Any stream but the per-thread default one.
+// Every stream is accepted but the per-thread default one.
 void check_stream(const char* call, std::uintptr_t stream, int rank);
-// Memory that `device`, the current one, can reach by itself.
+// `device`, the current one, must be able to access the memory directly.
 void check_memory(const Call& call, int device, int rank);
 void check_memory(const Packing::Piece& piece, int device, int rank);
 void check_memory(const Combining& combining, int device, int rank);

@@ -14,7 +14,7 @@ class Columns {
 
   RINGCOMM_DEVICE bool scatters() const { return args_.op == Op::kReduceScatter; }
   RINGCOMM_DEVICE u64 align() const { return align_; }
-  // Elements of the longest one.
+  // Elements of the longest column.
   RINGCOMM_DEVICE u64 length() const {
     u64 all = 0;
     for (int m = 0; m < args_.num_messages; ++m) {
@@ -23,7 +23,8 @@ class Columns {
     }
     return all;
   }
-  // each(message, first element in the message, first byte in the run, elements) for what `run` has of a column.
+  // Calls each(message, first element in the message, first byte in the run, elements) for every part of `run` in a
+  // column.
   template <typename Each>
   RINGCOMM_DEVICE void visit(int column, const Slice& run, const Each& each) const {
     u64 begin = 0;
@@ -35,7 +36,7 @@ class Columns {
       begin += whole_lines(count);
     }
   }
-  // Into the staging area.
+  // Copies to the staging area.
   RINGCOMM_DEVICE void stage(const Block& block, int column, const Slice& run, char* to) const {
     visit(column, run, [&](int m, u64 at, u64 offset, u64 count) {
       const u64 before = scatters() && !args_.parts ? column * args_.messages[m].count : 0;
@@ -43,7 +44,7 @@ class Columns {
       copy_run(block, from + (before + at) * element_, count * element_, to + offset);
     });
   }
-  // From a staging area to the outputs.
+  // Copies from a staging area to the outputs.
   RINGCOMM_DEVICE void take_home(const Block& block, const Slice& run, const char* from) const {
     visit(rank_, run, [&](int m, u64 at, u64 offset, u64 count) {
       char* const to = static_cast<char*>(args_.messages[m].output[rank_]);
@@ -52,7 +53,7 @@ class Columns {
   }
 
  private:
-  // A line has a power of two of elements.
+  // The number of elements in a line is a power of two.
   RINGCOMM_DEVICE u64 whole_lines(u64 count) const { return (count + align_ - 1) & ~(align_ - 1); }
 
   const CallArgs& args_;

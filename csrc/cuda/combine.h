@@ -1,5 +1,5 @@
-// Vector arithmetic: elements out of 16 bytes, combined over the ranks in canonical order in the type they are added up
-// in, finished, and rounded once into 16 bytes again.
+// Vector arithmetic: unpacks elements from 16 bytes, combines them over the ranks in canonical order in the accumulator
+// type, and rounds the result once into 16 bytes again.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,8 @@ using AccOf = typename Element<T>::Acc;
 template <typename T>
 inline constexpr int kPerVec = static_cast<int>(sizeof(Vec) / sizeof(T));
 
-// Element i of `words`, and into words that hold zeros there. `i` is known at compile time once loops are unrolled.
+// Reads element i of `words`; writes it into words that hold zeros. `i` is a compile-time constant once loops are
+// unrolled.
 template <typename T>
 RINGCOMM_DEVICE T element(const u32* words, int i) {
   if constexpr (sizeof(T) == 8) {
@@ -71,8 +72,8 @@ RINGCOMM_DEVICE void store_chunk(char* to, const Chunk<kBytes>& chunk) {
     store_one(reinterpret_cast<u32*>(to), chunk.word[0]);
 }
 
-// The canonical tree over the first `ranks` of N leaves, N a power of two: a node whose right side has no rank is its
-// left side. So one unrolled tree serves every number of ranks, of at least kLeast; absent leaves hold anything.
+// The canonical tree over the first `ranks` of N leaves, N a power of two. A node whose right side has no rank equals
+// its left side, so one unrolled tree serves every number of ranks from kLeast on. Absent leaves may hold anything.
 template <int N, int kLeast = 1, int kFirst = 0, typename Leaf, typename Combine>
 RINGCOMM_HD constexpr auto tree_of_first(int ranks, const Leaf& leaf, const Combine& combine) {
   if constexpr (N == 1) {
@@ -86,7 +87,7 @@ RINGCOMM_HD constexpr auto tree_of_first(int ranks, const Leaf& leaf, const Comb
 }
 
 namespace proof {
-// Values that tell every order and grouping of the leaves apart.
+// Values that distinguish every order and grouping of the leaves.
 struct Leaf {
   RINGCOMM_HD constexpr u64 operator()(int rank) const { return rank + 2; }
 };
@@ -111,13 +112,14 @@ static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>
 template <typename T, typename Combine>
 inline constexpr bool kCanBeScaled = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>>;
 
-// A step that sees bits alone: any width of element will do.
+// A step that works on bits only, so that elements of any width will do.
 template <typename T, typename Combine>
 inline constexpr bool kIsBitwise =
     std::is_integral_v<T> &&
     (std::is_same_v<Combine, Band> || std::is_same_v<Combine, Bor> || std::is_same_v<Combine, Bxor>);
 
-// What the kernel of a pair (T, Combine) does to the values of kLeast to kRanks ranks; kScaled: times a factor each.
+// What the kernel of (T, Combine) does with the values of kLeast to kRanks ranks. kScaled: each is multiplied by a
+// factor.
 template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled = false>
 class Combiner {
   using Acc = AccOf<T>;
@@ -137,7 +139,7 @@ class Combiner {
   RINGCOMM_DEVICE T combine(const Value& value) const {
     return Element<T>::store(finish(tree<T>(value)));
   }
-  // kWords words of elements; words(p) points to rank p's.
+  // kWords words of elements; words(p) points to those of rank p.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE void combine_words(u32* result, const Words& words) const {
     if constexpr (kIsBitwise<T, Combine>) {

@@ -11,7 +11,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // looks at the verdict, whoever forgot to ring
+constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // between looks at the verdict, in case nobody notified
 
 std::mutex& registry_mutex() {
   static std::mutex mutex;
@@ -27,7 +27,7 @@ std::string without_spaces(std::string text) {
   return text;
 }
 
-// The channels that the entries of a tuning file ask for, unless the caller has said how many.
+// Adds the channels that a tuning file asks for, unless the caller has set their number.
 EngineOptions with_channels(EngineOptions options, const Tuning& tuning) {
   if (options.channels == 0) options.channels = tuning.most_channels();
   return options;
@@ -104,7 +104,7 @@ Setting Context::setting() const {
   return setting;
 }
 
-// It is tried, on words that no call uses.
+// Tested on words that no call uses.
 bool Context::has_word_ops() {
   std::call_once(asked_word_ops_, [this] {
     char* const own = group_->segment(rank_) + group_->layout().copy_words_at(rank_);
@@ -132,7 +132,7 @@ void Context::check(Op op) {
   }
 }
 
-// What a kernel of this rank says comes first; that it was told to stop says less than why.
+// A failure that a kernel of this rank recorded comes first: the order to stop says less than the reason.
 void Context::raise_end(Op op) const {
   const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
   const bool told = failure == Failure::kAborted && local().verdict.passed();
@@ -180,7 +180,7 @@ void Context::rethrow(const Outcome& outcome, Op op) {
   if (!outcome.failed()) return;
   if (outcome.error()) std::rethrow_exception(outcome.error());
   for (int i = 0; i < 1000 && !ended(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  check(op);  // who has given up says why, next
+  check(op);  // if a kernel has given up, this says why
   fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
        " expected an open communicator, got a closed one; create a new one");
 }

@@ -1,5 +1,5 @@
-// What the parts of one rank's engine share: its group, its limits, and how it ends. And what the ranks of one
-// communicator in this process share.
+// What the parts of one rank's engine share: its group, its limits and its end. And what the ranks of one communicator
+// in this process share.
 #pragma once
 
 #include <atomic>
@@ -32,7 +32,7 @@ class Local {
   // The ranks in `group.team()`, which share a device.
   std::shared_ptr<Team> team(const Group& group);
   Matcher& matcher() { return *matcher_; }
-  // The verdict is passed: wakes who waits on the host.
+  // The verdict has been passed: wakes all threads that wait on the host.
   void end_all();
 
  private:
@@ -54,7 +54,7 @@ class Context {
   int device() const { return device_; }
   Marks& marks() const { return *marks_; }
   StreamWaits& waits() { return waits_; }
-  // Whether streams of the device wait for words in memory.
+  // Whether streams of the device can wait for words in memory.
   bool has_word_ops();
   const Tuning& tuning() const { return tuning_; }
   Setting setting() const;
@@ -62,7 +62,7 @@ class Context {
   void connect(const std::vector<std::string>& handles, const std::function<void()>& prepare);
 
   std::int64_t limit(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(); }
-  // What kernels may report a failure of, from now on.
+  // From now on a failure of a kernel is reported as a failure of this call.
   void calls(Op op, std::int64_t limit) {
     last_op_.store(static_cast<int>(op), std::memory_order_relaxed);
     last_limit_.store(limit, std::memory_order_relaxed);
@@ -77,13 +77,13 @@ class Context {
   void abort(const std::string& reason, ErrorCode code) noexcept;
   [[noreturn]] void give_up(ErrorCode code, const std::string& message);
 
-  // Blocks the host until the outcome is no longer open, at most until `end`, then gives up: `what` is the call. Throws
-  // its error.
+  // Blocks the host until the outcome is no longer open, at most until `end`, then gives up. Throws the error of the
+  // call.
   void await(Outcome& outcome, Op op, Clock::time_point end, std::int64_t limit);
   // Throws the error of an outcome that is over.
   void rethrow(const Outcome& outcome, Op op);
 
-  // Frees the group, unless kernels may still use it: then it stays for ever.
+  // Frees the group, unless kernels may still use it; then it is never freed.
   void release_group(bool idle);
 
   std::atomic<std::int64_t> timeout_ms;

@@ -1,12 +1,12 @@
 // Data movement without arithmetic: all_gather, broadcast, gather, scatter, all_to_all, barrier. Three ways:
 //
 //   known    the launch has the pointers of all ranks: plain copies, no flags
-//   direct   the ranks tell each other where their buffers lie, and all that a peer must touch are visible: push to
-//            the peers' outputs or pull from the root's input, or both, then meet
-//   staged   else: window by window through the staging areas: write, meet, pull
+//   direct   the ranks announce where their buffers lie, and all that a peer must access are visible: push to the
+//            peers' outputs or pull from the root's input, or both, then meet
+//   staged   otherwise: window by window through the staging areas: write, meet, pull
 //
-// No deadlock: the ranks wait for each other only in announce() and in meets, and all ranks' blocks of a channel decide
-// for the same way, and for the same number of windows, on the same announcements.
+// No deadlock: the ranks wait for each other only in announce() and in meets. All ranks' blocks of a channel choose the
+// same way and the same number of windows, because they decide on the same announcements.
 #include "core/schedule.h"
 #include "cuda/kernels.h"
 #include "cuda/move.h"
@@ -38,14 +38,14 @@ class CopyBlock {
  private:
   RINGCOMM_DEVICE int rank() const { return block_.rank(); }
   RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
-  // The peers in turn, each rank beginning with another one.
+  // The peers in turn; each rank begins with a different one.
   RINGCOMM_DEVICE int peer(int i) const {
     const int p = rank() + i;
     return p < world_size() ? p : p - world_size();
   }
   RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
 
-  // What the number of windows follows from: the ranks take the longest part of any of them.
+  // Decides the number of windows: the ranks take the longest part of any of them.
   RINGCOMM_DEVICE u32 lines_of_longest_part() const {
     u64 most = 0;
     for (int i = 1; i < world_size(); ++i)
@@ -68,18 +68,18 @@ class CopyBlock {
     copy_tiles(block_, 0, exchange_.give[rank()], exchange_.take_bytes[rank()], [&](const auto& f) { f(to); });
   }
 
-  // ---- direct ---------------------------------------------------------------------------------------------
+  // ---- direct -------------------------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE bool pulls() const { return args_.op == Op::kBroadcast || args_.op == Op::kScatter; }
-  // A broadcast whose outputs are visible too: every rank pulls a share from the root and pushes it to the others, so
-  // that the root sends the message about twice instead of once to each.
+  // Whether this is a broadcast whose outputs are visible too. Then every rank pulls a share from the root and pushes
+  // it to the others, so that the root sends the message about twice instead of once to each rank.
   RINGCOMM_DEVICE bool spreads() const {
     if (args_.op != Op::kBroadcast) return false;
     for (int p = 0; p < world_size(); ++p)
       if (p != args_.root && !load_one(&said(p).output).visible) return false;
     return true;
   }
-  // Whether `peer` has a buffer that others touch.
+  // Whether `peer` has a buffer that others access.
   RINGCOMM_DEVICE bool is_touched(int peer, bool spreads) const {
     const bool rooted = pulls() || args_.op == Op::kGather;
     return !rooted || spreads || peer == args_.root;
@@ -89,8 +89,8 @@ class CopyBlock {
     return load_one(input ? &said(peer).input : &said(peer).output);
   }
 
-  // From what all ranks know alike. Parts are where the peers expect them only if they are even, and an all_to_all in
-  // place would overwrite what it has yet to read.
+  // Decided on facts that all ranks share. Parts are where the peers expect them only if they are even, and an
+  // all_to_all in place would overwrite data that is still to be read.
   RINGCOMM_DEVICE bool sees_all_buffers() const {
     if (args_.signed_count & kUneven) return false;
     for (int p = 0; p < world_size(); ++p) {
@@ -102,7 +102,8 @@ class CopyBlock {
     }
     return true;
   }
-  // to.of[p]: where this rank reads or writes at p. False: the host has not mapped a buffer that is said to be visible.
+  // to.of[p]: the address at which this rank reads or writes data of p. False: the host has not mapped a buffer that
+  // was announced as visible.
   RINGCOMM_DEVICE bool find_buffers(Addresses& to, bool spreads) const {
     const int p = block_.thread();
     bool found = true;
@@ -147,7 +148,7 @@ class CopyBlock {
     copy_tiles(block_, turn, exchange_.give[p], exchange_.give_bytes[p], [&](const auto& f) { f(at.of[p]); });
   }
 
-  // ---- staged ---------------------------------------------------------------------------------------------
+  // ---- staged -------------------------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE bool staged() const {
     u64 most = 0, turn = load_one(&block_.state().turns);
@@ -160,10 +161,10 @@ class CopyBlock {
       if (!block_.meet()) return false;
       take(cut.slice(0, window), turn & 1);
     }
-    if (block_.thread() == 0) store_one(&block_.state().turns, turn);  // all have read it: they have met since
+    if (block_.thread() == 0) store_one(&block_.state().turns, turn);  // all threads have read it: they have met since
     return true;
   }
-  // Of one part in a staging region.
+  // Bytes of one part in a staging region.
   RINGCOMM_DEVICE u64 room() const {
     return args_.same_for_all ? block_.layout().stage_bytes : block_.layout().stage_bytes / world_size();
   }

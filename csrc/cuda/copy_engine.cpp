@@ -14,7 +14,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr auto kBetweenLooks = std::chrono::milliseconds(20);  // at whether the ranks that are waited for still live
+constexpr auto kBetweenLooks = std::chrono::milliseconds(20);  // between two checks whether awaited ranks are alive
 
 Signature signature_of(const Call& call, int world_size, std::uint64_t number) {
   Signature signature{};
@@ -39,7 +39,7 @@ Signature signature_of(const Call& call, int world_size, std::uint64_t number) {
 
 }  // namespace
 
-// ---- letters
+// ---- letters --------------------------------------------------------------------------------------------------------
 
 std::string CopyCall::Letter::text() const {
   std::ostringstream out;
@@ -78,7 +78,7 @@ Part CopyCall::taken(std::size_t row, int from) const {
   return {output.data(from), output.count(from)};
 }
 
-// By peer.
+// The letters of a row, by peer.
 std::vector<CopyCall::Letter> CopyCall::write(std::size_t row) const {
   const Call& mine = call(row);
   Context& context = *rows_[row].context;
@@ -108,14 +108,14 @@ std::vector<CopyCall::Letter> CopyCall::write(std::size_t row) const {
   return letters;
 }
 
-// Every rank of this launch sends a letter to every rank elsewhere, and hears from it.
+// Every rank of this launch sends a letter to every rank elsewhere, and receives one from it.
 void CopyCall::exchange(const std::vector<std::vector<Letter>>& letters) {
   struct Line {
     std::size_t row;
     int peer;
     bool sent = false, heard = false;
-    bool nobody = false;  // the peer's letterbox has gone
-    bool lost = false;    // seen to have gone at the last look: an abort would be known by the next
+    bool nobody = false;  // the peer's mailbox is gone
+    bool lost = false;    // it was gone at the last look: an abort would be known by the next
   };
   std::vector<Line> lines;
   for (std::size_t y = 0; y < rows_.size(); ++y)
@@ -172,7 +172,7 @@ void CopyCall::compare(std::size_t row, const Letter& mine, int peer) const {
   if (!(mine.signature == theirs.signature)) mismatch(call(row), rank, mine.signature, peer, theirs.signature);
   const std::uint64_t nbytes = taken(row, peer).count * element_bytes(call(row).dtype);
   if (call(row).op != Op::kAllToAll || theirs.nbytes == nbytes) return;
-  Signature expected = mine.signature, got = mine.signature;  // of a mismatch of parts the counts are bytes
+  Signature expected = mine.signature, got = mine.signature;  // if parts differ, the counts are bytes
   expected.count = kUneven | nbytes;
   got.count = kUneven | theirs.nbytes;
   mismatch(call(row), rank, expected, peer, got);
@@ -188,7 +188,7 @@ void CopyCall::check_no_letter(const std::vector<Row>& rows, std::uint64_t numbe
   }
 }
 
-// ---- the decision
+// ---- the decision ---------------------------------------------------------------------------------------------------
 
 void CopyCall::refuse(int rank, const char* got, const char* advice) const {
   fail(ErrorCode::kUnsupported, name(call(lead_).op), ": rank ", context().rank(),
@@ -225,7 +225,7 @@ bool CopyCall::agree() {
   return all;
 }
 
-// ---- what is enqueued
+// ---- enqueueing -----------------------------------------------------------------------------------------------------
 
 const char* CopyCall::source(std::size_t row, int from) const {
   if (is_here(from)) return static_cast<const char*>(given(row_of_[from], rows_[row].rank).data);
@@ -257,7 +257,7 @@ void CopyCall::enqueue() const {
   const int rank = context().rank();
   std::vector<Piece> pieces;
   for (std::size_t y = 0; y < rows_.size(); ++y)
-    for (int i = 0; i < world_size(); ++i) {  // each rank begins with another peer
+    for (int i = 0; i < world_size(); ++i) {  // each rank begins with a different peer
       const int from = (rows_[y].rank + i) % world_size();
       const Part part = taken(y, from);
       const char* const data = part.count ? source(y, from) : nullptr;

@@ -1,20 +1,20 @@
-// all_gather and all_to_all without a kernel (algorithm="copy_engine"): the GPUs' copy engines move the bytes, and all
-// multiprocessors stay with the program.
+// all_gather and all_to_all without a kernel (algorithm="copy_engine"): copies, meant for the GPUs' copy engines, move
+// the bytes, so that all multiprocessors stay with the program.
 //
-// Ranks of one launch: copies behind the points where all inputs are ready, nothing else. With ranks elsewhere, whose
-// buffers a copy must know when it is enqueued, the ranks first meet on the host, by mail, and each says what it calls
-// and where the parts lie that it gives. From the same letters all come to the same decision: to copy; or, where some
-// rank's parts are not visible to its peers (yet), where a call is in place or captured into a graph, to go by the
-// kernels of `direct`. Then on each rank's stream:
+// If one launch holds all ranks, it enqueues only copies, behind the points at which all inputs are ready. Otherwise a
+// copy must know the peers' buffers when it is enqueued, so the ranks first meet on the host, by mail: each sends its
+// call and the locations of the parts that it gives. All ranks read the same letters and make the same decision: to
+// copy; or, if some rank's parts are not visible to its peers (yet), or a call is in place or captured into a graph, to
+// use the kernels of `direct`. To copy, the stream of each rank does this:
 //
 //   write `ready` at every peer       my input may be read
 //   wait for every peer's `ready`
 //   copy from the peers' inputs to my own output
 //   write `done` at every peer        I have read your input
-//   wait for every peer's `done`      mine may be written again
+//   wait for every peer's `done`      my input may be overwritten
 //
-// Each rank copies into its own memory only: whatever becomes of a call, no stream writes into a peer's tensors later.
-// The words are numbers of calls, which grow; see StreamWaits for what ends a wait.
+// Each rank copies only into its own memory, so that no stream of a failed call writes into a peer's tensors later. The
+// words are numbers of calls, which grow. StreamWaits ends the waits of calls that fail.
 #pragma once
 
 #include <cstdint>
@@ -32,23 +32,23 @@ class CopyCall {
   // `number`: of the call, among all of the communicator.
   CopyCall(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number);
 
-  // Whether all ranks copy. Waits for those that are not in this launch, at most as long as the call may take; throws,
-  // before anything is enqueued, where ranks differ or a call for this algorithm by name cannot be served.
+  // Whether all ranks copy. Waits for the ranks that are not in this launch, at most for the limit of the call. Throws,
+  // before anything is enqueued, if ranks differ, or if a call that names this algorithm cannot be served.
   bool agree();
   void enqueue() const;
 
-  // A call by kernels: whether a peer has come to this one or one before as a call that copies.
+  // For a call by kernels: throws if a peer has come to this call, or to an earlier one, as a call that copies.
   static void check_no_letter(const std::vector<Row>& rows, std::uint64_t number);
 
  private:
-  // What a rank says to one of its peers.
+  // What a rank tells one of its peers.
   struct Letter {
     Signature signature{};
     Location part{};  // that it gives to this peer
     std::uint64_t nbytes = 0;
-    bool visible = false;  // all that it gives to ranks elsewhere
+    bool visible = false;  // all parts that it gives to ranks elsewhere
     bool captured = false, in_place = false;
-    bool able = false;  // its streams wait for words
+    bool able = false;  // its streams can wait for words
 
     std::string text() const;
     bool read(const std::string& text);

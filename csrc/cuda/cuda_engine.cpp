@@ -1,5 +1,5 @@
 // The cuda engine: ranks are processes or threads of one host, several of them may share a GPU, and the bytes go
-// through device memory that they all see.
+// through device memory that all of them can access.
 #include <algorithm>
 #include <atomic>
 
@@ -104,7 +104,7 @@ class CudaEngine final : public Engine {
 
  private:
   bool forked() const { return forks_ != forks_so_far(); }
-  // CUDA cannot be called any more: everything stays as it is.
+  // CUDA can no longer be called: everything stays as it is.
   void leave_behind() {
     links_.release();
     new std::shared_ptr<Context>(context_);
@@ -146,7 +146,7 @@ class CudaEngine final : public Engine {
   bool idle_ = false;                // closed, and no kernel uses the group any more
 };
 
-// ---- checks
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 void CudaEngine::check_open(const char* call) const {
   if (forked())
@@ -172,7 +172,7 @@ void CudaEngine::check(const Call& call) const {
   context_->check(call.op);
 }
 
-// ---- collectives
+// ---- collectives ----------------------------------------------------------------------------------------------------
 
 Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
   Batch batch;
@@ -184,7 +184,7 @@ Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
   return batch;
 }
 
-// Once ranks differ or a launch has failed, they cannot go on together.
+// After a mismatch or a failed launch the ranks cannot continue together.
 std::shared_ptr<Outcome> CudaEngine::post(Batch batch) {
   try {
     Group& group = context_->group();
@@ -236,7 +236,7 @@ std::shared_ptr<Request> CudaEngine::submit(Call call) {
   return request(post(std::move(batch)), call);
 }
 
-// ---- sends and receives
+// ---- sends and receives ---------------------------------------------------------------------------------------------
 
 std::shared_ptr<Outcome> CudaEngine::post_message(const Call& call, bool own_stream) {
   const cudaStream_t stream = stream_of(call);
@@ -255,7 +255,7 @@ void CudaEngine::settle_message(const Call& call, Outcome& outcome) {
   Marks::follow(stream_of(call), capture_of(stream_of(call), rank()), outcome.mark(), rank());
 }
 
-// All of them are under way before the host or a stream waits for the first.
+// All of them are enqueued before the host or a stream waits for the first.
 void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
   std::vector<std::pair<const Call*, std::shared_ptr<Outcome>>> posted;
   std::vector<const Call*> through_links;
@@ -277,7 +277,7 @@ void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
   for (const auto& [call, outcome] : posted) settle_message(*call, *outcome);
 }
 
-// ---- lists
+// ---- lists ----------------------------------------------------------------------------------------------------------
 
 // Whether one launch may serve both.
 bool go_together(const Call& a, const Call& b) {
@@ -305,7 +305,7 @@ void CudaEngine::run_list(const std::vector<Call>& calls) {
   if (!messages.empty()) run_messages(messages);
 }
 
-// ---- the rest
+// ---- the rest -------------------------------------------------------------------------------------------------------
 
 void CudaEngine::pack(const Packing& packing) {
   check_open("pack");
@@ -338,8 +338,8 @@ void CudaEngine::synchronize(std::uintptr_t stream) {
   }
 }
 
-// Done while no kernel of any rank runs yet: creating a stream, allocating memory or loading a kernel may block behind
-// a running kernel, and that may wait for this rank.
+// Done before any rank runs a kernel: later, creating a stream, allocating memory or loading a kernel may wait for a
+// running kernel, which may wait for this rank.
 void CudaEngine::prepare_device() {
   const RelaxedCapture relaxed(rank());
   const int threads = context_->setting().threads ? context_->setting().threads : kUsualBlockThreads;
@@ -363,7 +363,7 @@ void CudaEngine::prepare_device() {
   cuda::check(cudaMalloc(&scratch_, kArenaHandleBytes * (1 + world_size())), "cudaMalloc of the scratch", rank());
 }
 
-// What every rank says, kArenaHandleBytes of it: a collective of the communicator, in the order of its calls.
+// Gathers kArenaHandleBytes of every rank: a collective of the communicator, in the order of its calls.
 std::vector<std::string> CudaEngine::gather(const std::string& mine) {
   const std::size_t all = kArenaHandleBytes * world_size();
   {
@@ -388,7 +388,7 @@ std::vector<std::string> CudaEngine::gather(const std::string& mine) {
   return handles;
 }
 
-// Ranks release in orders of their own: one may have room where another has none, and they grow together.
+// Ranks release in different orders: one may have room where another has none, so they grow together.
 void* CudaEngine::allocate(std::size_t nbytes) {
   check_open("empty");
   const std::lock_guard<std::mutex> lock(allocation_);
@@ -431,7 +431,7 @@ bool CudaEngine::in_flight() {
   }
 }
 
-// Whether no kernel of this rank's runs.
+// Whether no kernel of this rank runs.
 bool CudaEngine::is_idle() const {
   for (const MarkPtr& mark : last_marks())
     if (!reached(*mark, rank())) return false;
@@ -454,7 +454,7 @@ void CudaEngine::close() {
     for (const auto& outcome : open) try {
         context_->await(*outcome, Op::kBarrier, Clock::now() + limit, limit.count());
       } catch (const Error&) {
-        // the call's owner hears of it through its request
+        // the call's owner gets the error from its request
       }
     bool idle = await_all(Clock::now() + 2 * limit + kGrace);
     if (!idle) {
@@ -462,7 +462,7 @@ void CudaEngine::close() {
                       ErrorCode::kAborted);
       idle = await_all(Clock::now() + kLastGrace);
     }
-    idle_ = idle && !context_->captured.load();  // a graph holds the group's addresses for as long as it lives
+    idle_ = idle && !context_->captured.load();  // a graph keeps using the group's addresses
     context_->check(Op::kBarrier);               // while the host page is there
   } catch (const Error&) {
     // the communicator has ended: later calls say why

@@ -1,6 +1,6 @@
-// Everything a kernel asks of the machine: 16-byte loads and stores, flags, packets, block barriers, the clock. The one
-// place of the CUDA engine with PTX (flags have theirs in core/sync.h). Two flavours: nvcc's, and the emulator's, where
-// every access that others may see is a point at which another thread may run.
+// All that a kernel needs of the machine: 16-byte loads and stores, flags, packets, block barriers, the clock. This is
+// the only PTX of the CUDA engine, apart from that of flags in core/sync.h. There are two versions: nvcc's, and the
+// emulator's, where another thread may run at every access that others may see.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 #if defined(__CUDACC__)
 #define RINGCOMM_DEVICE __device__ __forceinline__
-#define RINGCOMM_COLD __device__ __noinline__                // hardly ever runs: once per kernel, not at every call
+#define RINGCOMM_COLD __device__ __noinline__                // hardly ever runs: compiled once per kernel, not per call
 #define RINGCOMM_DEVICE_CALL static __device__ __noinline__  // compiled once for all kernels of a file
 #define RINGCOMM_SHARED(T, name) __shared__ T name
 #define RINGCOMM_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
@@ -44,7 +44,7 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-// ---- flags: core/sync.h, with a scheduling point in the emulator ---------------------------------------------------
+// ---- flags: core/sync.h, with a scheduling point in the emulator ----------------------------------------------------
 
 RINGCOMM_DEVICE u64 peek(const Flag* flag) {
 #if defined(RINGCOMM_EMULATE)
@@ -52,7 +52,7 @@ RINGCOMM_DEVICE u64 peek(const Flag* flag) {
 #endif
   return load_relaxed(flag);
 }
-// A fruitless look at `flag` costs a turn: the emulator runs somebody else until it is written.
+// A poll of `flag` in vain costs a turn: the emulator runs other threads until the flag is written.
 RINGCOMM_DEVICE void pause_on([[maybe_unused]] const void* flag, [[maybe_unused]] u64 wanted) {
 #if defined(RINGCOMM_EMULATE)
   emulator::spin_on(flag, wanted);
@@ -71,7 +71,7 @@ RINGCOMM_DEVICE void post(Flag* flag, u64 value) {
 #endif
 }
 
-// ---- data: weak accesses, ordered by the flags around them; never through the read-only cache ---------------------
+// ---- data: weak accesses, ordered by the flags around them; never through the read-only cache -----------------------
 
 RINGCOMM_DEVICE Vec load(const Vec* from) {
 #if defined(__CUDACC__)
@@ -129,11 +129,11 @@ RINGCOMM_DEVICE void store_one(T* to, T value) {
 }
 RINGCOMM_DEVICE bool aligned(const void* address) { return (reinterpret_cast<u64>(address) & 15) == 0; }
 
-// ---- packets: data that carries its own flag -----------------------------------------------------------------------
+// ---- packets: data that carries its own flag ------------------------------------------------------------------------
 //
-// LL: 16 bytes are two halves of 4 bytes of data and 4 of flag; each half arrives whole, in any order.
-// LL128: 128 bytes written by 8 neighbouring lanes in one instruction arrive whole; the last 8 are the flag. That is a
-// property of NVLink and of memory inside one GPU, not of PCIe.
+// LL: 16 bytes are two halves of 4 bytes of data and 4 of flag. Each half arrives as one unit, in any order.
+// LL128: 128 bytes that 8 neighbouring lanes write in one instruction arrive as one unit; the last 8 are the flag. This
+// holds for NVLink and for memory inside one GPU, not for PCIe.
 
 RINGCOMM_DEVICE void store_ll(Vec* line, u32 a, u32 b, u32 flag) {
 #if defined(__CUDACC__)
@@ -149,7 +149,7 @@ RINGCOMM_DEVICE void store_ll(Vec* line, u32 a, u32 b, u32 flag) {
   emulator::wrote(line);
 #endif
 }
-// One look; whether both halves carry `flag`.
+// One poll: whether both halves carry `flag`.
 RINGCOMM_DEVICE bool look_ll(const Vec* line, u32 flag, u32& a, u32& b) {
 #if defined(__CUDACC__)
   u32 flag_a, flag_b;
@@ -178,10 +178,10 @@ RINGCOMM_DEVICE int lane_id() {
 }
 RINGCOMM_DEVICE bool any_in_warp(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
-// By a whole warp: lane l moves 16 bytes at lines + 16 l; every 8 lanes are a line.
+// Called by a whole warp: lane l moves 16 bytes at lines + 16 l; every 8 lanes are a line.
 RINGCOMM_DEVICE void store_ll128(char* lines, u64 a, u64 b) {
 #if defined(__CUDACC__)
-  __syncwarp();  // one instruction for all lanes, whatever came before
+  __syncwarp();  // one instruction for all lanes, even if they have diverged before
   asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(lines + 16 * lane_id()), "l"(a), "l"(b) : "memory");
 #else
   emulator::yield();
@@ -199,7 +199,7 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #else
   emulator::look();
   a = b = 0;
-  // The flag of a line first: another process writes it last, and may do so meanwhile.
+  // Reads the flag of a line first: another process writes it last, and may do so meanwhile.
   emulator::warp_op(a, b, const_cast<char*>(lines), [](std::uint64_t(*word)[2], int lanes, void* from) {
     for (int l = lanes - 1; l >= 0; --l)
       for (int k = 1; k >= 0; --k)
@@ -208,12 +208,12 @@ RINGCOMM_DEVICE void load_ll128(const char* lines, u64& a, u64& b) {
 #endif
 }
 
-// ---- a barrier of some warps --------------------------------------------------------------------------------------
+// ---- a barrier of some warps ----------------------------------------------------------------------------------------
 
 inline constexpr int kWorkersBarrier = 1;  // 0 is that of the whole block
 
-// By the threads of whole warps, `threads` of them in all, while the rest of the block works on: whether `ok` holds for
-// each of them.
+// Barrier of `threads` threads, which form whole warps, while the rest of the block goes on. True: all of them passed
+// `ok`.
 template <int kBarrier>
 RINGCOMM_DEVICE bool agree_at(int threads, bool ok) {
 #if defined(__CUDACC__)
@@ -234,7 +234,7 @@ RINGCOMM_DEVICE bool agree_at(int threads, bool ok) {
 #endif
 }
 
-// ---- the clock -----------------------------------------------------------------------------------------------------
+// ---- the clock ------------------------------------------------------------------------------------------------------
 
 RINGCOMM_DEVICE u64 now_ns() {
 #if defined(__CUDACC__)

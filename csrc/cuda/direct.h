@@ -1,23 +1,23 @@
 // direct: all_reduce, reduce_scatter and reduce by reading the values of all ranks at once. Every element is reduced by
-// one thread of one rank, in canonical order, and stored wherever it is wanted: rank r reduces shard r of an all_reduce
+// one thread of one rank, in canonical order, and stored wherever it is needed: rank r reduces shard r of an all_reduce
 // or reduce, and its own part of a reduce_scatter.
 //
-//   visible   the ranks tell each other where their buffers lie, work in place, and meet
-//   staged    through the staging areas, in windows, of which three are under way at once
+//   visible   the ranks announce where their buffers lie, work in place, and meet
+//   staged    through the staging areas, in windows; three windows are in progress at once
 //
 // A launch that holds all ranks knows every pointer, and has a kernel of its own (known.h).
 //
-// Staged, with one meet a window. Between two meets, step k, a rank
+// A staged call has one meet per window. In step k, between two meets, a rank
 //
 //   reduces window k             reads the staging regions k % 2 of all ranks, writes its shard region k % 2
 //   stages window k + 1          writes its staging region (k + 1) % 2
 //   takes home window k - 1      reads the shard regions (k - 1) % 2 of all ranks, writes its output
 //
-// so that no two of these touch the same region, and what one step reads was written in the step before, on the other
-// side of a meet. What a step overwrites was read last in the step before as well: window k - 1 was the last in staging
-// region (k + 1) % 2, and window k - 2 the last in shard region k % 2. The steps of two calls cannot meet, for a call
-// begins when all ranks have announced it. Half of the warps move windows before they reduce, the others after it. The
-// last step of a call reduces nothing; it takes home the last window.
+// No two of these touch the same region. Of the regions, each step reads only what was written in the step before, on
+// the other side of a meet. The regions that a step overwrites were last read in the step before, too: staging region
+// (k + 1) % 2 held window k - 1, and shard region k % 2 held window k - 2. The steps of two calls cannot overlap,
+// because a call begins only when all ranks have announced it. Half of the warps move windows before they reduce, the
+// others after it. The last step of a call reduces nothing and only takes home the last window.
 #pragma once
 
 #include "cuda/columns.h"
@@ -25,18 +25,18 @@
 
 namespace ringcomm::cuda {
 
-// What a block does next, and how far it is.
+// What a block does next, and its progress.
 struct Progress : Reduction {
   std::int32_t in_place;
-  ReduceOp combine;  // the step of the call
+  ReduceOp combine;  // the combining step of the call
   u64 round;         // of windows; in place there is one
-  u64 turn;          // of the staging areas; that of the round's window
-  u64 length, most;  // elements of the longest column; of it, those of a window
+  u64 turn;          // of the staging areas, at the window of this round
+  u64 length, most;  // elements of the longest column, and of a window in it
   u64 deadline;
 };
 
-// Where what the ranks have reduced of a window goes: the shard of rank p has `each` bytes, at `shards` in its segment,
-// and belongs at `to` + p * each.
+// Where the reduced shards of a window go: the shard of rank p has `each` bytes, lies at `shards` in the segment of p,
+// and is copied to `to` + p * each.
 struct Homecoming {
   const RankArgs& args;
   const int world_size;
@@ -47,8 +47,8 @@ struct Homecoming {
   RINGCOMM_DEVICE const char* from(int p) const { return args.segments[p] + shards; }
   RINGCOMM_DEVICE int around(int p) const { return p < world_size ? p : p - world_size; }
 };
-// The shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it writes, so
-// that it waits for their links together.
+// Copies the shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it
+// writes, so that it waits for their links together.
 template <int kAtOnce>
 RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
   constexpr int kBatch = 8 / kAtOnce;
@@ -69,7 +69,8 @@ RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
     }
   }
 }
-// The bytes [begin, end) of a window. Beginning with the rank's own shard: not all ranks read from the same one first.
+// Copies the bytes [begin, end) of a window. It begins with the rank's own shard, so that the ranks do not all read
+// from one rank.
 RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size, u64 shards, u32 each, u32 begin,
                                            u32 end, char* to) {
   const Homecoming home{args, world_size, shards, each, to - begin};
@@ -102,7 +103,7 @@ class Direct {
   RINGCOMM_DEVICE Direct(const CallArgs& args, const Block& block, Progress& what, u64 element)
       : args_(args), block_(block), what_(what), element_(element), columns_(args, block.rank(), element) {}
 
-  // The factors, and in what way the call goes. False: gave up.
+  // Reads the factors and decides between in place and staged. False: a wait gave up.
   RINGCOMM_DEVICE bool begin() {
     const int t = block_.thread();
     if (!block_.announce(signature())) return false;
@@ -125,7 +126,7 @@ class Direct {
     }
     return block_.agree(found);
   }
-  // After a reduction: ends its step. False: gave up.
+  // Ends the step of a reduction. False: a wait gave up.
   RINGCOMM_DEVICE bool deliver() {
     bool ok = true;
     const bool is_window = !what_.in_place && has(what_.round);
@@ -140,14 +141,14 @@ class Direct {
     block_.sync();
     return ok;
   }
-  // Prepares the next reduction. False: gave up, or there is none.
+  // Prepares the next reduction. False: a wait gave up, or no reduction is left.
   RINGCOMM_DEVICE bool prepare() {
     if (what_.in_place) {
       if (what_.round == 1) return false;
       aim();
     } else {
       const u64 round = what_.round;
-      if (!has(round) && (round == 0 || !has(round - 1))) return false;  // so it is on all ranks
+      if (!has(round) && (round == 0 || !has(round - 1))) return false;  // the same on all ranks
       if (round == 0) {
         stage(0);
         if (!block_.meet()) return false;
@@ -157,8 +158,8 @@ class Direct {
     block_.sync();
     return true;
   }
-  // The windows before and after the one that is being reduced: by half of the warps before they reduce, by the others
-  // after it.
+  // Moves the windows before and after the one that is being reduced: half of the warps do it before they reduce, the
+  // others after it.
   RINGCOMM_DEVICE void move_windows(bool before) const {
     const bool moves_first = block_.thread() / kWarp % 2 != 0;
     if (what_.in_place || before != moves_first) return;
@@ -180,18 +181,19 @@ class Direct {
     return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
   }
 
-  // ---- in place
+  // ---- in place -----------------------------------------------------------------------------------------------------
 
-  // Whether others write to this rank's output.
+  // Whether other ranks write to the output of `peer`.
   RINGCOMM_DEVICE bool is_written(int peer) const {
     return args_.op == Op::kAllReduce || (args_.op == Op::kReduce && peer == args_.root);
   }
-  // One message. Whether all ranks can touch what they need of this one's; all come to the same opinion.
+  // Whether the call has one message, and other ranks can access the buffers of `peer` that they need. The same on all
+  // ranks.
   RINGCOMM_DEVICE bool reachable(int peer) const {
     return args_.num_messages == 1 && !args_.parts && said(peer).input.visible &&
            (!is_written(peer) || said(peer).output.visible);
   }
-  // False: the host has not mapped a buffer that the peer says is visible.
+  // False: the host has not mapped a buffer that the peer announced as visible.
   RINGCOMM_DEVICE bool finds_buffers(int peer) const {
     const bool found = peer == rank() || (block_.resolve(peer, said(peer).input) &&
                                           (!is_written(peer) || block_.resolve(peer, said(peer).output)));
@@ -208,7 +210,7 @@ class Direct {
     if (p == rank()) return static_cast<char*>(args_.messages[0].output[p]);
     return block_.resolve(p, said(p).output);
   }
-  // What this rank reduces of the message, and where it goes.
+  // Sets what this rank reduces of the message, and where the result goes.
   RINGCOMM_DEVICE void aim() {
     const u64 count = args_.messages[0].count;
     const bool scatters = columns_.scatters();
@@ -226,21 +228,21 @@ class Direct {
     what_.step = block_.num_channels();
   }
 
-  // ---- through the staging areas
+  // ---- through the staging areas ------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE u64 column_bytes() const {
     return columns_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;
   }
-  // The shard of rank p in a window, of those that are cut into shards.
+  // The shard of rank p in a window that is cut into shards.
   RINGCOMM_DEVICE Slice shard(const Slice& run, int p) const {
     return shard_of(run.count, world_size(), p, columns_.align());
   }
-  // Of this channel.
+  // A window of this channel.
   RINGCOMM_DEVICE Slice window(u64 round) const {
     return WindowCut{what_.length, block_.num_channels(), what_.most}.slice(block_.channel(), round);
   }
   RINGCOMM_DEVICE bool has(u64 round) const { return window(round).count > 0; }
-  // The regions of the window of a round, before what_.turn has moved on to another one.
+  // The regions that the window of a round uses.
   RINGCOMM_DEVICE int region(u64 round) const { return static_cast<int>((what_.turn + round - what_.round) & 1); }
   RINGCOMM_DEVICE char* staged(int p, u64 round) const {
     return block_.stage(p, RINGCOMM_FAULT == Fault::kStagesDoNotTakeTurns ? 0 : region(round));
@@ -248,7 +250,8 @@ class Direct {
   RINGCOMM_DEVICE char* reduced(int p, u64 round) const {
     return block_.shard(p, RINGCOMM_FAULT == Fault::kShardsDoNotTakeTurns ? 0 : region(round));
   }
-  // What this rank has reduced of the last window it takes home itself, and nobody stages any more.
+  // Whether no meet is needed after this window: it is the last one, so no rank stages any more, and this rank itself
+  // takes home what it has reduced.
   RINGCOMM_DEVICE bool is_alone_with_the_last() const {
     return (columns_.scatters() || RINGCOMM_FAULT == Fault::kNoMeetBeforeTakingHome) && !has(what_.round + 1);
   }
@@ -289,14 +292,14 @@ class Direct {
   const Columns columns_;
 };
 
-// For elements of a size, which spares divisions by it. Beside a reduction of a staged call; called by the kernel
-// itself, where most registers are free.
+// For elements of one size, which avoids divisions by it. Runs beside a reduction of a staged call. The kernel itself
+// calls it, because most registers are free there.
 template <u64 kElement>
 RINGCOMM_DEVICE_CALL void move_windows(const CallArgs& args, Progress& what, bool before) {
   const Block block(args.layout, args.ranks[blockIdx.y], 0);  // it waits for nobody
   Direct(args, block, what, kElement).move_windows(before);
 }
-// Finds out what this block reduces next. False: the call is over.
+// Determines what this block reduces next. False: the call is over.
 template <u64 kElement>
 RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, bool first) {
   const u64 now = now_ns();
@@ -309,7 +312,7 @@ RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, b
   return false;
 }
 
-// Any step of a type: the protocol around them is compiled once for all of them.
+// Any combining step of a type: the protocol around the steps is compiled once for all of them.
 template <typename T>
 RINGCOMM_DEVICE void reduce_any(const Progress& what) {
 #define X(e, Combine)                        \

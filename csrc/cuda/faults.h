@@ -1,6 +1,6 @@
-// Faults that tests of the tests plant into the emulated engine, at the places that name them. tests/cpp/cuda_faults.h
-// says what each does and which test finds it. Elsewhere RINGCOMM_FAULT is the constant kNone, and the compiler drops
-// every switch.
+// Faults that tests plant into the emulated engine, at the places that name them, to check that the test suite finds
+// them. tests/cpp/cuda_faults.h says what each does and which test finds it. In other builds RINGCOMM_FAULT is the
+// constant kNone, and the compiler drops every switch.
 #pragma once
 
 namespace ringcomm::cuda {

@@ -46,7 +46,7 @@ void check_layout(int rank, const Layout& layout) {
 
 }  // namespace
 
-// ---- what ranks of one process share -------------------------------------------------------------------------------
+// ---- what ranks of one process share --------------------------------------------------------------------------------
 
 class Group::Registry {
  public:
@@ -98,7 +98,7 @@ void Group::Own::forget(const std::shared_ptr<DeviceMemory>& arena) {
   arenas.erase(std::remove(arenas.begin(), arenas.end(), arena), arenas.end());
 }
 
-// ---- from birth to death -------------------------------------------------------------------------------------------
+// ---- construction, destruction, stop --------------------------------------------------------------------------------
 
 Group::Group(int rank, int world_size, int device, const EngineOptions& options)
     : Group(rank, device, default_layout(world_size, options), options.timeout_ms) {}
@@ -152,7 +152,7 @@ Group::~Group() {
   Cemetery::sweep();
 }
 
-// Closes what was opened, and leaves to the cemetery what others have open still.
+// Closes what this rank has opened, and leaves to the Cemetery the memory that others still have open.
 void Group::let_go() noexcept {
   buffers_.reset();
   std::vector<Cemetery::Mourner> mourners;
@@ -224,14 +224,14 @@ void Group::stop() noexcept {
   }
 }
 
-// ---- arenas --------------------------------------------------------------------------------------------------------
+// ---- arenas ---------------------------------------------------------------------------------------------------------
 
 std::size_t Group::num_arenas() const {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   return arenas_.size();
 }
 
-// While an arena is being made the mailbox is in use: the peers' letters wait for the next call.
+// While an arena is being created, the mailbox is in use; the peers' letters then wait for the next call.
 void Group::attend(const char* call) {
   if (!buffers_) return;
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);

@@ -1,6 +1,6 @@
-// How the ranks of a group find each other. Memory is opened, then every pair proves that what one of them writes is
-// what the other reads: PCIe paths behind some IOMMU and ACS settings take every call and deliver garbage. Ranks go
-// through this together, by mail, so that a failure of one is an error of all.
+// How the ranks of a group find each other. They open each other's memory, then every pair proves that one of them
+// reads what the other has written: PCIe paths behind some IOMMU and ACS settings accept every call and deliver
+// garbage. The ranks take these steps together, by mail, so that a failure of one is an error on all.
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ Probe probe_of(const Identity& writer, int line) {
 
 std::int64_t Group::deadline() const { return now_ms() + timeout_ms_; }
 
-// ---- handles -------------------------------------------------------------------------------------------------------
+// ---- handles --------------------------------------------------------------------------------------------------------
 
 std::string Group::handle() const {
   GroupHandle h;
@@ -105,9 +105,9 @@ void Group::adopt(const std::vector<std::string>& handles) {
   identity_ = text_of(parsed[0].identity);
 }
 
-// ---- mail ----------------------------------------------------------------------------------------------------------
+// ---- mail -----------------------------------------------------------------------------------------------------------
 
-// Takes in what has come; throws if a rank has failed in what the ranks are doing now.
+// Reads the mail that has come; throws if a rank has failed in what the ranks are doing now.
 void Group::read_mail() {
   while (mailbox_->receive(0)) continue;
   Mail mail;
@@ -117,7 +117,7 @@ void Group::read_mail() {
        " expected all ranks to take part, got this from rank ", mail.from, ": ", mail.text);
 }
 
-// Throws when there is no more hope to hear from `peer`.
+// Throws if no letter from `peer` can be expected any more.
 void Group::check_hope(int peer, bool gone, std::int64_t deadline) const {
   if (gone)
     fail(ErrorCode::kAborted, call_, ": rank ", rank_, " expected rank ", peer, " (process ",
@@ -151,7 +151,7 @@ Mail Group::await(Mail::Kind kind, int peer, std::int64_t deadline, const Identi
   }
 }
 
-// Goes on when every rank has come to this point.
+// Returns when every rank has come to this point.
 void Group::meet(Mail::Kind kind, std::int64_t deadline) {
   Mail mail;
   mail.kind = kind;
@@ -163,7 +163,7 @@ void Group::meet(Mail::Kind kind, std::int64_t deadline) {
     if (p != rank_) await(kind, p, deadline, phase_);
 }
 
-// Whoever heard of a failure by mail need not pass it on.
+// A rank that heard of a failure by mail need not pass it on.
 void Group::tell_failure(const Error& error) noexcept {
   if (told_) return;
   Mail mail;
@@ -176,9 +176,9 @@ void Group::tell_failure(const Error& error) noexcept {
     if (p != rank_) mailbox_->send(peers_[p].handle.mailbox, mail);
 }
 
-// ---- opening -------------------------------------------------------------------------------------------------------
+// ---- opening --------------------------------------------------------------------------------------------------------
 
-// Lets this device reach that of a peer. Devices that this process does not see are left to the call that opens memory.
+// Gives this device access to the peer's. If this process does not see that device, the call that opens memory does it.
 void Group::enable_peer_access(int peer) const {
   const GroupHandle& theirs = peers_[peer].handle;
   if (theirs.uuid == facts_.uuid) return;
@@ -201,7 +201,7 @@ void Group::enable_peer_access(int peer) const {
     check(status, "cudaDeviceEnablePeerAccess", rank_);
 }
 
-// Sends the peers what they need besides the handle.
+// Sends the peers what they need beside the handle.
 void Group::offer(const DeviceMemory& memory, std::int64_t deadline) {
   if (memory.fd() < 0) return;
   Mail mail;
@@ -213,7 +213,7 @@ void Group::offer(const DeviceMemory& memory, std::int64_t deadline) {
     if (!peers_[p].here()) post(p, mail, deadline);
 }
 
-// A peer's memory, as this rank sees it.
+// A peer's memory, as mapped on this rank.
 std::shared_ptr<DeviceMemory> Group::map(int peer, const MemoryHandle& handle, std::int64_t deadline) {
   Peer& p = peers_[peer];
   if (p.here()) {
@@ -239,14 +239,14 @@ std::shared_ptr<DeviceMemory> Group::map(int peer, const MemoryHandle& handle, s
   return p.opened.back();
 }
 
-// ---- proof ---------------------------------------------------------------------------------------------------------
+// ---- probes of the mapped memory ------------------------------------------------------------------------------------
 
 void Group::write_own_probe() {
   const Probe probe = probe_of(own_identity_, 0);
   copy(own_->segment->data() + layout_.probe_at(0), &probe, sizeof probe, "writing the probe line");
 }
 
-// Through memory of this device, so that the data takes the way that kernels take.
+// Reads through memory of this device, so that the data takes the same path as in kernels.
 void Group::read_probe(int peer) {
   Probe got{};
   copy(scratch(), segment(peer) + layout_.probe_at(0), sizeof got, "copying a peer's probe line");
@@ -278,7 +278,7 @@ void Group::broken_path(int peer, const char* expected) const {
        cause);
 }
 
-// ---- all together --------------------------------------------------------------------------------------------------
+// ---- connect, and collective arenas ---------------------------------------------------------------------------------
 
 void Group::look_at_paths() {
   std::vector<std::vector<Path>> paths(world_size());

@@ -1,5 +1,5 @@
-// What a rank tells the others before they can reach its memory: where it runs, what it expects of them, where its
-// segment and its mailbox are. Text of one line, since stores of all kinds carry it.
+// What a rank sends to the others before they can access its memory: where it runs, which settings must be equal, and
+// where its segment and its mailbox are. It is one line of text, which stores of all kinds can carry.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@
 namespace ringcomm::cuda {
 
 struct GroupHandle {
-  std::string machine;  // kernel and namespaces: the same where processes reach each other
-  Identity instance{};  // of the process; another one after a fork
+  std::string machine;  // kernel and namespaces: equal if the processes can reach each other
+  Identity instance{};  // of the process; a forked child has another one
   Process process;
   int rank = -1;
   Layout layout;
   Identity identity{};  // of the rank in this communicator
   Mailbox::Address mailbox;
-  std::string settings;  // what decides the plans beside the layout, and must be the same: "sms=132,sm=90,..."
+  std::string settings;  // beside the layout, they decide the plans and must be equal: "sms=132,sm=90,..."
   int device = 0;        // index in its own process
   std::string uuid, bus_id;
   MemoryHandle segment;
@@ -31,7 +31,7 @@ struct GroupHandle {
   std::string why_private;                          // kPrivate: why the segment has no handle
 
   std::string pack() const;
-  // `rank`: who reads it, for the error.
+  // `rank`: the reader, for errors.
   static GroupHandle unpack(const std::string& text, int rank);
   std::string device_text() const;  // "GPU 0 (0000:3b:00.0)"
   Path path_to(const GroupHandle& other) const;
@@ -41,8 +41,8 @@ std::string machine_identity();
 Identity process_instance();
 
 std::string text_of(const Layout& layout);  // "channels=16,depth=4,..."
-// What a group has unless told otherwise; the same on every rank that has the same options and environment.
-// RINGCOMM_CUDA_LAYOUT changes single numbers, in the form of text_of.
+// The default layout, which is the same on every rank that has the same options and environment. RINGCOMM_CUDA_LAYOUT
+// changes single numbers, in the format of text_of.
 Layout default_layout(int world_size, const EngineOptions& options);
 
 std::string pack(const MemoryHandle& handle);  // printable

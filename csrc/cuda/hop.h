@@ -1,6 +1,6 @@
 // The arithmetic of one hop of the ring, for every compiled pair of element type and combining step. It works in the
-// wire type: every hop rounds. premul_sum scales a rank's own values, and rounds them, before they enter; avg divides
-// once, in the last combine.
+// wire type, so every hop rounds. premul_sum scales and rounds a rank's own values before they enter the ring; avg
+// divides once, in the last combine.
 #pragma once
 
 #include "cuda/arithmetic.h"
@@ -10,8 +10,8 @@ namespace ringcomm::cuda {
 
 enum class Ends { kPlain, kScaled, kDivided };
 
-// By the first `threads` threads of a block: `to`, and `and_to` if it is not null, <- partial (+) own, `count`
-// elements; for enter, `to` <- own.
+// Run by the first `threads` threads of a block. combine: `to`, and `and_to` if it is not null, <- partial (+) own,
+// `count` elements. enter: `to` <- own.
 struct HopRun {
   u32 threads;
   const char* partial;
@@ -60,7 +60,7 @@ struct Pair {
   Unit partial, own;
 };
 
-// Narrow types take many registers on the way through their accumulators, and so does a division.
+// Narrow types need many registers on the way through their accumulators, and so does a division.
 template <typename T, Ends kEnds>
 inline constexpr int kHopDepth = kEnds == Ends::kDivided || sizeof(T) == 1 ? 1
                                  : sizeof(T) >= 4                          ? kInFlight
@@ -84,8 +84,8 @@ RINGCOMM_DEVICE void combine_units(const Hop<T, Combine, kEnds>& hop, const HopR
       });
 }
 
-// Vectors where all ends lie on 16 bytes; else, and what is left, element by element. Calls with plain parameters,
-// which stay in registers: each is compiled once, and the loops of the ring around them once for all pairs.
+// Moves vectors if all ends are aligned to 16 bytes; all else goes element by element. The parameters are plain, so
+// that they stay in registers. Each function is compiled once, and the ring loops around them once for all pairs.
 template <typename T, typename Combine>
 RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
   const HopRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
@@ -108,7 +108,7 @@ RINGCOMM_DEVICE void combine_run(const HopRun& run) {
 template <typename T>
 inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
 
-// Any step of a type: the loops of the ring around it are compiled once for all of them.
+// Any combining step of a type: the ring loops around the steps are compiled once for all of them.
 template <typename T>
 RINGCOMM_DEVICE void combine_any(u32 threads, const char* partial, const char* own, char* to, char* and_to, u32 count,
                                  ReduceOp step, Ends ends, int divisor, double factor) {
@@ -124,7 +124,7 @@ RINGCOMM_DEVICE void combine_any(u32 threads, const char* partial, const char* o
 #undef X
 }
 
-// What the ring needs of its elements.
+// What the ring needs to know of its elements.
 template <typename T>
 class HopArithmetic {
  public:
@@ -153,7 +153,7 @@ class HopArithmetic {
   const CallArgs& args_;
 };
 
-// In its place where bytes just go round.
+// Used instead where bytes are only copied.
 class JustBytes {
  public:
   static constexpr bool kReduces = false;

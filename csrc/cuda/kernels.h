@@ -1,5 +1,5 @@
-// The kernels as the host sees them: one function pointer per (family, element type, operator). Null where a build with
-// RINGCOMM_ONLY has left the pair out; callers go through `core/dispatch.h`'s not_in_this_build.
+// The kernels as the host sees them: one function pointer per (family, element type, operator). Null if a build with
+// RINGCOMM_ONLY has left the pair out; callers then raise not_in_this_build of `core/dispatch.h`.
 #pragma once
 
 #include "cuda/args.h"
@@ -11,8 +11,8 @@ namespace ringcomm::cuda {
 template <typename Args>
 using Kernel = void (*)(Args);
 
-// What a kernel computes with for a (dtype, op) of the caller. Kernels are compiled for few pairs: bits are the same
-// for every width, sums of signed and unsigned integers have the same bits, bool has two operators.
+// The pair that a kernel computes with for a (dtype, op) of the caller. Few pairs are compiled: bitwise operators are
+// the same for every width, sums of signed and unsigned integers have the same bits, and bool has three operators.
 struct Arithmetic {
   DType dtype;
   ReduceOp op;  // the combining step: kSum for avg and premul_sum, which the kernel sees in args.reduce_op
@@ -23,7 +23,7 @@ Arithmetic arithmetic_of(DType dtype, ReduceOp op);
 // all_reduce, reduce_scatter, reduce. `dtype` and `op` as arithmetic_of gives them.
 Kernel<CallArgs> ring_kernel(DType dtype, ReduceOp op);
 Kernel<CallArgs> direct_kernel(DType dtype, ReduceOp op);
-// all_reduce of at most Layout::packet_bytes per channel, not premul_sum. Null: the pair has none, see oneshot.cu.
+// all_reduce of at most Layout::packet_bytes per channel, without premul_sum. Null: the pair has none, see oneshot.cu.
 Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op);
 // all_gather and broadcast round the ring; CallArgs counts are bytes.
 Kernel<CallArgs> ring_copy_kernel();
@@ -31,12 +31,12 @@ Kernel<CallArgs> ring_copy_kernel();
 Kernel<CopyArgs> copy_kernel();
 // send and recv between processes.
 Kernel<TransferArgs> transfer_kernel();
-// Bucket packing; see pack_args.h. Any two of float32, float64, float16 and bfloat16; float32 with an 8-bit float; else
-// from == to, not scaled.
-// Threads of a block: a multiple of a warp. Null: no such cast.
+// Bucket packing; see pack_args.h. Casts between any two of float32, float64, float16 and bfloat16, and between float32
+// and an 8-bit float; other types only with from == to, not scaled. Null: no such cast. A block must have a multiple of
+// a warp of threads.
 Kernel<PackArgs> pack_kernel(DType from, DType to);
-// Reductions of what one launch knows: of all ranks, or two messages of one; see known_args.h. `dtype` and `op` as
-// arithmetic_of gives them.
+// Reductions whose addresses one launch knows: of all ranks, or of two messages of one rank; see known_args.h. `dtype`
+// and `op` as arithmetic_of gives them.
 Kernel<KnownArgs> known_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

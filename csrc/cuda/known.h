@@ -1,4 +1,4 @@
-// The known kernel: no flags, no segments, nothing to wait for.
+// The known kernels: no flags, no segments, no waits.
 #pragma once
 
 #include "cuda/known_args.h"
@@ -6,11 +6,11 @@
 
 namespace ringcomm::cuda {
 
-// What this block reduces of message m; `rows` of the messages before are counted on.
+// Sets what this block reduces of message m. `rows`: those of the messages before, to which it adds those of m.
 RINGCOMM_DEVICE void aim(const KnownArgs& args, int m, u64 element, u64& rows, Reduction& what) {
   const u64 nbytes = args.count[m] * element, part = args.scatters ? blockIdx.y : 0;
   char* const* const address = args.address + m * args.each();
-  __syncthreads();  // nobody reads the message before any more
+  __syncthreads();  // no thread reads the previous message any more
   for (int p = threadIdx.x; p < args.num_sources; p += blockDim.x) {
     what.source[p] = address[p] + part * nbytes;
     what.factor[p] = args.factor[p];

@@ -1,4 +1,4 @@
-// Arguments of the known kernel: reductions of messages whose addresses one launch knows, and whose values are there.
+// Arguments of the known kernels: reductions of messages whose addresses the launch knows and whose values are ready.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ namespace ringcomm::cuda {
 
 inline constexpr int kKnownAddresses = 128;
 
-// Message m has its sources, then its targets at address[m * (num_sources + num_targets)]. An element of all sources
-// goes to all targets, unless it `scatters`: then part y, which blocks (x, y) serve, begins y * count elements into
-// each source and goes to target y alone.
+// The addresses of message m begin at address[m * (num_sources + num_targets)]: its sources, then its targets. The
+// reduction over all sources goes to all targets, unless it `scatters`: then part y, which blocks (x, y) serve, begins
+// y * count elements into each source and goes to target y alone.
 struct KnownArgs {
   std::int32_t num_sources, num_targets;
   std::int32_t num_messages;

@@ -13,12 +13,12 @@
 
 namespace ringcomm::cuda {
 
-// Blocks of `threads` threads that `device`, the current one, has room for at once. The first use loads the kernel:
-// later that might wait for kernels that wait for us.
+// How many blocks of `threads` threads fit at once on `device`, the current one. The first use loads the kernel; later,
+// loading might wait for kernels that wait for this rank.
 int room_for(const void* kernel, int threads, int device, int rank);
 
-// Streams beside those of the program, of the highest priority. They wait for no other unless they are told to, and are
-// never destroyed: what was taken back is lent again.
+// Streams of the engine, of the highest priority. They wait for no other stream unless they are told to, and are never
+// destroyed: a returned stream is lent again.
 cudaStream_t lend_stream(int device, int rank);
 void take_back_stream(int device, cudaStream_t stream);
 
@@ -39,7 +39,7 @@ void launch(Kernel<Args> kernel, const char* name, dim3 grid, int threads, const
 #endif
 }
 
-// A point in a stream. What was captured into a graph has no place among what runs now: between the two nobody waits.
+// A point in a stream. Work that was captured into a graph and work that runs now do not wait for each other.
 struct Mark {
   cudaEvent_t event = nullptr;
   cudaStream_t stream = nullptr;
@@ -47,20 +47,22 @@ struct Mark {
 };
 using MarkPtr = std::shared_ptr<const Mark>;
 
-// Whether what the mark stands for is over. What was captured counts as over: it runs when the graph is launched.
+// Whether the work before the mark is done. A captured mark counts as done, because its work runs when the graph is
+// launched.
 bool reached(const Mark& mark, int rank);
 
-// Events of one device, used again and again.
+// Events of one device, which are reused.
 class Marks : public std::enable_shared_from_this<Marks> {
  public:
   explicit Marks(int device) : device_(device) {}
   ~Marks();
   // The point where `stream` is now. The device is the current one.
   MarkPtr record(cudaStream_t stream, unsigned long long capture, int rank);
-  // What is enqueued on `stream` from now on comes after the mark.
+  // Work that is enqueued on `stream` from now on runs after the mark.
   static void follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank);
-  // The same for a stream of the mark's device: its own needs no wait. A handle does not tell whether it is the same
-  // stream, unless streams of that handle are never destroyed, or it `has_stayed` since the mark was made.
+  // The same for a stream of the mark's device: no wait is needed if it is the mark's own stream. An equal handle
+  // proves that only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the
+  // mark was made.
   static void follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
                           int rank);
 
@@ -72,10 +74,11 @@ class Marks : public std::enable_shared_from_this<Marks> {
   std::vector<cudaEvent_t> idle_;
 };
 
-// The newest mark of a device's streams of what runs now, and of each capture under way: among these there is no order.
+// The newest mark of a device's streams: one of the work that runs now, and one of each capture under way. There is no
+// order between these.
 class Newest {
  public:
-  // What is enqueued on `stream` from now on comes after the newest of its own kind.
+  // Work that is enqueued on `stream` from now on runs after the newest mark of its own kind.
   void follow(cudaStream_t stream, unsigned long long capture, int rank) const;
   void put(const MarkPtr& mark);
   MarkPtr eager() const;  // null: none

@@ -1,9 +1,9 @@
 // The two ends of a link between blocks of two ranks (core/link.h). The board lies with the reader, `consumed` with the
-// writer: everybody stores to the peer and looks at his own memory.
+// writer: each side stores to its peer's memory and polls its own.
 //
-// A flag is stored behind a fence, which waits until everything that the block has written is with the peers. The block
-// does not wait for the fence. Its last warp posts the flags and does nothing else; the others, its workers, move the
-// data:
+// A flag is stored behind a fence, which waits until everything that the block has written has reached the peers. So
+// that the block need not wait for the fence, its last warp only posts flags, and the other warps, the workers, move
+// the data:
 //
 //   workers                                  the posting warp
 //   two threads wait for slice t, credit
@@ -12,10 +12,10 @@
 //   barrier of the block                     barrier of the block
 //   two threads wait for slice t + 1 ...     fence, flags of slice t
 //
-// What the workers read and wrote is ordered before the barrier of the block, and that before the flag, for a release
-// covers what its thread has seen of others. Workers wait at the barrier of the block rather than only arrive there:
-// one that was a slice ahead could arrive twice where the barrier expects it once. So the flags of one slice are under
-// way while the next is moved, not those of two.
+// The workers' reads and writes come before the barrier of the block, and the barrier comes before the flag, because a
+// release covers what its thread has observed of other threads. Workers wait at the barrier of the block rather than
+// only arrive there: a worker that was one slice ahead could arrive twice where the barrier expects it once. So only
+// the flags of one slice are in flight while the next slice is moved.
 //
 // A block of one warp has no warp to spare: its last thread posts.
 #pragma once
@@ -34,7 +34,7 @@ class LinkEnds {
   // The threads that move data: the first ones of the block.
   RINGCOMM_DEVICE int workers() const { return block_.threads() > kWarp ? block_.threads() - kWarp : block_.threads(); }
   RINGCOMM_DEVICE bool works() const { return block_.thread() < workers(); }
-  // Whether everything that was waited for has come. After publish and release all threads know the same.
+  // Whether every wait so far has succeeded. After publish and release all threads agree on it.
   RINGCOMM_DEVICE bool going() const { return going_; }
 
   RINGCOMM_DEVICE void await_credit(const Flag* consumed, u64 ticket, u64 depth, int peer) {
@@ -43,15 +43,15 @@ class LinkEnds {
           block_.wait(consumed, credit_needed(ticket, depth + (RINGCOMM_FAULT == Fault::kCreditOfOneMore)), peer,
                       WaitKind::kCredit);
   }
-  // `first` ticket of a call: its header must carry this signature.
+  // `first`: this is the first ticket of a call, whose header must carry this signature.
   RINGCOMM_DEVICE void await_slice(const Board& board, u64 ticket, int peer, WaitKind kind, const Signature& signature,
                                    bool first) {
     if (!waits_for_slice_ || !ok_) return;
     ok_ = block_.wait(&board.header(ticket)->flag, ticket + 1, peer, kind) &&
           (!first || block_.same(signature, load_one(&board.header(ticket)->signature), peer));
   }
-  // The workers come together. True: everything awaited is there, and this thread is one of those that now move data.
-  // After a no nothing moves any more.
+  // Barrier of the workers. True: all waits succeeded, and this thread moves data now. Once it is false, nothing moves
+  // any more.
   RINGCOMM_DEVICE bool ready() {
     settled_ = false;
     if (!works()) return false;
@@ -60,14 +60,14 @@ class LinkEnds {
                                                     : agree_at<kWorkersBarrier>(workers(), ok_);
     return going_;
   }
-  // The same for the whole block, the posting warp too: it learns what has come, and helps to move it.
+  // The same for the whole block: the posting warp also learns whether the waits succeeded, and helps to move the data.
   RINGCOMM_DEVICE bool all_ready() {
     settled_ = false;
     going_ = going_ && block_.agree(ok_);
     return going_;
   }
 
-  // Says that ticket's slot is filled; its header belongs to thread 0 until then.
+  // Says that the slot of `ticket` is filled. Until then only thread 0 may write its header.
   RINGCOMM_DEVICE void publish(const Board& board, u64 ticket, const Signature& signature, bool first) {
     if (first && going_ && block_.thread() == 0) store_one(&board.header(ticket)->signature, signature);
     settle();
@@ -80,7 +80,7 @@ class LinkEnds {
 
  private:
   RINGCOMM_DEVICE bool posts() const { return block_.thread() == block_.threads() - 1; }
-  // All threads have read and written what they had to, before somebody says so; and all hear whether a wait gave up.
+  // All threads finish their reads and writes before a flag is posted, and all learn whether a wait gave up.
   RINGCOMM_DEVICE void settle() {
     if (settled_) return;
     settled_ = true;
@@ -94,8 +94,8 @@ class LinkEnds {
 
   const Block& block_;
   const bool waits_for_slice_, waits_for_credit_;
-  bool ok_ = true;     // what this thread waited for is there
-  bool going_ = true;  // what anybody waited for was there, as far as this thread knows
+  bool ok_ = true;     // what this thread waited for has come
+  bool going_ = true;  // what any thread waited for has come, as far as this thread knows
   bool settled_ = true;
 };
 

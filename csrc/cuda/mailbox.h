@@ -1,6 +1,7 @@
-// Short messages between the processes of one host, and the file descriptors that go with them: a datagram socket with
-// a random abstract name per rank, which vanishes with its process. A message waits at its receiver until it is asked
-// for, so that ranks may come at different times. Only who has a rank's handle can write to it.
+// Short messages between the processes of one host, and the file descriptors that go with them. Each rank has a
+// datagram socket with a random abstract name, which vanishes with its process. A message stays with its receiver until
+// it is asked for, so that ranks may arrive at different times. Only a process that has a rank's handle can write to
+// it.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@ Identity random_identity();
 std::string text_of(const Identity& identity);  // 32 hexadecimal digits
 Identity identity_of(const std::string& text);
 
-// A process of this host, also after its number has been given to another one.
+// A process of this host. It is told from a later process with the same number.
 struct Process {
   int pid = 0;
   std::uint64_t start = 0;  // in clock ticks since the boot
@@ -59,13 +60,13 @@ class Mailbox {
   Mailbox& operator=(const Mailbox&) = delete;
 
   const Address& address() const { return address_; }
-  // kFull: the receiver has too many unread messages, try again later. kNobody: it has closed, or is out of reach.
+  // kFull: the receiver has too many unread messages, try again later. kNobody: it has closed, or cannot be reached.
   Sent send(const Address& to, const Mail& mail) const noexcept;
-  // Takes in what comes within `timeout_ms`; false: nothing did.
+  // Receives what arrives within `timeout_ms`; false: nothing did.
   bool receive(int timeout_ms);
-  // The oldest message of that kind and sender (any, if negative) that has come in. The file descriptor goes with it.
+  // Takes the oldest message of that kind and sender (any, if negative) that has arrived, with its file descriptor.
   bool take(Mail::Kind kind, int from, const Identity* subject, Mail& mail);
-  // The same, of those whose call is not after `last`.
+  // The same, but only messages whose call is not after `last`.
   bool take(Mail::Kind kind, int from, std::uint64_t last, Mail& mail);
 
  private:

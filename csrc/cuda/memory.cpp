@@ -18,7 +18,7 @@ namespace {
 // The driver packs small allocations into blocks of this size, and an IPC handle opens the whole block.
 constexpr std::size_t kBlockBytes = 2u << 20;
 
-// The kind that the environment asks for; kPrivate: it leaves the choice to us.
+// The kind that the environment asks for; kPrivate: none.
 HandleKind wanted_kind(int rank) {
   const char* const value = std::getenv("RINGCOMM_CUDA_HANDLES");
   const std::string kind = value ? value : "";
@@ -30,7 +30,7 @@ HandleKind wanted_kind(int rank) {
 }
 
 void set_to_zero(char* data, std::size_t nbytes, int rank) {
-  cudaStream_t stream = nullptr;  // of its own: the default stream may wait for others
+  cudaStream_t stream = nullptr;  // its own: the default stream may wait for others
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", rank);
   cudaError_t status = cudaMemsetAsync(data, 0, nbytes, stream);
   if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
@@ -162,7 +162,7 @@ void DeviceMemory::grant(int device, int rank) {
   if (range_.data && device != device_) vmm_grant(range_, device, rank);
 }
 
-// ---- Cemetery
+// ---- Cemetery -------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -173,7 +173,7 @@ struct Grave {
   Cemetery::Letters letters;
   int pid;
 
-  // Whether nobody has the memory open any more, and everybody has been told.
+  // Whether no peer has the memory open any more, and all have been told.
   bool forgotten() {
     letters.erase(std::remove_if(letters.begin(), letters.end(),
                                  [&](const auto& letter) {

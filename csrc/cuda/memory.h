@@ -1,8 +1,9 @@
-// Device memory that ranks of other processes can open, and theirs, opened. Two kinds of handles: CUDA IPC (the usual
-// one), and memory made by the driver's virtual memory functions, passed as a file descriptor, where IPC does not work.
-// RINGCOMM_CUDA_HANDLES=ipc|vmm forces one.
+// Device memory that ranks of other processes can open, and memory of theirs, opened. There are two kinds of handles:
+// CUDA IPC, the usual one, and memory of the driver's virtual memory functions, passed as a file descriptor, where IPC
+// does not work. RINGCOMM_CUDA_HANDLES=ipc|vmm forces one.
 //
-// Who frees IPC memory while a peer has it open leaves that peer with nothing defined, so freeing waits: see Cemetery.
+// If IPC memory is freed while a peer has it open, the result is undefined for that peer. Freeing therefore waits: see
+// Cemetery.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,8 +20,8 @@
 
 namespace ringcomm::cuda {
 
-// kPrivate: this device exports nothing. kVmm: a file descriptor goes with it. kFabric: memory of others alone, see
-// Buffers; the driver's handle is in the place of that of IPC.
+// kPrivate: this device cannot export memory. kVmm: a file descriptor goes with the handle. kFabric: only for memory of
+// the user, see Buffers; the driver's handle takes the place of the IPC handle.
 enum class HandleKind : std::uint32_t { kPrivate, kIpc, kVmm, kFabric };
 const char* name(HandleKind kind);
 
@@ -39,9 +40,9 @@ inline constexpr std::uint64_t kMemoryMagic = 0x72696e67'6d656d31u;
 
 class DeviceMemory {
  public:
-  // Memory of `device`; nbytes is rounded up, so that an allocation shares its pages with nobody.
+  // Memory of `device`. nbytes is rounded up, so that no other allocation shares the driver's blocks with it.
   static std::shared_ptr<DeviceMemory> create(int device, std::size_t nbytes, bool zeroed, const char* what, int rank);
-  // A peer's memory in another process, for use on `device`; `fd` is taken over (kVmm only).
+  // Memory of a peer in another process, for use on `device`. Takes over `fd` (kVmm only).
   static std::shared_ptr<DeviceMemory> open(const MemoryHandle& handle, int fd, int device, int rank, int peer);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
@@ -52,8 +53,8 @@ class DeviceMemory {
   const MemoryHandle& handle() const { return handle_; }
   const std::string& why_private() const { return why_private_; }
   int fd() const { return fd_; }  // kVmm: to be passed to the peers
-  void close_fd();                // they all have it
-  // Lets another device of this process reach it, where enabling peer access does not do that.
+  void close_fd();                // once all peers have it
+  // Lets another device of this process access it, where enabling peer access does not do that.
   void grant(int device, int rank);
 
  private:
@@ -70,9 +71,9 @@ class DeviceMemory {
   std::string why_private_;
 };
 
-// Memory whose rank is gone, until the peers that opened it have let go; and what such a rank has yet to tell peers
-// whose mailboxes were full. It is looked through whenever a rank comes or goes in this process; the end of the process
-// frees the rest, and tells the peers too.
+// Memory of ranks that are gone, until the peers that opened it have closed it, and the letters of such ranks to peers
+// whose mailboxes were full. It is checked whenever a rank comes or goes in this process. The end of the process frees
+// the rest, and tells the peers too.
 class Cemetery {
  public:
   struct Mourner {

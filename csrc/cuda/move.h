@@ -1,6 +1,6 @@
 // How the first `threads` threads of a block move a run of bytes: thread t takes the 16-byte vectors t, t + threads,
-// ..., a batch of them at a time, and issues all loads of a batch before its first store. A run whose ends are not all
-// on 16 bytes goes in smaller pieces.
+// ..., a batch at a time, and issues all loads of a batch before its first store. A run whose ends are not all aligned
+// to 16 bytes moves in smaller pieces.
 #pragma once
 
 #include <type_traits>
@@ -47,7 +47,7 @@ RINGCOMM_DEVICE void put(char* to, u32 i, const Unit& value) {
     store_one(reinterpret_cast<Unit*>(to) + i, value);
 }
 
-// Where a run goes: to every address that `each(f)` hands to f, `offset` bytes on.
+// The targets of a run: every address that `each(f)` passes to f, plus `offset` bytes.
 template <typename Each>
 struct Targets {
   const Each& each;
@@ -75,7 +75,7 @@ RINGCOMM_DEVICE void copy_units(u32 threads, const char* from, u32 first, u32 co
       [&](u32 i, const Unit& value) { to.put_all(first + i, value); });
 }
 
-// Every target <- from.
+// Copies `from` to every target.
 template <typename Each>
 RINGCOMM_DEVICE void copy_to_all(u32 threads, const char* from, u32 nbytes, const Targets<Each>& to) {
   const u64 bits = reinterpret_cast<u64>(from) | to.address_bits();
@@ -90,7 +90,7 @@ RINGCOMM_DEVICE void copy_to_all(u32 threads, const char* from, u32 nbytes, cons
   const u32 done = nbytes / (bits % 16 == 0 ? 16 : 4) * (bits % 16 == 0 ? 16 : 4);
   copy_units<std::uint8_t, 1>(threads, from, done, nbytes - done, to);
 }
-// To `to`, and to `and_to` if it is not null.
+// Copies to `to`, and to `and_to` if it is not null.
 RINGCOMM_DEVICE_CALL void copy_to_both(u32 threads, const char* from, u32 nbytes, char* to, char* and_to) {
   copy_to_all(threads, from, nbytes, targets([&](const auto& f) {
                 f(to);
@@ -102,7 +102,7 @@ RINGCOMM_DEVICE void copy_run(const Block& block, const char* from, u64 nbytes, 
   copy_to_both(block.threads(), from, static_cast<u32>(nbytes), to, nullptr);
 }
 
-// A run that all channels share, in tiles that they take in turn; `turn` is the channel that takes the first.
+// A run that all channels share, in tiles that they take in turn, beginning with channel `turn`.
 template <typename Each>
 RINGCOMM_DEVICE void copy_tiles(const Block& block, int turn, const char* from, u64 nbytes, const Each& each) {
   const u64 channels = block.num_channels(), vectors = 16ull * block.threads();
@@ -113,10 +113,10 @@ RINGCOMM_DEVICE void copy_tiles(const Block& block, int turn, const char* from, 
     copy_to_all(block.threads(), from + at, static_cast<u32>(smaller(tile, nbytes - at)), targets(each, at));
 }
 
-// ---- windows ----------------------------------------------------------------------------------------------
+// ---- windows --------------------------------------------------------------------------------------------------------
 
-// A message that `channels` blocks share: window w belongs to block w % channels. Windows of at most `most` elements a
-// chunk, as many for every channel, and of not much less than `kLeastBytes`.
+// A message that `channels` blocks share: window w belongs to block w % channels. Every channel has the same number of
+// windows. A window has at most `most` elements per chunk, and not much less than `kLeastBytes`.
 inline constexpr std::size_t kLeastBytes = 1024;
 
 RINGCOMM_HD constexpr WindowCut cut_for_channels(std::size_t count, int chunks, std::size_t most, std::size_t align,

@@ -4,8 +4,8 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// Small messages that programs wait for: sums of losses, gradients and counts, largest values. A kernel for every pair
-// would take as long to compile as those of direct, which serves the others with the same bits.
+// Compiled only for small messages that programs wait for: sums of losses, gradients and counts, and maxima. A kernel
+// for every pair would take as long to compile as those of direct, which serves the other pairs with the same bits.
 template <typename T, typename Combine>
 inline constexpr bool kPays =
     std::is_same_v<Combine, Sum>

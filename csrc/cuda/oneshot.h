@@ -1,13 +1,14 @@
-// oneshot: a small all_reduce without announcing or meeting. Every rank pushes its values into a box at every peer, as
-// packets that carry their own flag, and reduces what it finds in its own boxes in canonical order. The signature goes
+// oneshot: a small all_reduce without announcements or meets. Every rank pushes its values into a box at every peer, as
+// packets that carry their own flag, and reduces the contents of its own boxes in canonical order. The signature goes
 // first, as packets of the same box. A channel serves one piece of the message.
 //
-// There are two sets of boxes, by the parity of ChannelState::packets. A box is written again two messages later: the
-// writer has then had all packets of the message between, which the reader sent after its block had read the box to the
-// end. In place is safe: the thread that writes an element of the output is the one that has read it from the input.
+// There are two sets of boxes, used in turn by the parity of ChannelState::packets. A box is written again two messages
+// later. By then its writer has received all packets of the message in between, which the reader sent only after its
+// block had read the box to the end. Working in place is safe, because the thread that writes an element of the output
+// is the one that has read it from the input.
 //
-// A flag is never one that the line still has from before. LL has 31 bits for it; before they come round again, all
-// lines of the boxes are cleared.
+// The flag of a message is never one that the line still holds from earlier: an LL flag has 31 bits, and before its
+// values repeat, all lines of the boxes are cleared.
 #pragma once
 
 #include "cuda/arithmetic.h"
@@ -29,7 +30,8 @@ RINGCOMM_DEVICE Block block_until(const CallArgs& args, u64 deadline) {
 RINGCOMM_DEVICE Signature signature_of(const CallArgs& args, const Block& block) {
   return block.sign(args.op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
 }
-// The thread that serves the header of peer p: the last ones, which have the fewest packets.
+// The peer whose header this thread serves, if there is such a peer. The last threads do this, as they have the fewest
+// packets.
 RINGCOMM_DEVICE int header_peer(const Block& block) { return block.threads() - 1 - block.thread(); }
 
 RINGCOMM_DEVICE_CALL void push_header(const CallArgs& args, u64 packets) {
@@ -44,7 +46,7 @@ RINGCOMM_DEVICE_CALL void push_header(const CallArgs& args, u64 packets) {
       store_ll(line + i, words[2 * i], words[2 * i + 1], ll_flag(packets));
 }
 
-// The looks are under way together; the line that was stored last is looked at last.
+// All polls are issued together; the line that was stored last is polled last.
 RINGCOMM_DEVICE bool look_header(const Vec* line, u32 flag, u32* words) {
   bool there[kHeaderLines], all = true;
   RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i) there[i] =
@@ -52,7 +54,7 @@ RINGCOMM_DEVICE bool look_header(const Vec* line, u32 flag, u32* words) {
   RINGCOMM_UNROLL for (int i = 0; i < kHeaderLines; ++i) all = all && there[i];
   return all;
 }
-// By the threads that serve headers: whether the peer calls the same.
+// Called by the threads that serve headers: whether the peer makes the same call.
 RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 packets) {
   const Block block = block_until(args, deadline);
   const int peer = header_peer(block);
@@ -67,13 +69,13 @@ RINGCOMM_DEVICE_CALL bool check_header(const CallArgs& args, u64 deadline, u64 p
   return block.same(signature_of(args, block), theirs, peer);
 }
 
-// After many a fruitless look at `line`. False: gave up.
+// Called after many polls of `line` in vain. False: gave up.
 RINGCOMM_DEVICE_CALL bool look_again(const CallArgs& args, u64 deadline, const void* line, u64 packets, int peer) {
   u32 spins = kSpinsPerCheck - 1;
   return block_until(args, deadline).keep_looking(line, packets + 1, spins, peer);
 }
 
-// The block has read its boxes to the end.
+// Called when the block has read its boxes to the end.
 RINGCOMM_DEVICE_CALL void end_packets(const CallArgs& args, u64 packets) {
   const Block block(args.layout, args.ranks[blockIdx.y], 0);
   if (packets % kFlagPeriod >= kFlagPeriod - 2)  // both sets, one after the other
@@ -97,7 +99,7 @@ class Words {
         reads_whole_(reinterpret_cast<u64>(input) % 8 == 0),
         writes_whole_(reinterpret_cast<u64>(output) % 8 == 0) {}
 
-  // What lies past the end reads as zeros.
+  // Words past the end read as zeros.
   RINGCOMM_DEVICE void read(u64 word, u32* to) const {
     const u64 first = word * kEach;
     if (reads_whole_ && first + kEach <= count_) {
@@ -130,7 +132,7 @@ class Words {
   const bool reads_whole_, writes_whole_;
 };
 
-// A thread has a line of 8 bytes.
+// Each thread handles a line of 8 bytes.
 class LL {
  public:
   static constexpr int kWords = 1;
@@ -153,7 +155,7 @@ class LL {
     look.there = look_ll(reinterpret_cast<const Vec*>(lines), flag_, words[0], words[1]);
   }
   RINGCOMM_DEVICE bool there(const Look& look) const { return look.there; }
-  // One who looks again for all that wait with this thread.
+  // Whether this thread polls on behalf of all that wait with it.
   RINGCOMM_DEVICE static bool speaks() { return true; }
   RINGCOMM_DEVICE static bool any(bool value) { return value; }
 
@@ -161,7 +163,7 @@ class LL {
   const u32 flag_;
 };
 
-// A warp has kWarp / 8 lines of 120 bytes at once: a lane has 16 of them, the last of a line 8, and the flag.
+// A warp handles kWarp / 8 lines of 120 bytes at once: a lane has 16 bytes, the last lane of a line has 8 and the flag.
 class LL128 {
  public:
   static constexpr int kWords = 2;
@@ -221,7 +223,7 @@ class OneShot {
         lines.push(box<Lines>(p, rank_) + lines.offset(i), own);
     }
   }
-  // False: gave up, or had already (`ok`).
+  // False: gave up now, or had given up before (`ok`).
   template <typename Lines>
   RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok) const {
     constexpr int kWords = 2 * Lines::kWords;
@@ -245,7 +247,7 @@ class OneShot {
   }
 
  private:
-  // Where `rank` has the lines from `source`.
+  // Where the lines from `source` lie at `rank`.
   template <typename Lines>
   RINGCOMM_DEVICE char* box(int rank, int source) const {
     const Layout& layout = args_.layout;
@@ -262,7 +264,7 @@ class OneShot {
       if (Lines::has(k)) words_.read(Lines::word(i) + k, own + 2 * k);
     }
   }
-  // All peers' packets of step i; the looks at them are under way together.
+  // Waits for all peers' packets of step i; they are polled together.
   template <typename Lines, int kWords>
   RINGCOMM_DEVICE bool await(const Lines& lines, u64 i, u32 (&value)[kMaxRanks][kWords]) const {
     u32 missing = ((1u << world_size_) - 1) & ~(1u << rank_);
@@ -275,7 +277,8 @@ class OneShot {
       RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
         if ((wanted >> p & 1) && lines.there(look[p])) missing &= ~(1u << p);
       }
-      // Only who has just looked in vain may pause, or it might miss being woken: the last one looked at.
+      // A thread may pause only on a line that it has just polled in vain, or it might miss being woken: the one polled
+      // last.
       const int last = highest(wanted);
       if (!(missing >> last & 1)) continue;
       bool gave_up = false;

@@ -1,5 +1,5 @@
-// How a call comes out on the host: it is open until all ranks that must meet on the host have come, then it has been
-// enqueued (its end is a mark in a stream), or has failed. Shared by the ranks that it serves.
+// The outcome of a call on the host. It is open until all ranks that must meet on the host have come. Then the call has
+// been enqueued (its end is a mark in a stream) or has failed. The ranks that it serves share it.
 #pragma once
 
 #include <atomic>
@@ -24,12 +24,12 @@ class Outcome {
 
   bool open() const { return state_.load(std::memory_order_acquire) == kOpen; }
   bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
-  // Once enqueued.
+  // Valid once the call is enqueued.
   const MarkPtr& mark() const { return mark_; }
-  // Whether its kernels wait for other ranks: the host page says how that ended.
+  // Whether its kernels wait for other ranks; the host page then says how the wait ended.
   bool may_give_up() const { return may_give_up_; }
   int source() const { return source_; }
-  // Why it has failed; null: the communicator has ended, and its verdict says why.
+  // Why the call has failed; null: the communicator has ended, and its verdict says why.
   const std::exception_ptr& error() const { return error_; }
 
   // False: still open at `end`.
@@ -38,9 +38,9 @@ class Outcome {
   void enqueued(MarkPtr mark, bool may_give_up);
   void fail(std::exception_ptr error);
 
-  // Makes an open call fail, so that nobody looks at its arguments any more. False: it was not open.
+  // Makes an open call fail, so that no rank reads its arguments any more. False: it was not open.
   virtual bool cancel() = 0;
-  // Who has not come, and what they do instead: "ranks 1 and 2 to come to call #5, got ...".
+  // The ranks that have not come, and what they call instead: "ranks 1 and 2 to come to call #5, got ...".
   virtual std::string missing() const = 0;
 
  protected:

@@ -1,5 +1,5 @@
-// The bucket kernels: elements of many tensors into one bucket, or back, with a cast and a factor on the way. The
-// elements of all pieces are numbered through; a warp takes tiles of them, wherever they lie.
+// The bucket kernels copy the elements of many tensors into one bucket, or back, with a cast and a factor. The elements
+// of all pieces are numbered consecutively; a warp takes tiles of them, whichever pieces they belong to.
 #include "cuda/combine.h"
 #include "cuda/kernels.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr u64 kTileAlign = 16;  // elements: a tile begins on a whole vector of its piece, whatever the types
 
-// The first piece that reaches past element `at`.
+// The first piece that ends after element `at`.
 RINGCOMM_DEVICE int piece_of(const PackArgs& args, u64 at) {
   int low = 0, high = args.num_pieces - 1;
   while (low < high) {
@@ -24,13 +24,13 @@ RINGCOMM_DEVICE int piece_of(const PackArgs& args, u64 at) {
 
 template <typename From, typename To>
 class Packer {
-  // Exact when widened, multiplied in float32, or in float64 if either side is that.
+  // Values are widened exactly and multiplied in float32, or in float64 if either type is float64.
   static constexpr bool kDouble = std::is_same_v<From, double> || std::is_same_v<To, double>;
   using Wide = std::conditional_t<kDouble, double, float>;
-  // 16 bytes of the wider type, as many elements of the other.
+  // 16 bytes of the wider type, and as many elements of the other.
   static constexpr int kElements = 16 / static_cast<int>(sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   static constexpr int kFromBytes = kElements * sizeof(From), kToBytes = kElements * sizeof(To);
-  static constexpr int kBatch = kFromBytes == 16 ? 4 : 8;  // loads of a thread under way
+  static constexpr int kBatch = kFromBytes == 16 ? 4 : 8;  // loads that a thread has in flight
 
  public:
   static constexpr u64 kTile = 2ull * kBatch * kElements * kWarp;
@@ -51,7 +51,7 @@ class Packer {
  private:
   RINGCOMM_DEVICE static u64 cut(u64 at) { return at / kTileAlign * kTileAlign; }
 
-  // Elements [first, last) of a piece, by a warp.
+  // Elements [first, last) of a piece, copied by a warp.
   RINGCOMM_DEVICE void piece(int p, u64 first, u64 last) const {
     const char* const from = args_.source[p] + first * sizeof(From);
     char* const to = args_.target[p] + first * sizeof(To);
@@ -114,7 +114,7 @@ Kernel<PackArgs> pack_from(DType to) {
       return nullptr;
   }
 }
-// An 8-bit float goes to float32 and back, no further.
+// An 8-bit float is converted only to and from float32.
 template <typename Narrow>
 Kernel<PackArgs> pack_from_narrow(DType to, DType narrow) {
   if (to == DType::kFloat32) return pack<Narrow, float>;

@@ -1,4 +1,4 @@
-// Arguments of the bucket kernels: a list of tensors into one bucket, or back, with a cast and a factor on the way.
+// Arguments of the bucket kernels, which copy a list of tensors into one bucket, or back, with a cast and a factor.
 #pragma once
 
 #include <cstdint>

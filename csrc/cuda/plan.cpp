@@ -11,14 +11,14 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// Where launches are apart, packets save two meets, and cost every rank the whole message of every peer.
+// If ranks launch separately, packets save two meets, but every rank gets the whole message of every peer.
 constexpr std::uint64_t oneshot_bytes(int world_size) {
   return world_size <= 2 ? 256u << 10 : world_size <= 4 ? 128u << 10 : 64u << 10;
 }
 constexpr std::uint64_t kWideBytes = 32u << 10;      // LL128 above, where lines arrive whole
 constexpr std::uint64_t kOneshotChannel = 4u << 10;  // bytes that are worth a further channel
 constexpr std::uint64_t kChannel = 16u << 10;
-// Of an uneven all_to_all, whose parts no rank knows all of: enough for every channel.
+// For an uneven all_to_all, of which no rank knows all parts: enough for every channel.
 constexpr std::uint64_t kUnknownBytes = 1u << 20;
 
 Algorithm choose(Op op, std::uint64_t nbytes, const Setting& setting) {

@@ -1,15 +1,16 @@
-// How a call is served: algorithm, channels, threads. A pure function of what all ranks have in common, so that all of
-// them come to the same plan; auto never changes the bits.
+// How a call is served: algorithm, channels, threads. The plan is a pure function of facts that all ranks share, so
+// that all ranks make the same plan. auto never changes the bits.
 //
-//   all_reduce                       oneshot while it is small and launches are apart, else direct; ring on request.
-//                                    What oneshot has no kernel for goes by direct, which has the same bits
+//   all_reduce                       oneshot while it is small and ranks launch separately, else direct; ring on
+//   request.
+//                                    A call for which oneshot has no kernel uses direct, with the same bits
 //   reduce_scatter, reduce           direct; ring on request
 //   all_gather, broadcast            copies; ring on request
 //   gather, scatter, all_to_all      copies
 //   all_gather, all_to_all           without a kernel on request (copy_engine.h)
 //
-// A launch that holds every rank of the communicator knows all pointers and begins when every input is ready: direct
-// and copies are then plain kernels that wait for nobody, and may fill the GPU.
+// A launch that holds every rank of the communicator knows all pointers and begins when every input is ready. Then
+// direct and copies are plain kernels that wait for no other block, and may fill the GPU.
 #pragma once
 
 #include <cstdint>

@@ -49,7 +49,7 @@ class Pool {
     closed_ = true;
   }
 
-  // The engine, if nobody uses the memory any more, which has gone back to it then.
+  // Returns the memory to the engine if nobody uses it any more, and then hands over the engine.
   std::shared_ptr<Engine> give_back() noexcept try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!usable() || !closed_) return nullptr;
@@ -106,7 +106,7 @@ class Pool {
       return;
     }
     const DeviceGuard guard(device_, rank_);
-    // A graph uses the piece whenever it is launched, on any stream: such a piece stays taken.
+    // A graph uses the piece at every launch, on any stream: such a piece stays taken.
     if (in_graphs_.count(offset) || capture_of(stream, rank_)) return;
     freed_.push_back({offset, marks_->record(stream, 0, rank_)});
   } catch (const std::exception& error) {
@@ -131,7 +131,7 @@ class Pool {
     }
   }
 
-  // Once for each pool: the framework says that memory is out, and not which.
+  // Printed once for each pool: the framework reports that memory is out, but not which pool.
   void* say(const std::string& what) noexcept {
     if (!std::exchange(has_said_, true))
       std::fprintf(stderr,
@@ -186,8 +186,8 @@ void close_pool(int number) {
   give_back_pools();
 }
 
-// Where the pool was the last that kept an engine, the engine goes in a thread of its own: that waits for its device,
-// where a kernel may be waiting for a rank of this thread.
+// If the pool held an engine last, a thread of its own destroys the engine: that waits for the device, where a kernel
+// may be waiting for a rank of this thread.
 void give_back_pools() {
   for (cuda::Pool& pool : cuda::Pools::get().all)
     if (std::shared_ptr<Engine> engine = pool.give_back())

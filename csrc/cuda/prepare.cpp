@@ -37,7 +37,7 @@ class CopyList {
     if (nbytes == 0 || source == target) return;
     args_.copies[next_++] = {source, target, nbytes, 1};
   }
-  // The same to all ranks: target(p).
+  // Copies the same piece to all ranks: target(p).
   template <typename Target>
   void add_for_all(const char* source, std::size_t nbytes, const Target& target) {
     const int first = next_;
@@ -74,7 +74,7 @@ class CopyList {
   int next_ = 0;
 };
 
-// What a rank gives and takes where its peers launch for themselves.
+// What a rank gives and takes if its peers launch separately.
 Exchange exchange_of(const Call& call, int rank, int world_size) {
   Exchange x{};
   const Parts input = input_parts(call), output = output_parts(call);
@@ -168,7 +168,7 @@ void Preparation::agree() {
   plan_ = plan_for(Algorithm::kDirect);
 }
 
-// Who sends whom how much is in no signature.
+// No signature says which rank sends how much to which.
 void Preparation::check_all_to_all() const {
   for (int from = 0; from < world_size(); ++from)
     for (int to = 0; to < world_size(); ++to) {
@@ -185,7 +185,7 @@ std::uint64_t Preparation::nbytes() const {
   return all;
 }
 
-// Between ranks that copy freely, an all_to_all in place would overwrite what has yet to be read.
+// If ranks copy freely, an all_to_all in place would overwrite data that is still to be read.
 bool Preparation::in_place_anywhere() const {
   if (call().op != Op::kAllToAll || world_size() == 1) return false;
   for (std::size_t y = 0; y < rows_.size(); ++y)
@@ -223,8 +223,8 @@ int Preparation::channels(Kernel<Args> kernel) const {
 
 template <typename Args>
 void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
-  // Blocks of several ranks in one launch wait for each other, so all of them must be on the device together. A rank
-  // alone waits for other launches only: its blocks may begin one by one beside what else runs.
+  // Blocks of several ranks in one launch wait for each other, so all of them must be on the device together. A single
+  // rank waits only for other launches, so its blocks may start one by one beside other work.
   const bool together = plan_.waits && rows_.size() > 1;
   launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(rows_.size())), plan_.threads, args, stream(),
          together, context().rank());
@@ -241,7 +241,7 @@ RankArgs Preparation::rank_args(const Row& row) const {
   return args;
 }
 
-// Where the call's buffers lie for the peers.
+// Fills in where the call's buffers lie for the peers.
 void Preparation::locate(RankArgs& rank, const Row& row) const {
   const Call& call = row.batch->first();
   Group& group = row.context->group();
@@ -277,7 +277,7 @@ void Preparation::fill_common(Args& args) const {
   for (int i = 0; i < num_calls(); ++i) args.signed_count += agreed_count(this->call(lead_, i), world_size());
 }
 
-// ---- reductions
+// ---- reductions -----------------------------------------------------------------------------------------------------
 
 // All ranks are in this launch.
 void Preparation::reduce_known() const {
@@ -331,7 +331,7 @@ void Preparation::reduce() const {
   launch_kernel(kernel, channels(kernel), args);
 }
 
-// A launch for as much as the boxes hold.
+// One launch for each piece that the boxes can hold.
 void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const {
   const int channels = this->channels(kernel);
   const std::size_t count = args.messages[0].count;
@@ -346,7 +346,7 @@ void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::s
   }
 }
 
-// Counts are the kernel's elements: `scale` in one of the call's. How many messages there are.
+// Counts are in elements of the kernel, `scale` per element of the call. Returns the number of messages.
 int Preparation::add_messages(CallArgs& args, int scale) const {
   if (call().op == Op::kReduceScatter && !call().input_parts.empty()) {
     args.parts = 1;
@@ -370,7 +370,7 @@ int Preparation::add_messages(CallArgs& args, int scale) const {
   return num_calls();
 }
 
-// ---- data movement
+// ---- data movement --------------------------------------------------------------------------------------------------
 
 // all_gather or broadcast of bytes.
 void Preparation::ring_copy() const {

@@ -1,4 +1,4 @@
-// From the calls of the ranks in one launch to what the kernels are told: plans, arguments, launches.
+// Turns the calls of the ranks in one launch into plans, kernel arguments and launches.
 #pragma once
 
 #include <optional>
@@ -13,12 +13,12 @@ namespace ringcomm::cuda {
 
 class Preparation {
  public:
-  // `rows[lead]` launches, on its stream. Checks what can be checked before anything is enqueued. `number`: of the
-  // call.
+  // `rows[lead]` launches, on its stream; `number` is that of the call. Checks what can be checked before anything is
+  // enqueued.
   Preparation(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number);
-  // Whatever the ranks must agree on, on the host, before anything is enqueued; see CopyCall.
+  // The agreement of the ranks on the host that some calls need before anything is enqueued; see CopyCall.
   void agree();
-  // Enqueues the calls. Whether their kernels wait for other ranks.
+  // Enqueues the calls. True: their kernels wait for other ranks.
   bool enqueue() const;
 
  private:
@@ -54,7 +54,7 @@ class Preparation {
   const std::uint64_t number_;
   const Setting setting_;
   Plan plan_;
-  std::optional<CopyCall> copies_;  // this is how the call is served
+  std::optional<CopyCall> copies_;  // set: it serves the call
 };
 
 // Whether an all_to_all writes where it reads.
@@ -63,7 +63,7 @@ bool in_place(const Call& call, int world_size);
 // Whether oneshot serves the call: not every pair has a kernel, and its packets carry no factors.
 bool has_packets(const Call& call);
 
-// Whether the parts lie one behind the other and are of equal size: then the first address stands for all.
+// Whether the parts are contiguous and of equal size, so that the first address stands for all.
 bool in_one_piece(const Parts& parts, int world_size, std::size_t element);
 
 }  // namespace ringcomm::cuda

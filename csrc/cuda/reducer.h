@@ -1,5 +1,6 @@
-// The loop of the kernels that reduce the values of all ranks at once: every element by one thread, in canonical order,
-// stored wherever it is wanted. In place is safe: an element is written by the thread that has read it from every rank.
+// The loop of the kernels that reduce the values of all ranks at once. Every element is reduced by one thread, in
+// canonical order, and stored wherever it is needed. In place is safe, because the thread that writes an element has
+// read it from every rank.
 #pragma once
 
 #include "cuda/arithmetic.h"
@@ -7,7 +8,7 @@
 
 namespace ringcomm::cuda {
 
-// What a block reduces; in shared memory, so that what finds it out is compiled once for all types.
+// What a block reduces. It lies in shared memory, so that the code that fills it in is compiled once for all types.
 struct Reduction {
   const char* source[kMaxRanks];  // by rank
   char* target[kMaxRanks];
@@ -19,21 +20,22 @@ struct Reduction {
   u64 first, step;       // rows of this block: first, first + step, ...; a row is a chunk of every thread
 };
 
-// Rows of one rank that a block takes at once: a thread has eight chunks under way, whatever the number of ranks.
+// Rows of one rank that a block takes at once: a thread has eight chunks in flight, whatever the number of ranks.
 template <int kRanks>
 inline constexpr int kDeep = 8 / kRanks;
 // Rows that `nbytes` of each rank fill.
 RINGCOMM_DEVICE u64 rows_of(u64 nbytes) { return ceil_div(nbytes, blockDim.x * sizeof(Vec)); }
-// The first row of this one of `blocks`, where the messages before had `rows` rows: the blocks take them in turn.
+// The first row of block `block` of `blocks`, which take rows in turn; the messages before had `rows` rows.
 RINGCOMM_DEVICE u64 first_row(u64 block, u64 blocks, u64 rows) { return (block + blocks - rows % blocks) % blocks; }
 
-// Sources to targets.
+// Reduces the sources into the targets.
 template <typename T, typename Combine>
 class Reducer {
-  // Worth the code of a loop for two ranks alone, and of one for four.
+  // Worth a separate loop for two ranks and one for four.
   static constexpr bool kUsual = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>> && sizeof(T) > 1;
   static constexpr bool kHasFew = kUsual || sizeof(T) >= 4;
-  // What a thread takes of each rank at once. Elements of 8 bits are added up in 32: half as many fill the registers.
+  // Bytes that a thread takes of each rank at once. 8-bit elements are added up in 32 bits, so half as many fill the
+  // registers.
   static constexpr int kBytes = sizeof(T) > 1 || kIsBitwise<T, Combine> ? 16 : 8;
   static constexpr int kEach = kBytes / static_cast<int>(sizeof(T));
 
@@ -47,7 +49,7 @@ class Reducer {
   }
 
  private:
-  // A loop of its own for what is scaled: the usual sums multiply nothing.
+  // Scaled reductions have their own loop, so that the usual sums multiply nothing.
   template <bool kScaled>
   RINGCOMM_DEVICE void reduce() const {
     const u64 chunks = aligned_buffers() ? what_.count / kEach : 0;
@@ -94,7 +96,7 @@ class Reducer {
       }
     }
   }
-  // What is no whole chunk, or all of misaligned buffers.
+  // The elements after the last full chunk, or all elements of misaligned buffers.
   template <bool kScaled>
   RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
     if (begin == what_.count) return;

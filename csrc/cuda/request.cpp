@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kHeartbeat = std::chrono::milliseconds(20);
 constexpr int kYieldsBeforeNap = 32, kLongestNapUs = 500;
-// A call that has been enqueued has its own limit on the device, which begins when the stream comes to it.
+// An enqueued call has its own limit on the device, which begins when the stream reaches it.
 constexpr auto kGrace = std::chrono::seconds(10);
 
 }  // namespace
@@ -93,7 +93,7 @@ void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {
 
 bool DeviceRequest::poll() {
   if (!outcome_->open() || (Clock::now() < limit_ && !context_->ended())) return done();
-  result();  // gives up, or hears that others have
+  result();  // gives up, or learns that others have
   return true;
 }
 
@@ -147,7 +147,7 @@ bool Watcher::sweep(std::unique_lock<std::mutex>& lock) {
   return any;
 }
 
-// Looking at an event gives a thread without a context one on its usual device.
+// Querying an event makes a context on the usual device of a thread that has none.
 void Watcher::run() {
   id_.store(std::this_thread::get_id());
   try {

@@ -1,4 +1,4 @@
-// Asynchronous calls in flight, and the thread that tells when they end.
+// Asynchronous calls in flight, and the thread that reports their end.
 #pragma once
 
 #include <condition_variable>
@@ -14,12 +14,12 @@
 
 namespace ringcomm::cuda {
 
-// Blocks the host until the mark is reached. False: not by `end`.
+// Blocks the host until the mark is reached. False: it was not reached by `end`.
 bool await_mark(const Mark& mark, int rank, Clock::time_point end);
 
 class Watcher;
 
-// An end that is an event on the device.
+// A request whose end is an event on the device.
 class DeviceRequest final : public Request, public std::enable_shared_from_this<DeviceRequest> {
  public:
   DeviceRequest(std::shared_ptr<Context> context, std::shared_ptr<Watcher> watcher, std::shared_ptr<Outcome> outcome,
@@ -31,9 +31,9 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
   int source() const override { return outcome_->source(); }
   void join(std::uintptr_t stream) override;
 
-  // For the watcher: whether it is over, also because the limit has passed.
+  // For the watcher: whether the request is over, which it is also when the limit has passed.
   bool poll();
-  // Of a request that is over.
+  // Valid once the request is over.
   std::exception_ptr result();
 
  private:
@@ -45,18 +45,18 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
   const std::shared_ptr<Outcome> outcome_;
   const Op op_;
   const std::int64_t limit_ms_;
-  const Clock::time_point limit_;        // of coming together
-  std::atomic<bool> ended_well_{false};  // seen once; what fails later is not this call
+  const Clock::time_point limit_;        // for the ranks to meet on the host
+  std::atomic<bool> ended_well_{false};  // seen once; a later failure is not this call's
 };
 
-// Looks after the requests that somebody wants to hear of.
+// Watches the requests whose end somebody has asked to be told.
 class Watcher {
  public:
   Watcher(int device, int rank) : device_(device), rank_(rank) {}
   ~Watcher() { stop(); }
 
   void watch(std::shared_ptr<DeviceRequest> request, std::function<void(std::exception_ptr)> callback);
-  // Ends the thread once all that it watches is over.
+  // Ends the thread once all requests that it watches are over.
   void stop();
   bool runs_this_thread() const { return id_.load() == std::this_thread::get_id(); }
 
@@ -67,7 +67,7 @@ class Watcher {
   };
   void run();
   void loop();
-  // Calls back for what is over, without the lock. Whether there was any.
+  // Makes the callbacks of requests that are over, without the lock. True: there were some.
   bool sweep(std::unique_lock<std::mutex>& lock);
 
   const int device_, rank_;

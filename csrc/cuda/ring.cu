@@ -1,6 +1,6 @@
-// The ring collectives on a GPU: rounding at every hop, least connections. The schedule is core/ring_loop.h's, run on
-// the positions of args.ring_order; schedule chunk c is the chunk of the rank at position c, so that a reduce_scatter
-// leaves chunk r with rank r.
+// The ring collectives on a GPU: every hop rounds, and each rank needs the fewest connections. They run the schedule of
+// core/ring_loop.h on the positions of args.ring_order. Schedule chunk c is the chunk of the rank at position c, so
+// that a reduce_scatter leaves chunk r with rank r.
 #include "cuda/ring_call.h"
 
 namespace ringcomm::cuda {

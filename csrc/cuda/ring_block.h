@@ -1,10 +1,10 @@
-// A block as executor of the ring loops (core/ring_loop.h). The slots of a link lie with the reader; what a block takes
-// from prev's slot it combines, and writes straight into its slot at next.
+// Runs the ring loops (core/ring_loop.h) on a block. The slots of a link lie with the reader: a block combines what
+// prev has written into this rank's slot with its own values, and writes the result straight into its slot at next.
 //
 // No deadlock: order all hops of all ranks by (message, window, ticket), starts before hops. A hop of ticket t needs
-// prev's start of t or hop of t - 1, and room for t + 1, which next gives by its hop of t + 1 - depth: with depth >= 2
-// everything a hop needs comes before it. In reduce and broadcast a ticket moves along a line of ranks: a hop needs the
-// same ticket one rank before, and an earlier ticket one rank after.
+// prev's start of t or hop of t - 1. It also needs room for t + 1, which next gives by its hop of t + 1 - depth. With
+// depth >= 2, everything that a hop needs comes before it in this order. In reduce and broadcast a ticket moves along a
+// line of ranks: a hop needs the same ticket at the rank before, and an earlier ticket at the rank after.
 #pragma once
 
 #include "core/ring_loop.h"
@@ -13,7 +13,7 @@
 
 namespace ringcomm::cuda {
 
-// What all threads of a block know of the call. It lies in shared memory: the registers are for the data.
+// What all threads of a block know of the call. It lies in shared memory, because the registers are for the data.
 struct RingPlan {
   Signature signature;
   char* inbox;  // boards
@@ -44,7 +44,7 @@ class RingBlock {
     plan.thanks = block.consumed(plan.prev);
   }
 
-  // The messages of the call, one after the other. False: a wait gave up.
+  // Runs the messages of the call, one after the other. False: a wait gave up.
   RINGCOMM_DEVICE bool run() {
     const int messages = args_.parts ? 1 : args_.num_messages;
     for (int m = 0; m < messages; ++m)
@@ -53,7 +53,7 @@ class RingBlock {
     return true;
   }
 
-  // ---- the executor ---------------------------------------------------------------------------------------
+  // ---- the executor -------------------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE bool wait_credit(u64 t) {
     ends_.await_credit(plan_.credit, plan_.sent + t, block_.layout().depth, plan_.next);
@@ -82,7 +82,7 @@ class RingBlock {
     const u32 nbytes = count(chunk, window) * elements_.element();
     copy_to_both(ends_.workers(), inbox().slot(plan_.received + t), nbytes, output(chunk, window), slot_of(out));
   }
-  // There is a result, or something to pass on, or both.
+  // There is a result to store, or data to pass on, or both.
   RINGCOMM_DEVICE void combine(u64 t, int chunk, std::size_t window, bool final, const Outgoing& out) {
     if (!ends_.ready()) return;
     char* const slot = slot_of(out);
@@ -93,7 +93,7 @@ class RingBlock {
   }
 
  private:
-  // As many windows of a message as this channel has.
+  // Runs the windows that this channel has of a message.
   RINGCOMM_DEVICE bool run(int message) {
     open(message);
     const u64 channel = block_.channel(), channels = block_.num_channels(), windows = cut().windows();
@@ -105,7 +105,7 @@ class RingBlock {
     }
     return ends_.going();
   }
-  // A link that the call did not use has moved on too: both its ends count the same tickets.
+  // The tickets of a link advance even if the call did not use it, because both of its ends count the same tickets.
   RINGCOMM_DEVICE void close() const {
     if (block_.thread() == 0 && RINGCOMM_FAULT != Fault::kTicketsForgotten) {
       store_one(&block_.state().received, plan_.received);
@@ -121,7 +121,7 @@ class RingBlock {
     return position;
   }
 
-  // The tickets it took; whether all went well is in going().
+  // Returns how many tickets it took; going() says whether all waits succeeded.
   RINGCOMM_DEVICE u64 walk(u64 windows) {
     constexpr bool kCopies = !Elements::kReduces;
     constexpr Op kRooted = kCopies ? Op::kBroadcast : Op::kReduce;
@@ -142,9 +142,9 @@ class RingBlock {
     return ring_tickets(walk, world_size(), windows);
   }
 
-  // ---- where things lie -----------------------------------------------------------------------------------
+  // ---- where the data lies ------------------------------------------------------------------------------------------
   // all_reduce: chunk c is the union of the c-th slices of all windows. reduce_scatter and all_gather: chunk c is part
-  // c, and the side with one part has only that; the parts may be messages of their own. reduce and broadcast: one
+  // c; the side with one part has only that one, and the parts may be separate messages. reduce and broadcast: one
   // chunk.
 
   RINGCOMM_DEVICE void open(int message) {
@@ -197,7 +197,7 @@ class RingBlock {
            (before + slice(RINGCOMM_FAULT == Fault::kWrongChunk ? position_of(block_.rank()) : chunk, window).offset) *
                elements_.element();
   }
-  // This rank's own values, on their way into the ring.
+  // Brings this rank's own values into the ring.
   RINGCOMM_DEVICE void enter(int chunk, u64 window, char* to) const {
     elements_.enter({u32(ends_.workers()), nullptr, input(chunk, window), to, nullptr, count(chunk, window), 1,
                      block_.args().factor});

@@ -52,13 +52,14 @@ namespace {
 constexpr auto kUnloading = static_cast<cudaError_t>(4);  // cudaErrorCudartUnloading
 std::atomic<bool> ending{false};
 
-// Handlers of exit run in reverse order: registered after the runtime has started, ours comes before its own.
+// Exit handlers run in reverse order: ours is registered after the runtime has started, so it runs before the
+// runtime's.
 void watch_for_exit() {
   [[maybe_unused]] static const int registered = std::atexit([] { ending.store(true, std::memory_order_relaxed); });
 }
 
-// After these nothing works in this process any more, and every later call gives the same error. By number: headers of
-// different toolkits know different names.
+// After these errors nothing works in this process any more, and every later call returns the same error. They are
+// listed by number, because headers of different toolkits know different names.
 bool is_sticky(cudaError_t status) {
   switch (static_cast<int>(status)) {
     case 214:  // uncorrectable ECC error
@@ -172,7 +173,7 @@ void* driver_function(const char* symbol) {
 
 namespace {
 
-// The driver's errors are the runtime's under other names.
+// The driver's errors are those of the runtime under other names.
 template <typename Function, typename... Args>
 cudaError_t ask_driver(Function* function, Args... args) {
   return function ? static_cast<cudaError_t>(function(args...)) : cudaErrorSymbolNotFound;
@@ -190,7 +191,7 @@ CUcontext current_context(int rank) {
   return context;
 }
 
-// Made by the first who asks, and never given back: other code of this process works in it.
+// Made by the first caller and never released, because other code of this process works in it.
 CUcontext make_primary(int device, int rank) {
   CUdevice handle = 0;
   CUcontext context = nullptr;
@@ -199,8 +200,8 @@ CUcontext make_primary(int device, int rank) {
   return context;
 }
 
-// The primary context of a device once a guard has asked for it. The driver is not asked at every change: the context
-// lives until somebody resets the device, and one that is gone is refused where it is to become current.
+// The primary context of a device, once a guard has asked for it. The driver is not asked at every change: the context
+// lives until the device is reset, and a context that is gone is refused when it is to become current.
 std::atomic<CUcontext>& known_primary(int device) {
   static std::array<std::atomic<CUcontext>, 64> known{};
   return known.at(static_cast<std::size_t>(device));

@@ -1,5 +1,5 @@
-// The CUDA runtime, as far as the rest of the engine wants to know about it: errors become Error, the current device is
-// put back, and a device says what it is.
+// The CUDA runtime as the rest of the engine uses it: errors become Error, the current device is restored, and a device
+// can describe itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,12 +9,12 @@
 
 namespace ringcomm::cuda {
 
-// Throws unless `status` is success. `what` is the call, as people should read it: "cudaMalloc of the segment".
-// The runtime's last error is taken, so that no later call is blamed for this one.
+// Throws unless `status` is success. `what` is the call as the error shall name it: "cudaMalloc of the segment". Clears
+// the runtime's last error, so that no later call is blamed for this one.
 void check(cudaError_t status, const char* what, int rank);
 
-// For destructors: true if `status` is success or says that the process is ending. Anything else is printed once, since
-// nobody can catch it.
+// For destructors: true if `status` is success or says that the process is ending. Other errors are printed once,
+// because nothing can catch them.
 bool tolerate(cudaError_t status, const char* what) noexcept;
 
 // Whether static objects are being destroyed already: CUDA must not be called any more.
@@ -28,10 +28,10 @@ void* driver_function(const char* symbol);
 #define RINGCOMM_DRIVER(function) reinterpret_cast<decltype(&function)>(driver_function(#function))
 #endif
 
-// The calling thread works within a scope in the primary context of `device`, which the runtime works in, and torch.
-// Afterwards its context is the one before: none, or one that its program has made current (cuCtxSetCurrent, as CuPy
-// and green contexts do). cudaSetDevice would lose that one, and would make a context, about 500 MB, on the usual GPU 0
-// of a thread that has none.
+// Within its scope the calling thread works in the primary context of `device`, as the runtime and torch do. Afterwards
+// the thread has its previous context again: none, or one that the program has made current (cuCtxSetCurrent, as CuPy
+// and green contexts do). cudaSetDevice would replace that context; and for a thread that has none it would make one,
+// of about 500 MB, on the usual GPU 0.
 class DeviceGuard {
  public:
   DeviceGuard(int device, int rank);
@@ -44,7 +44,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Lets the calling thread allocate and query within a scope, whatever other threads may be capturing into a graph.
+// Within its scope the calling thread may allocate and query, whatever other threads are capturing into a graph.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(int rank);

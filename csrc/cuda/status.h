@@ -1,4 +1,4 @@
-// What went wrong, as a sentence: the record that a kernel leaves in the host page, and the first reason for which a
+// Failures as sentences: the record that a kernel leaves in the host page, and the first reason for which a
 // communicator has ended.
 #pragma once
 
@@ -16,14 +16,14 @@ namespace ringcomm::cuda {
 // "2 s", "0.25 s"
 std::string seconds(std::int64_t timeout_ms);
 
-// The error that `status` stands for. `calls` names what this rank was in: "all_reduce", or several.
+// The error that `status` stands for. `calls` names the calls that this rank was in: "all_reduce", or several.
 Error explain(const Status& status, int rank, const std::string& calls, std::int64_t timeout_ms);
 
-// The end of a communicator, as far as this process knows: the first reason stays.
+// The end of a communicator, as far as this process knows. The first reason is kept.
 class Verdict {
  public:
   bool passed() const { return passed_.load(std::memory_order_acquire); }
-  // False: there was one already.
+  // False: there was a reason already.
   bool pass(const std::string& reason, ErrorCode code);
   std::string reason() const;
   ErrorCode code() const;

@@ -12,8 +12,8 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// A batch lets copies to several peers go side by side, and says that they are to leave the multiprocessors alone. Not
-// on the legacy stream, nor in a capture.
+// A batch lets copies to several peers run side by side, and asks the driver to leave the multiprocessors alone. The
+// legacy stream and captures cannot have batches.
 cudaError_t copy_batch([[maybe_unused]] const std::vector<Piece>& pieces, [[maybe_unused]] cudaStream_t stream) {
 #if CUDART_VERSION >= 12080
   std::vector<void*> targets;
@@ -86,7 +86,7 @@ cudaError_t try_word_ops(const std::vector<WordOp>& ops, cudaStream_t stream) {
         some[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
       }
     }
-    // The driver's errors are the runtime's under other names.
+    // The driver's errors are those of the runtime under other names.
     const auto status = static_cast<cudaError_t>(function(stream, static_cast<unsigned>(some.size()), some.data(), 0));
     if (status != cudaSuccess) return status;
   }

@@ -1,5 +1,5 @@
-// What a stream does without a kernel: copies, which the GPU's copy engines make, and words in memory that it writes or
-// waits for.
+// Stream operations without a kernel: copies, which are meant for the GPU's copy engines, and words in memory that a
+// stream writes or waits for.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,18 +16,18 @@ struct Piece {
   std::size_t nbytes;
 };
 
-// In no order among themselves. `captured`: the stream is being captured.
+// The copies have no order among themselves. `captured`: the stream is being captured.
 void copy_pieces(const std::vector<Piece>& pieces, cudaStream_t stream, bool captured, int rank);
 
-// What was enqueued before a write is done, for whoever sees the word. A wait ends once the word is `value` or up to
-// 2^31 more. A stream waits for ever: see StreamWaits.
+// Whoever sees a written word also sees the work that was enqueued before the write. A wait ends once the word is
+// `value` or up to 2^31 more. It has no time limit: see StreamWaits.
 struct WordOp {
   std::uint32_t* word;
   std::uint32_t value;
   bool waits;
 };
 
-// In this order. cudaErrorNotSupported: the device or its driver has no such operations.
+// Enqueues them in this order. cudaErrorNotSupported: the device or its driver has no such operations.
 cudaError_t try_word_ops(const std::vector<WordOp>& ops, cudaStream_t stream);
 void enqueue_word_ops(const std::vector<WordOp>& ops, cudaStream_t stream, int rank);
 

@@ -11,8 +11,8 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(5);
 constexpr auto kPatience = std::chrono::milliseconds(20);  // before the device is asked whether a peer has given up
-constexpr auto kLongestLook = std::chrono::seconds(1);     // at the words, to say who is missing
-// Ahead of every call, and of its successors.
+constexpr auto kLongestLook = std::chrono::seconds(1);     // at the words, to name the ranks that are missing
+// Added to a ticket, it is ahead of the words of this call and of its successors.
 constexpr std::uint32_t kLetGo = 1u << 30;
 
 // Whether all that was enqueued is done. Not, perhaps, where the stream shares its hardware queue with one that waits.
@@ -96,7 +96,7 @@ bool StreamWaits::attend(Item& item) {
   return false;
 }
 
-// In this order on one stream. The peers may write the words once more, so it is done again until the streams are
+// All on one stream, in this order. The peers may write the words once more, so this is repeated until the streams are
 // through.
 void StreamWaits::let_go(const Wait& wait) {
   Group& group = context_.group();

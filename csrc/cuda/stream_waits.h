@@ -1,12 +1,14 @@
-// Waits of a rank's streams for words that its peers write (CopyWords). Nothing on the device bounds them, so a thread
-// of the host looks after those under way:
+// Waits of a rank's streams for words that its peers write (CopyWords). The device puts no limit on such a wait, so a
+// host thread watches those under way:
 //
 //   the peers have not come within the limit    ends the communicator
-//   the communicator has ended                  tells the peers, then lets the streams go on, by words of its own
+//   the communicator has ended                  tells the peers, then writes the words itself, so that the streams go
+//   on
 //
-// A stream that was let go runs through the rest of the call, and its peers take what it writes there for its part. So
-// it is told to all first that the communicator has ended, and each stream copies its segment's abort flag for the host
-// after its last wait (add_look): who has come to the end by such a word knows it.
+// A stream that was released in this way runs through the rest of the call, and its peers take the words that it writes
+// there for those of a normal call. Therefore all ranks are told first that the communicator has ended, and each stream
+// copies its segment's abort flag to the host after its last wait (add_look): a rank whose wait was ended by such a
+// word finds the flag set.
 #pragma once
 
 #include <condition_variable>

@@ -90,7 +90,7 @@ std::shared_ptr<Outcome> Team::post(Context& context, Batch batch) {
   const std::size_t ahead = seat.calls - first_open_;
   if (ahead == open_.size()) open_.push_back(std::make_shared<Round>(*this, seat.calls, seats_.size()));
   const std::shared_ptr<Round> round = open_[ahead];
-  if (!round->open()) return round;  // somebody has given up, and his call is gone
+  if (!round->open()) return round;  // a rank has given up, and its call is gone
   seat.last.op = batch.first().op;
   seat.last.dtype = batch.first().dtype;
   seat.last.count = batch.first().count;
@@ -107,7 +107,7 @@ std::shared_ptr<Outcome> Team::post(Context& context, Batch batch) {
   return round;
 }
 
-// Whether this rank calls what the first one does.
+// Whether this rank makes the same call as the first one.
 void Team::compare(const Round& round, const Seat& seat) {
   const std::size_t mine = &seat - seats_.data();
   std::size_t other = 0;
@@ -126,7 +126,7 @@ void Team::compare(const Round& round, const Seat& seat) {
   throw error;
 }
 
-// Errors of the caller leave the communicator as it was: nothing has been launched.
+// Errors of the caller leave the communicator unchanged, because nothing has been launched.
 void Team::launch(Round& round, Seat& seat) {
   const std::shared_ptr<Round> kept = open_.front();
   open_.pop_front();

@@ -1,6 +1,6 @@
-// Ranks of one process that share a device meet on the host: each posts its call, the last one launches for all, since
-// blocks that wait for each other must all be in one launch. Calls of the ranks are matched in order; what differs is
-// found here, before anything is launched.
+// Ranks of one process that share a device meet on the host. Each posts its call, and the last one launches for all,
+// because blocks that wait for each other must all be in one launch. The calls of the ranks are matched in order; a
+// mismatch is found here, before anything is launched.
 #pragma once
 
 #include <deque>
@@ -25,8 +25,8 @@ struct Batch {
   cudaStream_t stream = nullptr;
   unsigned long long capture = 0;
   std::int64_t limit_ms = 0;
-  MarkPtr ready;           // the point of `stream` from which on the inputs are there; null: where it is at the launch
-  std::vector<Call> kept;  // the calls, if their caller does not wait
+  MarkPtr ready;           // the point of `stream` at which the inputs are ready; null: its end at the launch
+  std::vector<Call> kept;  // copies of the calls, if their caller does not wait
 
   const Call& first() const { return calls[0]; }
 };
@@ -46,15 +46,15 @@ class Team {
   // The rank makes no more calls, and none of its calls is open.
   void leave(int rank);
 
-  // The next call of this rank. With the last rank that comes it is launched, by this thread. The outcome may be
-  // shared with the other ranks.
+  // Posts the next call of this rank. The thread of the last rank that posts it launches it. The ranks may share the
+  // outcome.
   std::shared_ptr<Outcome> post(Context& context, Batch batch);
 
-  // Throws if this rank's next call is the one in which others were found to differ, or comes before it.
+  // Throws if ranks were found to differ in this rank's next call, or in a later one.
   void check_mismatch(int rank);
-  // The verdict is passed: what is open fails.
+  // The verdict has been passed: open calls fail.
   void end_all();
-  // The end of what was launched last.
+  // The end of the last launch.
   MarkPtr last() const;
 
  private:
@@ -79,7 +79,7 @@ class Team {
   Verdict& verdict_;
   mutable std::mutex mutex_;
   std::vector<Seat> seats_;
-  std::deque<std::shared_ptr<Round>> open_;  // the rounds that some ranks have yet to come to
+  std::deque<std::shared_ptr<Round>> open_;  // the rounds that some ranks have yet to join
   std::uint64_t first_open_ = 0;             // number of the first of them
   std::exception_ptr mismatch_;              // of round mismatch_round_
   std::uint64_t mismatch_round_ = 0;

@@ -1,4 +1,4 @@
-// Which devices are near which, and the order of the ring that follows from it.
+// The paths between devices, and the ring order that follows from them.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +8,24 @@
 
 namespace ringcomm::cuda {
 
-// The way from one device to another, from worst to best.
+// The path from one device to another; kinds from worst to best.
 struct Path {
   enum Kind : std::uint8_t { kUnknown, kNone, kPcie, kNvlink, kSame };
   Kind kind = kUnknown;
-  int performance_rank = 0;  // as CUDA tells it: 0 is the fastest kind of link of the machine
+  int performance_rank = 0;  // CUDA's value: 0 is the fastest kind of link in the machine
 
   // Higher is better; any path of a better kind beats any of a worse one.
   int quality() const { return kind * 1000 - (performance_rank < 999 ? performance_rank : 999); }
 };
 const char* name(Path::Kind kind);
 
-// What CUDA says about two devices that this process sees.
+// What CUDA reports about two devices that this process sees.
 Path path_between(int from, int to, int rank);
 
-// A ring through all ranks, as a list of ranks that begins with 0: its worst link is as good as can be, then the sum of
-// its links, then it is the first in lexical order. paths[a][b] is the way from rank a to rank b; a link counts as its
-// worse direction. World sizes up to 8 (every order is tried). Identity if a path is unknown.
+// A ring through all ranks, as a list of ranks that begins with 0. Among all orders it has the best worst link, then
+// the largest sum of its links, then it is the first in lexical order. paths[a][b] is the path from rank a to rank b; a
+// link counts as its worse direction. World sizes up to 8, because every order is tried. The identity if a path is
+// unknown.
 std::vector<int> ring_order(const std::vector<std::vector<Path>>& paths);
 
 }  // namespace ringcomm::cuda

@@ -74,7 +74,7 @@ std::shared_ptr<Outcome> Matcher::post(Context& context, Call call, cudaStream_t
   return message;
 }
 
-// By the one who came later, on its stream.
+// Called by the side that comes later, on its stream.
 void Matcher::copy(Message& message, Message& other) {
   const Message &from = message.sends() ? message : other, &to = message.sends() ? other : message;
   if (from.nbytes != to.nbytes)
@@ -139,11 +139,11 @@ void Matcher::end_all() {
   }
 }
 
-// ---- between processes
+// ---- between processes ----------------------------------------------------------------------------------------------
 
 namespace {
 
-// Nothing to wait for on the host.
+// The host has nothing to wait for.
 class Enqueued final : public Outcome {
  public:
   Enqueued(MarkPtr mark, int source) {

@@ -1,21 +1,21 @@
 // send and recv between processes. Each ordered pair of ranks has its own links, one for every p2p channel: the board
 // lies with the receiver. Window w of a message goes over channel w % channels.
 //
-// A long message has more windows on a channel than the link has slots, so that its sender cannot end before the
-// receiver has begun. Its first ticket carries no data: it says where the source lies. A receiver that can reach the
-// source copies from there; else it says where its target lies, and a sender that can reach that copies to it. Only
-// where neither can do the windows go through the slots.
+// A long message has more windows on a channel than the link has slots, so its sender cannot finish before the receiver
+// has begun. Its first ticket carries no data: it says where the source lies. A receiver that can access the source
+// copies from there. Otherwise it says where its target lies, and a sender that can access the target copies to it.
+// Only if neither can does the message go through the slots.
 //
 //   sender                                receiver
-//   ticket t: signature, source    --->   compares the signature; copies if it can reach the source
+//   ticket t: signature, source    --->   compares the signature; copies if it can access the source
 //   done if it was copied          <---   consumed = t + 1, with: copied or not, and the target
-//   copies if it can reach the target
+//   copies if it can access the target
 //   ticket t + 1: copied or not    --->   done if it was copied               (only where the target is visible)
 //   else windows, from the next ticket on
 //
 // Transfers between the same two ranks in the same direction share a link, and keep the order of the launch: the blocks
-// of the first of them serve them all, those of the others return at once. Different peers and directions never wait
-// for each other, so that any set of transfers that match can be in one launch.
+// of the first of them serve them all, and the blocks of the others return at once. Transfers of different peers or
+// directions never wait for each other, so any set of matching transfers can be in one launch.
 #include "cuda/kernels.h"
 #include "cuda/link_ends.h"
 
@@ -81,7 +81,7 @@ class TransferBlock {
     ChannelState* const state = reinterpret_cast<ChannelState*>(mine_);
     return sends_ ? &state->sent : &state->received;
   }
-  // What both ends must agree on; the number of the first ticket stands for the number of the call.
+  // What both ends must agree on. The number of the first ticket takes the place of the number of the call.
   RINGCOMM_DEVICE Signature sign(const Transfer& transfer) const {
     return {ticket_, 0, transfer.count, static_cast<std::uint8_t>(Op::kSend), static_cast<std::uint8_t>(transfer.dtype),
             0,       0, transfer.tag};
@@ -99,9 +99,9 @@ class TransferBlock {
     ++ticket_;
   }
 
-  // ---- long messages
+  // ---- long messages ------------------------------------------------------------------------------------------------
 
-  // Whether the message has arrived without slots.
+  // True: the message has arrived without slots.
   RINGCOMM_DEVICE bool offer(const Transfer& transfer, const WindowCut& cut, const Signature& signature) {
     ends_.await_credit(&credit_->consumed, ticket_, board_.depth, peer_);
     if (ends_.ready() && block_.thread() == 0) store_one(&board_.header(ticket_)->input, transfer.at);
@@ -137,8 +137,8 @@ class TransferBlock {
     ends_.release(&credit_->consumed, ticket_++);
     return pushed;
   }
-  // The peer's memory as this rank sees it; null: it does not, or not yet. One thread asks, for the host may add an
-  // arena at any time.
+  // The peer's memory as mapped on this rank; null: it is not mapped, or not yet. One thread asks, because the host may
+  // add an arena at any time.
   RINGCOMM_DEVICE char* find(const Location& at) const {
     RINGCOMM_SHARED(Found, found);
     if (block_.thread() == 0) found.at = block_.resolve(peer_, at);
@@ -147,7 +147,7 @@ class TransferBlock {
     block_.sync();  // before the next one
     return here;
   }
-  // Those of this channel.
+  // Copies the windows of this channel.
   RINGCOMM_DEVICE void copy_windows(const Transfer& transfer, const WindowCut& cut, const char* from, char* to) const {
     for (u64 window = block_.channel(); window < cut.windows(); window += transfer.channels) {
       const Slice s = cut.slice(0, window);

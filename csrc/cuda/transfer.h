@@ -1,6 +1,6 @@
-// Sends and receives. Ranks of one process meet on the host: a receive takes the oldest message of its source that has
-// its tag, and the one who comes later enqueues the copy. Between processes kernels pass the bytes over the links of
-// the segments; there messages of two ranks must pair up in order.
+// Sends and receives. Ranks of one process meet on the host: a receive takes the oldest message of its source with its
+// tag, and the side that comes later enqueues the copy. Between processes, kernels pass the bytes over the links of the
+// segments; there the messages of two ranks must match in order.
 #pragma once
 
 #include <deque>
@@ -25,10 +25,10 @@ class Matcher {
   // A send or receive whose other side is in this process. Enqueues the copy if the other side has come.
   std::shared_ptr<Outcome> post(Context& context, Call call, cudaStream_t stream, unsigned long long capture);
 
-  // The rank posts nothing more: its receives fail. Its sends that are still open.
+  // The rank posts nothing more, and its receives fail. Returns its sends that are still open.
   std::vector<std::shared_ptr<Outcome>> close(int rank);
   bool has_open(int rank);
-  // The verdict is passed: what is open fails.
+  // The verdict has been passed: open messages fail.
   void end_all();
 
  private:
@@ -44,25 +44,25 @@ class Matcher {
   std::deque<MessagePtr> sends_, receives_;  // open ones, in the order of their calls
 };
 
-// What goes into one launch: all, or else the first of every link, then the second of every link, and so on. The k-th
-// message of a link then meets its other end in the k-th launch there, or before.
+// Divides messages among launches: all go into one, or else the first message of every link, then the second of every
+// link, and so on. The k-th message of a link then meets its other end in the k-th launch there, or in an earlier one.
 std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& calls);
 
 // The links of one rank to ranks in other processes.
 class Links {
  public:
   explicit Links(Context& context) : context_(context) {}
-  // Creates the streams: later that might wait for kernels that wait for us. To be called when the peers are known.
+  // Creates the streams: later that might wait for kernels that wait for this rank. Call it when the peers are known.
   void connect();
 
   bool leads_to(int peer) const;
-  // Sends and receives that may wait for each other's peers at once, in one launch or several. Each link keeps the
-  // order of its calls.
+  // Enqueues sends and receives together, in one launch or several, because they may wait for each other's peers. Each
+  // link keeps the order of its calls.
   std::shared_ptr<Outcome> post(const std::vector<const Call*>& calls, cudaStream_t stream, unsigned long long capture);
-  // A stream of this engine for a call that its caller does not wait for: sends and receives of one stream would wait
-  // for each other.
+  // The engine's stream for a call whose caller does not wait: sends and receives on one stream would wait for each
+  // other.
   cudaStream_t stream_of(const Call& call) const { return streams_.at(way(call)); }
-  // The ends of what was launched last, of every link.
+  // The ends of the last launch of every link.
   std::vector<MarkPtr> last() const;
   ~Links();
 

@@ -1,6 +1,6 @@
-// Which algorithm serves a call of which size: a small built-in table, or a file that RINGCOMM_TUNING names, as
-// `ringcomm tune` writes it. Plain text; it begins with what it was measured on, then has a line for each entry; #
-// begins a comment:
+// Chooses the algorithm for a call of some size: from a small built-in table, or from a file that RINGCOMM_TUNING names
+// and `ringcomm tune` writes. The file is plain text. It begins with the device and the links that it was measured on,
+// then has one line per entry; # begins a comment:
 //
 //   device NVIDIA H200
 //   links nvlink
@@ -8,10 +8,10 @@
 //   all_reduce    4           65536        oneshot    8         256
 //   all_reduce    4           max          direct     0         0
 //
-// A message of n bytes takes the entry of its op and world size with the smallest up_to_bytes >= n; the bytes are those
+// A message of n bytes uses the entry of its op and world size with the smallest up_to_bytes >= n. The bytes are those
 // of the whole message (reduce_scatter, all_gather: of all parts). An algorithm that would change the bits of a
-// reduction (ring) is refused: auto never takes it. A file that was measured on another device, or over other links, is
-// refused too; one without these two lines serves everywhere.
+// reduction (ring) is refused, because auto must not change them. A file that was measured on another device or over
+// other links is refused too; a file without these two lines is valid everywhere.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class Tuning {
     int channels, threads;
   };
 
-  // Only what the engine knows by itself.
+  // Only the built-in choice.
   Tuning() = default;
   // `source` is for errors: the name of the file.
   static Tuning parse(const std::string& text, const std::string& source);
@@ -47,10 +47,10 @@ class Tuning {
   int most_channels() const;
   // Whether an entry is for this many ranks, two or more.
   bool serves(int world_size) const;
-  // Of all that the file says, to compare those of several ranks.
+  // Of everything that the file says, so that ranks can compare their files.
   std::uint64_t checksum() const;
-  // Throws if the entries were measured on another device or over other links than these; ranks that do not see each
-  // other's devices do not know their links.
+  // Throws if the entries were measured on another device or over other links than these. Ranks that do not see each
+  // other's devices do not know their links, and check only the device.
   void check_measured_on(const std::string& device, Path::Kind links, int rank) const;
   const std::vector<Entry>& entries() const { return entries_; }
 

@@ -75,7 +75,7 @@ CUmemAllocationProp properties_of(int device) {
 
 CUdeviceptr address_of(const VmmRange& range) { return reinterpret_cast<CUdeviceptr>(range.data); }
 
-// Gives an allocation an address; takes the allocation over, also when it fails.
+// Maps an allocation at some address. Takes the allocation over, also when it fails.
 VmmRange map(CUmemGenericAllocationHandle allocation, std::size_t nbytes, int device, int rank) {
   const Driver& driver = Driver::get();
   VmmRange range{nullptr, nbytes, allocation};
@@ -160,8 +160,7 @@ void vmm_release(VmmRange& range) noexcept {
   range = {};
 }
 
-// ---- memory that others have mapped
-// ----------------------------------------------------------------------------------
+// ---- memory that others have mapped ---------------------------------------------------------------------------------
 
 std::shared_ptr<const VmmReference> VmmReference::find(std::uint64_t address) {
   const Driver& driver = Driver::get();

@@ -1,5 +1,6 @@
-// Device memory by the driver's virtual memory functions: passed to other processes as a file descriptor, mapped where
-// there is room, granted to single devices. The entry points are looked up at run time, nothing links to the driver.
+// Device memory of the driver's virtual memory functions: passed to other processes as a file descriptor, mapped at a
+// free address, with access for single devices. The entry points are looked up at run time, so that nothing links to
+// the driver.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@ struct VmmRange {
   std::uint64_t allocation = 0;
 };
 
-// Empty, or why `device` has none of it.
+// Empty, or the reason why `device` does not support it.
 std::string why_no_vmm(int device);
 
 VmmRange vmm_create(int device, std::size_t nbytes, int rank);
@@ -24,11 +25,11 @@ VmmRange vmm_open(int fd, std::size_t nbytes, int device, int rank);
 void vmm_grant(const VmmRange& range, int device, int rank);
 void vmm_release(VmmRange& range) noexcept;
 
-// ---- memory that others have mapped, such as torch's expandable segments ----
+// ---- memory that others have mapped, such as torch's expandable segments --------------------------------------------
 
 inline constexpr std::size_t kFabricBytes = 64;
 
-// The physical memory that somebody has mapped at an address. While this is held, no other has its number.
+// The physical memory that is mapped at an address. While this object lives, no other memory gets its number.
 class VmmReference {
  public:
   // Null: nothing is mapped there by these functions.
@@ -42,7 +43,7 @@ class VmmReference {
   // How it can be passed to other processes, if it lies on `device`.
   enum class Export { kNot, kFile, kFabric };
   Export way_out(int device) const;
-  // kFabric: writes kFabricBytes, which stand for it in any process.
+  // kFabric: writes kFabricBytes, a handle that is valid in every process.
   bool export_fabric(void* to) const;
 
  private:
@@ -51,7 +52,7 @@ class VmmReference {
 // Whether `device` may use what is mapped at an address of this process.
 bool vmm_is_granted(std::uint64_t address, int device);
 
-// An address range, for physical memory of a peer to be mapped into at the places that it has there.
+// An address range into which physical memory of a peer is mapped, at the offsets that it has there.
 class VmmWindow {
  public:
   VmmWindow(std::size_t nbytes, int rank);
@@ -60,8 +61,8 @@ class VmmWindow {
   VmmWindow& operator=(const VmmWindow&) = delete;
 
   char* data() const { return data_; }
-  // Maps what `fd`, or else `fabric`, stands for, for use on `device`. It is unmapped, and then the window let go, when
-  // the result goes.
+  // Maps the memory of `fd`, or else of `fabric`, for use on `device`. When the result is destroyed, the memory is
+  // unmapped, and then the window is released.
   static std::shared_ptr<void> map(const std::shared_ptr<VmmWindow>& window, std::size_t offset, std::size_t nbytes,
                                    int fd, const void* fabric, int device, int rank);
 

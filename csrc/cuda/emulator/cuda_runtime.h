@@ -1,6 +1,6 @@
-// A subset of the CUDA runtime API, under its own names, for a GPU that is emulated by one thread of this process.
-// A build with RINGCOMM_EMULATE has this folder first on its include path, so that the engine's host code gets this
-// header in place of NVIDIA's. What is not here does not compile; what is here fails as the real one does.
+// A subset of the CUDA runtime API, under its own names, for a GPU that one thread of this process emulates. A build
+// with RINGCOMM_EMULATE has this folder first on its include path, so the engine's host code gets this header in place
+// of NVIDIA's. Calls that are missing here do not compile; the others fail as the real ones do.
 //
 // What differs from a device:
 //   - Device memory is host memory, and any host pointer counts as memory of the current device.
@@ -204,7 +204,7 @@ struct cudaIpcMemHandle_t {
   char reserved[64];
 };
 
-// ---- errors, devices -----------------------------------------------------------------------------------------------
+// ---- errors, devices ------------------------------------------------------------------------------------------------
 
 const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
@@ -231,7 +231,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result = nullptr);
 
-// ---- memory --------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** memory, std::size_t nbytes);
 template <typename T>
@@ -261,15 +261,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cuda
                             cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, std::size_t nbytes,
                                 cudaStream_t stream = nullptr);
-// In one and the same order always, which is not that of the array. One entry of attributes alone.
+// Copies in a fixed order, which is not that of the array. Accepts only one entry of attributes.
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* nbytes, std::size_t count,
                                  cudaMemcpyAttributes* attributes, std::size_t* first_of_attributes,
                                  std::size_t num_attributes, cudaStream_t stream);
 cudaError_t cudaMemset(void* memory, int value, std::size_t nbytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t nbytes, cudaStream_t stream = nullptr);
 
-// ---- streams, events
-// -------------------------------------------------------------------------------------------------
+// ---- streams, events ------------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
@@ -289,12 +288,12 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end);
 
-// ---- graphs: captured only; the branches that a capture forked run side by side again ------------------------------
+// ---- graphs: only captured ones; branches that a capture forked run side by side again ------------------------------
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
-// `id` alone of what the real one can tell; the rest must be left out.
+// Of the outputs of the real function it gives only `id`; the others must be left out.
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id = nullptr);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
@@ -305,15 +304,14 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count);  // the count only
 
-// ---- kernels: any function pointer is one
-// ----------------------------------------------------------------------------
+// ---- kernels: any function pointer is one ---------------------------------------------------------------------------
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel, int block_threads,
                                                           std::size_t dynamic_shared);
 
-// ---- the driver's contexts -----------------------------------------------------------------------------------------
+// ---- the driver's contexts ------------------------------------------------------------------------------------------
 
 struct CUctx_st {
   int device = 0;
@@ -328,7 +326,7 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuDeviceGet(CUdevice* device, int index);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 
-// ---- the driver's virtual memory, and what it knows of an address (vmm.cpp) ----------------------------------------
+// ---- the driver's virtual memory, and its facts about an address (vmm.cpp) ------------------------------------------
 
 using CUdeviceptr = unsigned long long;
 using CUmemGenericAllocationHandle = unsigned long long;
@@ -387,7 +385,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties,
 // Of an address that the driver does not know, all values are zero.
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address);
 
-// ---- the driver's operations of streams on words: 32 bits, written, or waited for until they are as great ----------
+// ---- the driver's stream operations on 32-bit words: write, and wait until at least a value -------------------------
 
 using cuuint32_t = std::uint32_t;
 using cuuint64_t = std::uint64_t;
@@ -412,7 +410,7 @@ CUresult cuStreamBatchMemOp(cudaStream_t stream, unsigned count, CUstreamBatchMe
 
 namespace ringcomm::emulator {
 
-// Calls of this API and of the driver's that this process has made: what a collective costs the host.
+// Calls of this API and of the driver that this process has made: what a collective costs the host.
 long calls_so_far();
 
 // Whether the device has its primary context: a thread has chosen it, asked for it, or worked on it as its usual one.

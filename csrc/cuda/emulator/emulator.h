@@ -1,14 +1,14 @@
 // CUDA kernels as host C++. Every CUDA thread is a fiber; one OS thread runs them all under a seeded scheduler, so that
-// schedules are reproducible, a stuck kernel is reported (who waits for what), and sanitizers see every CUDA thread.
-// This header gives kernels the words of CUDA, and tests a Simulation; the emulated GPU behind the CUDA runtime API
-// (cuda_runtime.h in this folder) runs on the same fibers. x86-64 only.
+// schedules are reproducible, a stuck kernel is reported (with the waits of its threads), and sanitizers see every CUDA
+// thread. This header gives kernels the names of CUDA, and gives tests a Simulation. The emulated GPU behind the CUDA
+// runtime API (cuda_runtime.h in this folder) runs on the same fibers. x86-64 only.
 //
 // A kernel must tell the scheduler what it does to memory that others see (csrc/cuda/device.h does):
 //   yield()    before every shared access: another thread may run here
-//   look()     the same, before every look at a flag; after a fruitless look
+//   look()     the same, before every poll of a flag; after a poll in vain
 //   spin_on()  gives up the turn until wrote() names the same address
-// There are no standalone fences: ThreadSanitizer does not understand them. Nor do the warp exchanges order memory
-// (on a device they don't): that takes __syncwarp.
+// There are no standalone fences, because ThreadSanitizer does not understand them. The warp exchanges do not order
+// memory either, as on a device: that takes __syncwarp.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +40,7 @@ namespace ringcomm::emulator {
 constexpr int kWarp = RINGCOMM_EMULATED_WARP;
 static_assert(kWarp >= 1 && kWarp <= 32 && (kWarp & (kWarp - 1)) == 0, "lanes of a warp: a power of two up to 32");
 
-// ---- launches ------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
 // A kernel with its arguments, which are copied.
 struct Body {
@@ -64,13 +64,13 @@ struct Options {
   std::uint64_t seed = 1;      // of the order in which threads run; 0: first come, first served
   unsigned preempt_every = 4;  // chance 1/n of a switch at every access; 0: switch only when waiting
   unsigned max_resident = 0;   // >0: room for so many blocks; later ones wait for earlier ones to end
-  // Nobody else writes the flags: when all threads wait, that is a deadlock, and run() says so. Otherwise (host threads
-  // or other processes write too, or the kernels' own time limits are on trial) waiting threads look again now and
-  // then.
+  // True: nobody else writes the flags, so that it is a deadlock if all threads wait, and run() reports it. False: host
+  // threads or other processes write flags too, or the kernels' own time limits are being tested; waiting threads then
+  // poll again now and then.
   bool exact = true;
 };
 
-// Launch any number of kernels, then run them together. All happens in the calling thread.
+// Launches any number of kernels, then runs them together, all in the calling thread.
 class Simulation {
  public:
   explicit Simulation(const Options& options = {});
@@ -93,8 +93,7 @@ class Simulation {
   std::unique_ptr<State> state_;
 };
 
-// ---- what a kernel may call
-// ------------------------------------------------------------------------------------------
+// ---- what a kernel may call -----------------------------------------------------------------------------------------
 
 dim3 thread_index();
 dim3 block_index();
@@ -108,8 +107,8 @@ inline void yield() {
   if (__atomic_load_n(&preemptive, __ATOMIC_RELAXED) != 0) yield_now();
 }
 void look();
-// Returns once the flag was written (true), or when it is time to look at abort flags and the clock (false): the
-// thread may have slept long, so that a count of looks says nothing. `wanted` is for the report of a deadlock.
+// True: the flag was written. False: it is time to check the abort flags and the clock; the thread may have slept for
+// long, so a count of polls says nothing. `wanted` is for the report of a deadlock.
 bool spin_on(const void* flag, std::uint64_t wanted);
 void wrote(const void* flag);
 std::uint32_t rnd();
@@ -124,11 +123,11 @@ int sync_threads_or(bool value);
 void sync_warp();
 [[noreturn]] void trap();
 
-// All lanes of a warp hand in two words, `exchange` runs once over all of them, each lane gets its own two back.
+// All lanes of a warp pass two words; `exchange` runs once over all of them; each lane gets its own two back.
 using Exchange = void (*)(std::uint64_t (*words)[2], int lanes, void* context);
 void warp_op(std::uint64_t& a, std::uint64_t& b, void* context, Exchange exchange);
 
-// A variable of the block. `site` is unique to the variable; the contents are noise at first.
+// A variable of the block. `site` is unique to the variable; its contents are noise at first.
 void* shared_memory(const void* site, std::size_t nbytes);
 template <typename T>
 T& shared(const void* site) {

@@ -10,7 +10,7 @@
 #include "fibers_state.h"
 
 extern "C" {
-// Saves the callee's registers on this stack, its pointer in *save, and goes on where `load` had stopped.
+// Saves the callee-saved registers on this stack and its pointer in *save, and continues where `load` had stopped.
 void ringcomm_switch_stack(void** save, void* load);
 }
 asm(R"(
@@ -48,7 +48,7 @@ constexpr std::size_t kCandidates = 128;  // among so many the highest priority 
 
 std::size_t stack_bytes() { return (tsan() || asan() ? 256 : 64) << 10; }
 
-// Stacks, TSan contexts and shared memory are expensive to make: they are used again.
+// Stacks, TSan contexts and shared memory are expensive to make, so they are reused.
 struct Pool {
   std::mutex mutex;
   std::vector<Fiber*> fibers;
@@ -145,8 +145,8 @@ void Hooks::to_scheduler(bool for_good) {
   enter_stack(self->fake_stack, &scheduler.main_stack_, &scheduler.main_stack_bytes_);
 }
 
-// What it says is put into words later: a fiber does not write to the scheduler's memory by library calls, which
-// ThreadSanitizer sees.
+// The message is put into words later: a fiber must not write to the scheduler's memory by library calls, because
+// ThreadSanitizer sees those.
 void Hooks::fail(const char* what, std::uint64_t detail, const char* then) {
   current->scheduler->complaint_ = {what, then, detail};
   current->scheduler->failed_ = current->block->grid;
@@ -205,7 +205,7 @@ void Hooks::wrote(const void* flag) {
   }
 }
 
-// ---- the scheduler -------------------------------------------------------------------------------------------------
+// ---- the scheduler --------------------------------------------------------------------------------------------------
 
 Grid::Grid(std::string name, Body body, dim3 grid, dim3 block)
     : name(std::move(name)), body(std::move(body)), grid(grid), block(block) {}
@@ -242,8 +242,8 @@ void Scheduler::push(Fiber* fiber) {
   ready_[(first_ + count_++) % ready_.size()] = fiber;
 }
 
-// Half of the seeds choose at random, the other half by priorities that change now and then: that holds some threads
-// back for long, which a uniform choice hardly ever does.
+// Half of the seeds choose at random. The other half choose by priorities that change now and then, which holds some
+// threads back for long; a uniform choice hardly ever does that.
 Fiber* Scheduler::pick() {
   const auto at = [&](std::size_t i) -> Fiber*& { return ready_[(first_ + i) % ready_.size()]; };
   if (!in_order_) {

@@ -1,8 +1,8 @@
 // The scheduler under the emulator: blocks of fibers, one per CUDA thread, all run by the OS thread that calls run().
 //
-// The fibers*.cpp are compiled WITHOUT -fsanitize=thread, whatever the rest has: they switch stacks, and tell
-// ThreadSanitizer by hand what orders what. From a fiber they touch neither the heap nor a mutex, which would order
-// fibers that a device does not order.
+// The fibers*.cpp are compiled WITHOUT -fsanitize=thread, even if the rest has it: they switch stacks, and tell
+// ThreadSanitizer by hand what is ordered. While they run on a fiber, they use neither the heap nor a mutex, because
+// these would order fibers that a device does not order.
 #pragma once
 
 #include <string>
@@ -15,8 +15,8 @@ namespace ringcomm::emulator {
 struct Block;
 struct Fiber;
 
-// One launched kernel. Its blocks become resident in order, when the owner says so. Nothing here is inline: none of it
-// is for ThreadSanitizer to see.
+// One launched kernel. Its blocks become resident in order, when the owner says so. Nothing here is inline, so that
+// ThreadSanitizer sees none of it.
 struct Grid {
   Grid(std::string name, Body body, dim3 grid, dim3 block);
   unsigned blocks() const;
@@ -84,7 +84,7 @@ class Scheduler {
   std::size_t main_stack_bytes_ = 0;
 };
 
-// What ThreadSanitizer is to take for threads of their own: the streams of an emulated GPU. Without it, nothing.
+// Contexts that ThreadSanitizer takes for threads: the streams of an emulated GPU. Without TSan these do nothing.
 void* new_context();
 void free_context(void* context);
 void in_context(void* context, void (*call)(void*), void* argument);

@@ -70,7 +70,7 @@ int lanes() {
   const int left = static_cast<int>(current->block->fibers.size()) - warp_number() * kWarp;
   return left < kWarp ? left : kWarp;
 }
-// Volatile: no library call, which a sanitizer would take for an access of the kernel.
+// Volatile, so that it becomes no library call, which a sanitizer would take for an access of the kernel.
 void copy_words(const volatile std::uint64_t (*from)[2], volatile std::uint64_t (*to)[2]) {
   for (int lane = 0; lane < kWarp; ++lane)
     for (int k = 0; k < 2; ++k) to[lane][k] = from[lane][k];

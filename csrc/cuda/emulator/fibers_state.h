@@ -1,4 +1,4 @@
-// The inside of the scheduler. The fibers*.cpp are compiled WITHOUT -fsanitize=thread, whatever the rest has.
+// The inside of the scheduler. The fibers*.cpp are compiled WITHOUT -fsanitize=thread, even if the rest has it.
 #pragma once
 
 #include "fibers.h"
@@ -68,10 +68,10 @@ struct Block {
   std::size_t shared_used = 0;
 };
 
-// The fiber that runs in this thread. No wrapper around it, as a C++ thread_local would have.
+// The fiber that runs in this thread. It has no wrapper around it, as a C++ thread_local would have.
 extern __thread Fiber* current __attribute__((tls_model("initial-exec")));
 
-// What runs on a fiber, and sees the inside of the scheduler.
+// Functions that run on a fiber and see the inside of the scheduler.
 struct Hooks {
   [[noreturn]] static void entry();
   static void to_scheduler(bool for_good = false);
@@ -86,7 +86,7 @@ struct Hooks {
   static void wake(Fiber* fiber) { fiber->scheduler->push(fiber); }
 };
 
-// ---- sanitizers: all of it nothing, where there is none -------------------------------------------------------------
+// ---- sanitizers: these do nothing in a build without one ------------------------------------------------------------
 
 bool tsan();
 bool asan();

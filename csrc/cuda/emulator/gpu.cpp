@@ -24,7 +24,7 @@ long number(const char* name, long fallback) {
   std::abort();
 }
 
-// The following are called in a stream's context, and touch nothing of the device thread's.
+// The following run in a stream's context, and touch none of the device thread's data.
 
 void call_payload(void* payload) {
   auto& p = *static_cast<Payload*>(payload);
@@ -77,7 +77,7 @@ Gpu& Gpu::get() {
   return *gpu;
 }
 
-// ---- what callers ask for ------------------------------------------------------------------------------------------
+// ---- called by the runtime API --------------------------------------------------------------------------------------
 
 Stream* Gpu::resolve(cudaStream_t handle, int device) {
   if (!handle || handle == cudaStreamLegacy) return legacy_[device];
@@ -158,7 +158,7 @@ bool Gpu::fits(const Grid& grid, int device, unsigned blocks) const {
   return occupied_[device] + blocks * cost(grid) <= room;
 }
 
-// ---- the device thread ---------------------------------------------------------------------------------------------
+// ---- the device thread ----------------------------------------------------------------------------------------------
 
 void Gpu::device_thread() {
   std::unique_lock<std::mutex> lock(mutex);

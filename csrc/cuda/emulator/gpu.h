@@ -1,9 +1,9 @@
-// The emulated GPUs of this process: streams with queues, and one thread that works them off. Kernels of all streams
+// The emulated GPUs of this process: streams with queues, and one thread that does their work. Kernels of all streams
 // and all devices run together on one scheduler; the other work of a stream is done in between.
 //
-// To ThreadSanitizer every stream is a thread: what orders two of them is an event, the legacy stream or the host, as
-// in CUDA, and not that one thread does the work of all. So the device thread's own bookkeeping (Task) is kept apart
-// from what belongs to the stream (Grid, Payload), which it hands on without looking inside.
+// To ThreadSanitizer every stream is a thread: an event, the legacy stream or the host orders two of them, as in CUDA,
+// but not the fact that one thread does all the work. So the device thread's own bookkeeping (Task) is kept apart from
+// what belongs to the stream (Grid, Payload), which it passes on without looking inside.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@ namespace ringcomm::emulator {
 
 struct Capture;
 
-// One record of an event. Who waits, waits for the record that was the last one then.
+// One record of an event. A waiter waits for the record that was the last one when the wait was made.
 struct Point {
   bool reached = false;
   std::uint64_t at_ns = 0;
@@ -116,7 +116,7 @@ class Gpu {
   void enqueue(Stream* stream, const Work& work);
   cudaError_t error_of(int device) const { return errors_[device]; }
 
-  // Waits, and makes the caller see what the stream has done.
+  // Waits, and makes the stream's work visible to the caller.
   void wait(std::unique_lock<std::mutex>& lock, Stream* stream);
   void wait(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Point>& point);
   void wait_device(std::unique_lock<std::mutex>& lock, int device);
@@ -179,7 +179,7 @@ struct Capture {
 cudaError_t submit(Gpu& gpu, Stream* stream, Work work);
 cudaError_t record(Gpu& gpu, const std::shared_ptr<EventState>& event, Stream* stream);
 cudaError_t wait_event(Gpu& gpu, Stream* stream, const std::shared_ptr<EventState>& event);
-// A call that a capture somewhere forbids spoils that capture.
+// A call that any capture forbids invalidates that capture.
 cudaError_t forbid_in_capture();
 cudaError_t forbid_in_capture(Stream* stream);
 void leave_capture(Stream* stream);  // it is destroyed
@@ -188,7 +188,7 @@ void leave_capture(Stream* stream);  // it is destroyed
 struct Range {
   std::uint64_t base, nbytes, id;
 };
-// What cudaMalloc gave this process around an address. With the mutex of the GPU held.
+// The allocation of cudaMalloc around an address, in this process. To be called with the mutex of the GPU held.
 bool find_allocation(std::uint64_t pointer, Range& range);
 
 // runtime.cpp

@@ -1,5 +1,5 @@
-// Stream capture and graphs. A graph is the list of what was captured, each piece with its branch: the streams that the
-// capture had forked. A launch puts branch 0 into the stream of the launch, the others into streams of the graph's own.
+// Stream capture and graphs. A graph is the list of captured work, each item with its branch, which is a stream that
+// the capture had forked. A launch puts branch 0 into its own stream, and the others into streams of the graph.
 #include <algorithm>
 #include <atomic>
 
@@ -166,7 +166,7 @@ cudaError_t end_capture(Stream* stream, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 
-// A graph does not overtake itself: each launch waits for the one before.
+// A graph does not overlap itself: each launch waits for the one before.
 cudaError_t launch(Gpu& gpu, CUgraphExec_st& exec, Stream* stream) {
   if (stream->capture) return spoil(*stream->capture, cudaErrorStreamCaptureUnsupported);
   std::vector<std::shared_ptr<Point>> points(exec.graph.num_events);
@@ -189,7 +189,7 @@ cudaError_t launch(Gpu& gpu, CUgraphExec_st& exec, Stream* stream) {
   return cudaSuccess;
 }
 
-// What all calls about streams do first.
+// What all calls on streams do first.
 template <typename Call>
 cudaError_t with_stream(cudaStream_t handle, const Call& call) {
   if (const cudaError_t error = usable()) return note(error);

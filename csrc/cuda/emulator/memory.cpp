@@ -285,7 +285,7 @@ cudaError_t cudaIpcCloseMemHandle(void* memory) {
   });
 }
 
-// An aligned word arrives whole, as on a device: flags are set this way while kernels look at them.
+// An aligned word is copied as one unit, as on a device: flags are set this way while kernels poll them.
 static void copy_bytes(void* to, const void* from, std::size_t nbytes) {
   if (nbytes == sizeof(std::uint64_t) && address(to) % nbytes == 0 && address(from) % nbytes == 0)
     __atomic_store_n(static_cast<std::uint64_t*>(to),

@@ -76,7 +76,7 @@ cudaError_t note(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
-// Calls in a context that the program has made do not work here: what the engine does belongs into the primary one.
+// Calls in a context that the program has made fail here, because the engine must work in the primary context.
 cudaError_t usable() {
   count_call();
   if (const cudaError_t error = check_device(current_device())) return error;
@@ -104,7 +104,7 @@ cudaError_t launch_body(const char* name, Body body, dim3 grid, dim3 block, cuda
 using namespace ringcomm::emulator;
 using Lock = std::unique_lock<std::mutex>;
 
-// ---- errors, devices -----------------------------------------------------------------------------------------------
+// ---- errors, devices ------------------------------------------------------------------------------------------------
 
 const char* cudaGetErrorName(cudaError_t error) {
 #define RINGCOMM_NAME(name, value, text) \
@@ -317,7 +317,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   return cudaGetDriverEntryPoint(symbol, function, flags, result);
 }
 
-// ---- streams -------------------------------------------------------------------------------------------------------
+// ---- streams --------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
@@ -395,7 +395,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* use
   });
 }
 
-// ---- events --------------------------------------------------------------------------------------------------------
+// ---- events ---------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
@@ -450,7 +450,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
   });
 }
 
-// ---- kernels -------------------------------------------------------------------------------------------------------
+// ---- kernels --------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   if (const cudaError_t error = usable()) return note(error);

@@ -1,5 +1,5 @@
-// The driver's virtual memory: physical memory is a memory file, known by the number of its handle; an address range
-// that was reserved is one that nobody may touch, until something is mapped there and access to it is given.
+// The driver's virtual memory. Physical memory is a memory file, identified by the number of its handle. A reserved
+// address range may not be touched until something is mapped there and access is given.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
