@@ -313,9 +313,8 @@ PyMethodDef kRunPlain = {
     "run_plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_plain)), METH_FASTCALL,
     "run_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> int | None\n\n"
     "A call on plain arrays with every default: the source of a recv, else -1. On a device it runs on the stream on "
-    "which "
-    "the library of the first array works now. None: nothing was done, the arguments need preparation, or a word about "
-    "what is wrong with them."};
+    "which the library of the first array works now. None: nothing was done, because the arguments need preparation or "
+    "are wrong."};
 
 // ---- sums that do not depend on the order --------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from ringcomm import _C, errors
 from ringcomm.arrays import libraries
@@ -42,6 +43,7 @@ _ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # errors that 
 _PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)
 _ADVICE = "; the communicator is aborted, create a new one"
 _CAUSE_S = 1.0  # time for the rank that found the cause to publish it
+_Result = TypeVar("_Result")
 _PLACE = struct.Struct("<?qq")  # (has a color, color, key)
 MOST_BYTES = 1 << 62  # largest array: far above real sizes, and small enough to prevent overflow
 
@@ -174,7 +176,7 @@ class NativeEngine(Engine):
         self.network = network
         self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
         self._span_beside = self._main
-        # An abort also aborts the engines that `part` has made from this one, those made from them, and so on.
+        # An abort also aborts the engines that `split` has made from this one, those made from them, and so on.
         self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
         self._lineage = [self._descendants]  # the sets to which engines made from this one are added
         if device.kind != "cpu":
@@ -288,43 +290,25 @@ class NativeEngine(Engine):
     def run_plain(self) -> Any:
         """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
         run = self.native.run_plain
-        if self._beside is self.native:
-            return run
-
-        def run_and_explain(*args: Any) -> int | None:
-            try:
-                return run(*args)
-            except RingcommError as error:
-                raise self.explained(error) from None
-
-        return run_and_explain
+        return run if self._beside is self.native else partial(self.explaining, run)
 
     def run(self, call: CollectiveArgs) -> int:
         """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""
         with profiling.named(call.op):
-            try:
-                source = self.native.run(*call.to_native())
-            except RingcommError as error:
-                raise self.explained(error) from None
+            source = self.explaining(self.native.run, *call.to_native())
             self._wait_for(call)
         return source
 
     def submit(self, call: CollectiveArgs) -> Request:
         """Starts a call."""
         with profiling.named(call.op):
-            try:
-                request = self.native.submit(*call.to_native())
-            except RingcommError as error:
-                raise self.explained(error) from None
+            request = self.explaining(self.native.submit, *call.to_native())
         return request if self._beside is self.native else DeviceRequest(request, self)
 
     def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
         """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
         with profiling.named(calls[0].op):
-            try:
-                self.native.run_list([call.to_native() for call in calls])
-            except RingcommError as error:
-                raise self.explained(error) from None
+            self.explaining(self.native.run_list, [call.to_native() for call in calls])
             self._wait_for(calls[0])
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
@@ -343,8 +327,12 @@ class NativeEngine(Engine):
 
     def synchronize(self, stream: int) -> None:
         """Waits for the work enqueued on a stream."""
+        self.explaining(self.native.synchronize, stream)
+
+    def explaining(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Calls a function of the engine; its error is raised with the cause."""
         try:
-            self.native.synchronize(stream)
+            return function(*args)
         except RingcommError as error:
             raise self.explained(error) from None
 
@@ -483,14 +471,8 @@ class DeviceRequest:
 
     def wait(self, timeout_ms: int = 0) -> None:
         """Blocks the host until the call has ended."""
-        try:
-            self._request.wait(timeout_ms)
-        except RingcommError as error:
-            raise self._engine.explained(error) from None
+        self._engine.explaining(self._request.wait, timeout_ms)
 
     def join(self, stream: int) -> None:
         """Makes a stream wait for the call."""
-        try:
-            self._request.join(stream)
-        except RingcommError as error:
-            raise self._engine.explained(error) from None
+        self._engine.explaining(self._request.join, stream)
