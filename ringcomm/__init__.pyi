@@ -20,9 +20,9 @@ from ringcomm.data_parallel.ddp import DistributedDataParallel as DistributedDat
 from ringcomm.data_parallel.ddp import NaiveDataParallel as NaiveDataParallel
 from ringcomm.data_parallel.fully_shard import fully_shard as fully_shard
 from ringcomm.data_parallel.fully_shard import register_forward_method as register_forward_method
+from ringcomm.data_parallel.grad_scaler import GradScaler as GradScaler
 from ringcomm.data_parallel.join import join as join
 from ringcomm.data_parallel.memory import memory as memory
-from ringcomm.data_parallel.precision import GradScaler as GradScaler
 from ringcomm.data_parallel.precision import MixedPrecision as MixedPrecision
 from ringcomm.data_parallel.shard import no_sync as no_sync
 from ringcomm.data_parallel.shard import restage as restage

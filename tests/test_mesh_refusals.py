@@ -11,8 +11,8 @@ import torch
 from mesh_cases import Job, Net
 
 import ringcomm
+from ringcomm.data_parallel.grad_scaler import GradScaler
 from ringcomm.data_parallel.group import ranks_of_mesh
-from ringcomm.data_parallel.precision import GradScaler
 from ringcomm.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,9 @@ import torch
 from mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 import ringcomm
+from ringcomm.data_parallel.grad_scaler import GradScaler
 from ringcomm.data_parallel.memory import predict
-from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
+from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage
 from ringcomm.data_parallel.shard_spec import ShardSpec
 from ringcomm.data_parallel.sharded_model import sharded_model_of

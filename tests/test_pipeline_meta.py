@@ -17,7 +17,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 

@@ -18,7 +18,7 @@ from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.sharded_gradient import ShardedGradient
+from ringcomm.data_parallel.grad_buffer import ShardedGradient
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 

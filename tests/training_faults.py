@@ -18,8 +18,7 @@ from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.grad_buffer import GradBuffer
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.optimizer_state import BucketState
-from ringcomm.data_parallel.sharded_model import ShardedModel
-from ringcomm.data_parallel.unit import Unit
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
 
 Function = Callable[..., Any]
 
@@ -94,7 +93,7 @@ def mean_added_twice(right: Function) -> Function:
 
 @fault(GradBuffer, "__init__", "accumulate.no_sync")
 def passes_added_in_another_order(right: Function) -> Function:
-    return lambda gradient, bucket, stage, tree: right(gradient, bucket, stage, True)
+    return lambda *args, **kwargs: right(*args, **{**kwargs, "tree": True})
 
 
 @fault(ShardedModel, "_collect", "accumulate.no_sync")
@@ -133,7 +132,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
 @fault(GradBuffer, "pack", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     def wrong(gradient: GradBuffer, *args: Any) -> None:
-        gradient.contributed.update(*gradient.bucket.noted)
+        gradient.contributed.update(*gradient.noted)
         right(gradient, *args)
 
     return wrong
@@ -144,10 +143,10 @@ def reduced_before_the_last_gradient(right: Function) -> Function:
     return lambda flat, bucket: True
 
 
-@fault(Bucket, "pack")
+@fault(GradBuffer, "_fill")
 def gradient_left_out_of_its_bucket(right: Function) -> Function:
-    def wrong(bucket: Bucket, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
-        right(bucket, {i: grad for i, grad in grads.items() if i != 1}, whole)
+    def wrong(gradient: GradBuffer, whole: torch.Tensor, grads: list[tuple[int, torch.Tensor]]) -> None:
+        right(gradient, whole, [(i, grad) for i, grad in grads if i != 1])
 
     return wrong
 

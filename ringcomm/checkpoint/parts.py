@@ -145,7 +145,7 @@ class Held:
                 f"{call}: rank {flat.ranks.rank} got an optimizer over {len(attached.flats)} sharded modules, expected "
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
-        if attached is not None and attached in flat.optimizers:
+        if attached is not None and optimizer in flat.optimizers:
             attached.settle()
             attached.close()
             pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in attached.entries]

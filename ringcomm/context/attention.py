@@ -24,7 +24,7 @@ from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, w
 from ringcomm.context.ring import Link, Pair, Sums
 from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.data_parallel.arguments import TENSOR
-from ringcomm.data_parallel.unit import eager
+from ringcomm.data_parallel.dynamo import eager
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, whole
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.bucket import LAST_STAGE
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.validation import Wanted, a, is_communicator, several, that, whole
 
+LAST_STAGE = 3
 MODULE = a("a torch.nn.Module", nn.Module)
 OPTIMIZER = a("a torch.optim.Optimizer", torch.optim.Optimizer)
 TENSOR = a("a tensor", torch.Tensor)

@@ -18,9 +18,8 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -31,10 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.optimizer_state import BucketState, State, WholeStates
-from ringcomm.data_parallel.options import SAME_OPTIONS, Options, SteppedOptions
-from ringcomm.data_parallel.place import place_of
-from ringcomm.data_parallel.sharded_model import ShardedModel
+from ringcomm.data_parallel.optimizer_state import BucketState, Entry, State
+from ringcomm.data_parallel.options import SAME_OPTIONS, Options
+from ringcomm.data_parallel.sharded_model import ShardedModel, place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -187,6 +185,47 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
         attached.rebuild()
 
 
+def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
+    """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
+    return [_attached_to(optimizer) for optimizer in flat.shared_optimizers()]
+
+
+def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+    attached: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
+    return attached
+
+
+def restage_model(flat: ShardedModel, stage: int) -> None:
+    """Moves a model and the state of its optimizers to another stage; a collective."""
+    for optimizer in flat.optimizers:
+        _attached_to(optimizer).refuse_stage("restage", stage)
+    if stage and any(bucket.hook is not None for bucket in flat.buckets):
+        raise UnsupportedError(
+            f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
+            "gives whole gradients, expected 0; train it without the hook"
+        )
+    for unit in flat.units:
+        unit.release()
+    optimizers = sharded_optimizers(flat)
+    states = [attached.take_state() for attached in optimizers]
+    flat.restage(stage)
+    for attached, state in zip(optimizers, states, strict=True):
+        attached.rebuild(state)
+
+
+def unwrap_model(flat: ShardedModel) -> None:
+    """Makes a module and its optimizers plain ones; a collective."""
+    flat.prepare_unwrap()
+    for attached in sharded_optimizers(flat):
+        attached.detach()
+    flat.unwrap()
+
+
+def _rebuild_optimizers(flat: ShardedModel) -> None:
+    for attached in sharded_optimizers(flat):
+        attached.rebuild()
+
+
 def watch_optimizers() -> None:
     """Installs a hook that attaches optimizers at their first step, if they cannot step their parameters by
     themselves."""
@@ -225,26 +264,31 @@ def _needs_shards(flat: ShardedModel) -> bool:
 # ---- an optimizer that is sharded ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Entry:
-    """The parameter that the optimizer sees during step() in place of some of the model's parameters.
-
-    Attributes:
-        values, address: the part of the master weights that ``param`` covers, and its address.
+class SteppedOptions(Options):
+    """Options of an optimizer that steps the models' own parameters and was not passed to ringcomm. Ranks may have
+    different options on purpose, for example if each rank steps a part of the parameters and broadcasts them. So a
+    difference gives a warning, not an error.
     """
 
-    bucket: Bucket
-    start: int  # offset in the bucket's buffer
-    end: int
-    segments: tuple[int, ...]
-    param: nn.Parameter
-    values: torch.Tensor
-    address: int
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
+        super().__init__(optimizer)
+        self._flats = [*map(weakref.ref, flats)]
+        self._told = False
 
-    @property
-    def is_own(self) -> bool:
-        """Whether ``param`` is the model's own parameter."""
-        return self.param is self.bucket.params[self.segments[0]]
+    def before_step(self) -> None:
+        """Registers the current options for comparison in the models' next backward pass."""
+        flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
+        if not self._told and any(flat.options_differ for flat in flats):
+            self._told = True
+            for flat in flats:
+                flat.options_differ = False
+            warnings.warn(
+                f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
+                f"learning rate, expected the same; {SAME_OPTIONS}",
+                stacklevel=4,
+            )
+        for flat in flats:
+            flat.stepped.add(self)
 
 
 class ShardedOptimizer:
@@ -278,10 +322,10 @@ class ShardedOptimizer:
         self.inside: list[list[nn.Parameter]] = []
         self._find("shard")
         self._place()
-        self._join()
         self.adopt_state()
         self.close()
         optimizer._ringcomm = self
+        self._join()
         self._hooks = _Hooks(self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -329,11 +373,13 @@ class ShardedOptimizer:
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
-                flat.remove_optimizer(self)
+                flat.remove_optimizer(self.optimizer, self.host)
         for flat in flats:
             if flat not in self.flats:
-                flat.add_optimizer(self)
+                flat.add_optimizer(self.optimizer, self.options, self.host)
+                flat.after_thaw = _rebuild_optimizers
         self.flats = flats
+        self._flat_of = {bucket: flat for flat in flats for bucket in flat.buckets}
 
     def _ids_now(self) -> list[list[int]]:
         return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
@@ -489,7 +535,7 @@ class ShardedOptimizer:
         """Makes the optimizer a plain one with unsharded state, before its models are unwrapped; a collective."""
         states = self.take_state()
         for flat in self.flats:
-            flat.remove_optimizer(self)
+            flat.remove_optimizer(self.optimizer, self.host)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -502,7 +548,7 @@ class ShardedOptimizer:
         self._hooks.remove(self.optimizer)
         self.optimizer.__dict__.pop("_ringcomm_seen", None)
         self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
-        self.places, self._sharded, self._stepped = [], {}, {}
+        self.places, self._sharded, self._stepped, self._flat_of = [], {}, {}, {}
         self.state = defaultdict(dict)
         self.host = HostGradients()
 
@@ -749,13 +795,13 @@ class ShardedOptimizer:
         self._refuse_unreduced()
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
-                lines = [line for attached in flat.shared_optimizers() for line in attached.options.lines()]
+                lines = [line for attached in sharded_optimizers(flat) for line in attached.options.lines()]
                 flat.ranks.agree("step", lines, SAME_OPTIONS)
                 flat.options_differ = False
         for flat in self.flats:
             flat.stepped.add(self.options)
-            if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
-                flat.ranks.announce("step", flat.number_of(self), more=self._options())
+            if flat.ranks.joining is not None and flat.ranks.joining.module is flat.module:
+                flat.ranks.announce("step", flat.number_of(self.optimizer), more=self._options())
         self._begin_work()
         self.options.steps += 1
         for bucket, mine in self._mine.items():
@@ -767,7 +813,7 @@ class ShardedOptimizer:
         self._leave()
         works = [(bucket, bucket.publish()) for bucket in self._mine]
         for bucket, work in works:
-            bucket.unit.flat.timed(work.wait)
+            self._flat_of[bucket].timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
         """Raises for gradients that were not reduced, because the step would ignore them."""
@@ -798,14 +844,121 @@ class ShardedOptimizer:
         self.settle()
         if not set_to_none:
             for flat in self.flats:
-                if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
-                    flat.ranks.announce("zero_grad", flat.number_of(self))
+                if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:
+                    flat.ranks.announce("zero_grad", flat.number_of(self.optimizer))
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
             zero_grad(self.optimizer, set_to_none=set_to_none)
         for bucket in self._mine:
             bucket.gradient.reconcile()
+
+
+class WholeStates(defaultdict[Any, Any]):
+    """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
+
+    Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
+    to 3. Writes into them take effect from the next step on; every rank must write the same. Other keys are those of
+    the optimizer's own mapping.
+    """
+
+    def __init__(self, attached: ShardedOptimizer) -> None:
+        super().__init__(dict)
+        # Weak: the attached object references this one, and the optimizer references the attached object.
+        self._weak = weakref.ref(attached)
+
+    @property
+    def _attached(self) -> ShardedOptimizer:
+        found = self._weak()
+        assert found is not None
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._attached.place_of(key)
+        if place is None:
+            return self._attached.state[key]
+        return self._attached.whole_state(place[0]).setdefault(place[1], {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        place = self._attached.place_of(key)
+        if place is None:
+            self._attached.state[key] = value
+        else:
+            self._attached.whole_state(place[0])[place[1]] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        place = self._attached.place_of(key)
+        if place is None:
+            del self._attached.state[key]
+        else:
+            del self._attached.whole_state(place[0])[place[1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._attached.parameters_with_state()])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._attached.parameters_with_state())
+
+    def __contains__(self, key: Any) -> bool:
+        return self._attached.has_state(key)
+
+    def keys(self) -> Any:
+        """Parameters that have state."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """Each value is a collective."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """Each value is a collective."""
+        return ItemsView(self)
+
+    def clear(self) -> None:
+        """Discards all state."""
+        self._attached.clear_state()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Same as dict.update."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Same as dict.setdefault."""
+        return MutableMapping.setdefault(self, key, default)
+
+    def popitem(self) -> Any:
+        """Same as dict.popitem."""
+        return MutableMapping.popitem(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Returns the state of a key; a collective if there is state."""
+        if key in self:
+            return self[key]
+        return default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Removes and returns the state of a key; a collective if there is state."""
+        if key not in self and default:
+            return default[0]
+        found = self.get(key)
+        del self[key]
+        return found
+
+    def copy(self) -> Any:
+        """Returns a plain dict."""
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return f"WholeStates of {len(self)} parameters"
 
 
 class _Hooks:

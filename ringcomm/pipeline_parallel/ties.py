@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.pipeline_parallel.cuts import Tie
 from ringcomm.pipeline_parallel.messages import Messages
 
@@ -130,7 +130,7 @@ class _Held(ABC):
             value = (
                 param
                 if place is None
-                else place.bucket.part(place.bucket.gather_owned(place.bucket.master), place.index)
+                else place.bucket.layout.part(place.bucket.gather_owned(place.bucket.master), place.index)
             )
             for rank in self.others:
                 self._send(value.detach().to(self.messages.device), rank)
