@@ -146,7 +146,7 @@ class FlatLayout:
     def _shapes(self) -> tuple[list[torch.Tensor], list[int]]:
         """Tensors without memory that have the shapes of the consecutive parts of a whole buffer, padding included, and
         the index of each segment's tensor among them."""
-        nothing = torch.empty((), device="cpu")
+        nothing = torch.empty((), device="meta")
         found: list[torch.Tensor] = []
         at: list[int] = []
         end = 0
