@@ -100,7 +100,7 @@ def passes_added_in_another_order(right: Function) -> Function:
 def local_sums_that_are_lost(right: Function) -> Function:
     def wrong(flat: ShardedModel, bucket: Bucket) -> None:
         right(flat, bucket)
-        for level in bucket.gradient.levels:
+        for level in bucket.gradient.local.levels:
             if level is not None:
                 level.zero_()
 
@@ -132,7 +132,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
 @fault(GradBuffer, "pack", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     def wrong(gradient: GradBuffer, *args: Any) -> None:
-        gradient.contributed.update(*gradient.noted)
+        gradient.local.contributed.update(*gradient.local.noted)
         right(gradient, *args)
 
     return wrong

@@ -249,7 +249,6 @@ class Bucket:
             self.stage,
             tree=self.tree,
             noted=self.noted,
-            check=self.rebound,
         )
 
     def _bind(self) -> None:
@@ -319,6 +318,22 @@ class Bucket:
         """The gradient buffer of a bucket that is trained."""
         assert self._gradient is not None
         return self._gradient
+
+    def open_gradient(self, arrived: set[int]) -> None:
+        """Prepares `p.grad` for a backward pass; see `GradBuffer.open`."""
+        try:
+            self.gradient.open(arrived)
+        except RuntimeError:
+            self.rebound("backward")  # raises if forward has cast a parameter
+            raise
+
+    def expose_grads(self) -> None:
+        """Sets `p.grad` to what users see between backward passes."""
+        try:
+            self.gradient.expose_grads()
+        except RuntimeError:
+            self.rebound("backward")
+            raise
 
     @property
     def is_whole(self) -> bool:

@@ -60,22 +60,167 @@ def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
 
 
+class LocalSums:
+    """This rank's sums of the backward passes since the last reduction, in whole buffers.
+
+    Args:
+        tree: add up the passes in a balanced binary tree, as the ranks' gradients are added. If the number of passes is
+            a power of two, the sum's bits do not depend on how the passes are distributed over the ranks. The tree
+            needs one buffer per level.
+        noted: the list that holds, between the first gradient of a backward pass and `pack`, the parameters whose
+            gradients have arrived and the parameters whose gradients are defined; see `_C.Arrivals`.
+
+    Attributes:
+        levels: the sums of 1, 2, 4, ... passes; without ``tree`` one sum of any number of passes.
+        counts: with ``tree``, by parameter, the number of passes in its sums. A level of the tree holds a part for the
+            parameter if the number has that bit set, and zeros otherwise.
+        base: the count at the beginning of a pipeline step.
+        contributed: parameters with a gradient in the sums.
+        views: every parameter's part of the only level, once it is in `p.grad`.
+    """
+
+    def __init__(self, layout: FlatLayout, ranks: DataParallelGroup, tree: bool, noted: list[set[int]]) -> None:
+        self.layout, self.ranks, self.tree, self.noted = layout, ranks, tree, noted
+        self.levels: list[torch.Tensor | None] = []
+        self.counts = [0] * len(layout.segments)
+        self.base = 0
+        self.contributed: set[int] = set()
+        self.views: list[torch.Tensor] | None = None
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The levels that have a sum."""
+        return [level for level in self.levels if level is not None]
+
+    def parts_of(self, i: int) -> list[torch.Tensor]:
+        """Returns a parameter's part of every level that has a sum."""
+        return [self.layout.part(level, i) for level in self.held]
+
+    def all_views(self) -> list[torch.Tensor]:
+        """Returns every parameter's part of the only level."""
+        if self.views is None:
+            assert self.levels[0] is not None
+            self.views = self.layout.parts(self.levels[0])
+        return self.views
+
+    def push(self, sums: torch.Tensor) -> None:
+        """Adds a pass's gradients as a leaf of the tree or, without a tree, as the only sums."""
+        level = 0
+        while self.tree and level < len(self.levels) and self.levels[level] is not None:
+            before = self.levels[level]
+            assert before is not None
+            sums = self._added(before, sums)
+            self.levels[level] = None
+            level += 1
+        self._hold(level, sums)
+        self.counts = [count + 1 for count in self.counts]
+
+    def fold(self) -> torch.Tensor | None:
+        """Returns the sum of all levels, adding the smallest subtrees first."""
+        sums: torch.Tensor | None = None
+        for level in self.held:
+            sums = level if sums is None else self._added(level, sums)
+        return sums
+
+    def clear(self) -> None:
+        """Forgets the levels, whose buffers were given back."""
+        self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
+
+    def _hold(self, level: int, sums: torch.Tensor) -> None:
+        self.levels.extend([None] * (level + 1 - len(self.levels)))
+        self.levels[level] = sums
+
+    def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        before.add_(after)
+        _give_back(self.ranks, after)
+        return before
+
+    # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
+
+    def is_level(self, given: int, leaf: int | None) -> bool:
+        """Whether gradients of ``given`` parameters are the next leaf of every parameter."""
+        expected = self.counts[0] if leaf is None else self.base + leaf
+        return given == len(self.counts) and all(count == expected for count in self.counts)
+
+    def add_leaves(
+        self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None, new: Callable[[], torch.Tensor]
+    ) -> None:
+        """Adds the gradients of some parameters, each as the leaf of this index of its tree; None: its next leaf.
+
+        Args:
+            new: returns memory for another level.
+        """
+        for i, grad in fresh:
+            self._advance(i, self.counts[i] if leaf is None else self.base + leaf, new)
+            self._add_leaf(i, grad, new)
+        self._free_levels()
+
+    def begin_step(self) -> None:
+        """Records the beginning of a pipeline step."""
+        self.base = max(self.counts)
+
+    def end_step(self, leaves: int, new: Callable[[], torch.Tensor]) -> None:
+        """Ends a pipeline step of ``leaves`` micro-batches: parameters without a gradient in the last ones get zeros
+        there."""
+        if self.tree and self.held:
+            for i in range(len(self.counts)):
+                self._advance(i, self.base + leaves, new)
+            self._free_levels()
+
+    def _advance(self, i: int, count: int, new: Callable[[], torch.Tensor]) -> None:
+        """Adds leaves of zeros to a parameter's tree until it has ``count`` leaves."""
+        while self.counts[i] < count:
+            self._add_leaf(i, None, new)
+
+    def _add_leaf(self, i: int, sums: torch.Tensor | None, new: Callable[[], torch.Tensor]) -> None:
+        """Adds a leaf to a parameter's tree; None: zeros."""
+        level, emptied = 0, []
+        while self.counts[i] >> level & 1:
+            whole = self.levels[level]
+            assert whole is not None
+            before = self.layout.part(whole, i)
+            sums = before if sums is None else before.add_(sums)
+            emptied.append(before)
+            level += 1
+        if level >= len(self.levels) or self.levels[level] is None:
+            self._hold(level, new().zero_())
+        if sums is not None:
+            whole = self.levels[level]
+            assert whole is not None
+            self.layout.part(whole, i).copy_(sums)
+        for before in emptied:
+            before.zero_()
+        self.counts[i] += 1
+
+    def _free_levels(self) -> None:
+        """Returns the buffers of levels in which no parameter has a part."""
+        for level, whole in enumerate(self.levels):
+            if whole is not None and not any(count >> level & 1 for count in self.counts):
+                _give_back(self.ranks, whole)
+                self.levels[level] = None
+
+
+def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
+    """Returns buffers that were taken from the pool, each once."""
+    for tensor in {id(each): each for each in lent}.values():
+        if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+            ranks.give(tensor)
+
+
 class GradBuffer:
     """Buffers and state of one bucket's gradient.
 
     Args:
         params: the bucket's parameters, in the order of the layout's segments.
-        noted: the list that holds, between the first gradient of a backward pass and `pack`, the parameters whose
-            gradients have arrived and the parameters whose gradients are defined; see `_C.Arrivals`.
-        check: called where torch refuses a gradient: raises for a parameter of another shape or type.
-        tree: add up the backward passes between two reductions in a balanced binary tree, as the ranks' gradients are
-            added. If the number of passes is a power of two, the sum's bits do not depend on how the passes are
-            distributed over the ranks. The tree needs one buffer per level.
+        tree, noted: see `LocalSums`.
 
     Attributes:
-        counts: with ``tree``, by parameter, the number of passes in its sums. A level of the tree holds a part for the
-            parameter if the number has that bit set, and zeros otherwise.
-        base: the count at the beginning of a pipeline step.
+        buffer: the memory that stays: whole at stages 0 and 1, else this rank's shard.
+        reduced: the part of it with the mean: all of it, at stage 1 this rank's shard.
+        has_reduced: whether it has a mean; ``has``: the parameters with one.
+        shown: what `expose_grads` put into `p.grad`.
+        means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
+        work: the reduction in flight.
     """
 
     def __init__(
@@ -89,56 +234,39 @@ class GradBuffer:
         *,
         tree: bool,
         noted: list[set[int]],
-        check: Callable[[str], object],
     ) -> None:
-        self.params, self.layout, self.ranks, self.types = params, layout, ranks, types
-        self.stage, self.tree, self.noted, self._check = stage, tree, noted, check
-        self.dtype = types.master
-        self.start, self.end = layout.owned_range(ranks.rank, stage)
-        numel = layout.numel if stage < 2 else layout.shard_numel
-        self._lie_in(ranks.empty(numel, self.dtype, device))
-        self._means: list[torch.Tensor] = []  # the tensors in `p.grad`, unless they are `ShardedGradient`s
-        self._addresses: list[int] = []  # addresses of `_means`
-        self.plain = types.compute == self.dtype  # autograd can add into our buffers
-        # A single parameter that fills the buffer is not packed: on the CPU its reduce_scatter costs less than packing
-        # it first.
-        alone = len(params) == 1 and layout.used_numel == layout.numel
-        self.sent_as_it_is = alone and self.plain and stage > 0 and ranks.comm.engine == "cpu"
-        self.views: list[torch.Tensor] | None = None
-        # Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks have.
-        self.uses_placeholders = stage > 0 or not self.plain or ranks.cuts_model
+        self.params, self.layout, self.ranks, self.types, self.stage = params, layout, ranks, types, stage
+        self._lie_in(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
+        self.local = LocalSums(layout, ranks, tree, noted)
         self.placeholders = [ShardedGradient.of(self, i) for i in range(len(params))]
-        self.levels: list[torch.Tensor | None] = []  # local sums of 1, 2, 4, ... passes; without `tree` of any number
-        self.counts = [0] * len(params)
-        self.base = 0
         self.has_reduced = False
-        self.contributed: set[int] = set()  # parameters with a gradient in the local sums
-        self.has: set[int] = set()  # parameters with a reduced gradient
-        self.shown: list[torch.Tensor | None] = [None] * len(params)  # what `expose_grads` put into p.grad
-        self.in_place = False  # whether autograd adds directly to the local sums
+        self.has: set[int] = set()
+        self.shown: list[torch.Tensor | None] = [None] * len(params)
+        self.means: tuple[list[torch.Tensor], list[int]] = [], []
         self.work: Any = None
-        self.hooked = False  # whether a communication hook makes the mean
 
     def _lie_in(self, buffer: torch.Tensor) -> None:
         """Sets the memory of the reduced gradient."""
         self.buffer = buffer
-        self.reduced = self.buffer[self.start : self.end] if self.stage < 2 else self.buffer
+        start, end = self.layout.owned_range(self.ranks.rank, self.stage)
+        self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
         self.buffer._ringcomm_uses = uses(self.buffer)
 
     def _leave_buffer(self) -> None:
         """Switches to new memory if users still see the old one through slices of gradients or through what autograd
         saved."""
-        own = [*map(operator.eq, map(torch.Tensor.data_ptr, self._means), self._addresses)]
+        means, addresses = self.means
+        own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
         if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
             self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
             for i, is_own in enumerate(own):
                 if is_own:
-                    self._means[i].data = self.layout.part(self.buffer, i)
-                    self._addresses[i] = self._means[i].data_ptr()
+                    means[i].data = self.layout.part(self.buffer, i)
+                    addresses[i] = means[i].data_ptr()
 
     def rename(self, layout: FlatLayout) -> None:
         """Takes a layout that differs in the parameters' names."""
-        self.layout = layout
+        self.layout = self.local.layout = layout
         for placeholder, segment in zip(self.placeholders, layout.segments, strict=True):
             placeholder._name = segment.name
 
@@ -153,14 +281,37 @@ class GradBuffer:
     @property
     def has_local(self) -> bool:
         """Whether there are local sums that were not reduced yet."""
-        return any(level is not None for level in self.levels)
+        return any(level is not None for level in self.local.levels)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the sums and the mean."""
+        return self.types.master
+
+    @property
+    def plain(self) -> bool:
+        """Whether autograd can add into our buffers."""
+        return self.types.compute == self.types.master
+
+    @property
+    def uses_placeholders(self) -> bool:
+        """Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks
+        have."""
+        return self.stage > 0 or not self.plain or self.ranks.cuts_model
+
+    @property
+    def sent_as_it_is(self) -> bool:
+        """Whether a single parameter fills the buffer and is not packed: on the CPU its reduce_scatter costs less than
+        packing it first."""
+        alone = len(self.params) == 1 and self.layout.used_numel == self.layout.numel
+        return alone and self.plain and self.stage > 0 and self.ranks.comm.engine == "cpu"
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     @property
     def opened(self) -> bool:
         """Whether a backward pass is adding gradients now."""
-        return len(self.noted) > 0
+        return len(self.local.noted) > 0
 
     def open(self, arrived: set[int]) -> None:
         """Prepares `p.grad` before the first gradient of a backward pass arrives, so that autograd adds to the right
@@ -170,10 +321,11 @@ class GradBuffer:
             arrived: the set to which parameters are added as their gradients arrive.
         """
         self.adopt_user_grads("backward", own=True)
-        self.noted[:] = arrived, self.contributed
-        self.in_place = self.plain and not self.tree and self.has_local
+        local = self.local
+        local.noted[:] = arrived, local.contributed
         if self.has_reduced or self.has_local:
-            self._put(self._local_views() if self.in_place else [None] * len(self.shown))
+            in_place = self.plain and not local.tree and self.has_local
+            self._put(local.all_views() if in_place else [None] * len(self.shown))
 
     def pack(self, apart: bool = False, leaf: int | None = None) -> None:
         """Adds the gradients of a finished backward pass to the local sums.
@@ -186,31 +338,33 @@ class GradBuffer:
         params = self.params
         with torch._C.DisableTorchFunctionSubclass():
             fresh = self._fresh([*map(_grad_of, params)])
-        self.noted.clear()
+        self.local.noted.clear()
         if not fresh:
             return
-        if self.tree and apart and not self._fills_a_level(fresh, leaf):
-            for i, grad in fresh:
-                self._advance(i, self.counts[i] if leaf is None else self.base + leaf)
-                self._add_leaf(i, grad)
-            self._free_levels()
-        elif self.tree or not self.has_local:
-            self._push(self._packed(fresh))
+        local = self.local
+        if local.tree and apart and not local.is_level(len(fresh), leaf):
+            local.add_leaves(fresh, leaf, self._new_whole)
+        elif local.tree or not self.has_local:
+            local.push(self._packed(fresh))
         else:
-            local = self.levels[0]
-            assert local is not None
+            sums = local.levels[0]
+            assert sums is not None
+            in_place = self.plain  # then autograd has added, but with create_graph in memory of its own
             for i, grad in fresh:
-                if self.in_place:  # with create_graph autograd allocates its own memory
-                    self.layout.part(local, i).copy_(grad)
-                else:
-                    self.layout.part(local, i).add_(grad)
+                part = self.layout.part(sums, i)
+                part.copy_(grad) if in_place else part.add_(grad)
         with torch._C.DisableTorchFunctionSubclass():
             for i, _ in fresh:
                 params[i].grad = None
 
+    def end_step(self, leaves: int) -> None:
+        """Ends a pipeline step; see `LocalSums.end_step`."""
+        self.local.end_step(leaves, self._new_whole)
+
     def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
         """Returns the gradients left by autograd that are not in the local sums yet."""
-        if self.views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, with few Python operations
+        views = self.local.views
+        if views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, with few Python operations
             given: list[torch.Tensor] = [*grads]
             if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
                 return [*enumerate(given)]
@@ -218,7 +372,7 @@ class GradBuffer:
         for i, grad in enumerate(grads):
             if grad is None or isinstance(grad, ShardedGradient):
                 continue
-            if self.views is not None and grad is self.views[i]:
+            if views is not None and grad is views[i]:
                 continue
             if grad.layout != torch.strided:
                 raise InvalidArgumentError(
@@ -239,34 +393,23 @@ class GradBuffer:
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Assigns the tensors to `p.grad`."""
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                for p, grad in zip(self.params, grads, strict=True):
-                    p.grad = grad
-        except RuntimeError:
-            self._check("backward")  # raises if forward has cast a parameter
-            raise
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, grad in zip(self.params, grads, strict=True):
+                p.grad = grad
 
     def _shown(self, i: int) -> torch.Tensor | None:
         if self.has_reduced and i in self.has:
             return self.placeholders[i] if self.uses_placeholders else self._all_means()[i]
-        if self.has_local and i in self.contributed:
-            return self._local_views()[i] if self.plain and not self.tree else self.placeholders[i]
+        if self.has_local and i in self.local.contributed:
+            return self.local.all_views()[i] if self.plain and not self.local.tree else self.placeholders[i]
         return None
-
-    def _local_views(self) -> list[torch.Tensor]:
-        """Returns every parameter's part of the local sums, of which there is only one level."""
-        if self.views is None:
-            assert self.levels[0] is not None
-            self.views = self.layout.parts(self.levels[0])
-        return self.views
 
     def _all_means(self) -> list[torch.Tensor]:
         """Returns every parameter's mean as a tensor for `p.grad`."""
-        if not self._means:
-            self._means = [self._new_mean(i) for i in range(len(self.shown))]
-            self._addresses = [mean.data_ptr() for mean in self._means]
-        return self._means
+        if not self.means[0]:
+            means = [self._new_mean(i) for i in range(len(self.shown))]
+            self.means = means, [mean.data_ptr() for mean in means]
+        return self.means[0]
 
     def _new_mean(self, i: int) -> torch.Tensor:
         """Returns a tensor for `p.grad`. It is not a view, because torch refuses to detach a view in place."""
@@ -275,40 +418,41 @@ class GradBuffer:
     def drop(self) -> None:
         """Discards all gradients."""
         if self.work is not None:
-            work, wire, out, _ = self.work
+            work, wire, out, *_ = self.work
             self.work = None
             with contextlib.suppress(RingcommError):  # the caller does not want the result
                 work.wait()
-            self._give_back(wire, out, *self.levels)
-            self._no_levels()
+            _give_back(self.ranks, wire, out, *self.local.levels)
+            self.local.clear()
         self.shown = [None] * len(self.shown)
         self._leave({*range(len(self.shown))})
-        self._give_back(*self.levels)
-        self._no_levels()
-        self.views = None
-        self.noted.clear()
+        _give_back(self.ranks, *self.local.levels)
+        self.local.clear()
+        self.local.views = None
+        self.local.noted.clear()
         self.has_reduced = False
-        self.contributed.clear()
+        self.local.contributed.clear()
         self.has.clear()
         self._leave_buffer()
         self.changed()
 
     def _leave(self, forgotten: Collection[int]) -> None:
         """Copies the values of gradients that users still reference before those gradients are discarded."""
-        for i in _kept(self._means):
+        means, _ = self.means
+        for i in _kept(means):
             if i in forgotten and i in self.has:
-                self._means[i].data = self._means[i].clone()
-                self._means[i] = self._new_mean(i)
+                means[i].data = means[i].clone()
+                means[i] = self._new_mean(i)
         kept: GradBuffer | None = None
         # Placeholders are exposed only with `uses_placeholders` or `tree`.
-        for i in _kept(self.placeholders) if self.uses_placeholders or self.tree else ():
+        for i in _kept(self.placeholders) if self.uses_placeholders or self.local.tree else ():
             if i not in forgotten:
                 continue
             if kept is None and i in self.has:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
-                kept.has, kept.contributed, kept.levels, kept.work = set(self.has), set(), [], None
-                kept.views, kept._means, kept.shown = None, [], []
+                kept.has, kept.local, kept.work = set(self.has), LocalSums(self.layout, self.ranks, False, []), None
+                kept.means, kept.shown = ([], []), []
             self.placeholders[i]._owner = partial(_same, kept if i in self.has else None)
             self.placeholders[i] = ShardedGradient.of(self, i)
 
@@ -316,7 +460,7 @@ class GradBuffer:
         """Discards the gradients that the user has set to None."""
         if not (self.has_reduced or self.has_local):
             return
-        held = self.has | self.contributed
+        held = self.has | self.local.contributed
         with torch._C.DisableTorchFunctionSubclass():
             gone = [i for i in held if self.params[i].grad is None]
         if gone and len(gone) == len(held):
@@ -328,7 +472,7 @@ class GradBuffer:
             self._leave_buffer()
         for i in gone:
             self.has.discard(i)
-            self.contributed.discard(i)
+            self.local.contributed.discard(i)
             self._zero(i)
 
     def adopt_user_grads(self, call: str, own: bool = False) -> None:
@@ -354,8 +498,8 @@ class GradBuffer:
                 ]
             if own and others and not (self.has_reduced or self.has_local):
                 fresh = self._fresh(grads)
-                self.contributed = {i for i, _ in fresh}
-                self._push(self._packed(fresh))
+                self.local.contributed = {i for i, _ in fresh}
+                self.local.push(self._packed(fresh))
                 return
             for i, grad in others:
                 self._adopt(i, grad, call)
@@ -367,14 +511,14 @@ class GradBuffer:
             return True
         if len(self.has) < len(grads):
             return all(map(self._is_shown, range(len(grads)), grads))
-        return [*map(torch.Tensor.data_ptr, grads)] == self._addresses
+        return [*map(torch.Tensor.data_ptr, grads)] == self.means[1]
 
     def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
         """Whether a gradient is the tensor that `expose_grads` assigned, in the same memory; the user may have
         replaced `p.grad.data`."""
         if grad is not self.shown[i]:
             return False
-        return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self._addresses[i]
+        return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self.means[1][i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a user's tensor as a parameter's mean, or as its local sum if nothing was reduced yet."""
@@ -386,11 +530,11 @@ class GradBuffer:
         if not (self.has_reduced or self.has_local):
             self.buffer.zero_()
             self.has_reduced = True
-        (self.has if self.has_reduced else self.contributed).add(i)
+        (self.has if self.has_reduced else self.local.contributed).add(i)
         if grad is not self.placeholders[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
-        if self._means:  # the previous mean may have been given other memory
-            self._means[i] = self._new_mean(i)
+        if self.means[0]:  # the previous mean may have been given other memory
+            self.means[0][i] = self._new_mean(i)
         self.shown[i] = self.params[i].grad = self._shown(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
@@ -407,8 +551,7 @@ class GradBuffer:
         """Returns a parameter's unsharded gradient in the master weights' type; a collective, unless it was gathered
         just before."""
         if self._is_local(i):
-            parts = [self.layout.part(level, i) for level in self.levels if level is not None]
-            return reduce(lambda sums, level: level + sums, parts)  # in the order in which `_folded` adds
+            return reduce(lambda sums, level: level + sums, self.local.parts_of(i))  # in the order of `LocalSums.fold`
         if self.ranks.read is None or self.ranks.read[0] is not self:
             self.ranks.read = None  # keep at most one bucket unsharded at a time
             if self.stage > 0:
@@ -428,19 +571,19 @@ class GradBuffer:
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
         """Returns this rank's part of a parameter's gradient, flattened, and its offset in the gradient."""
         if self._is_local(i):
-            levels = [level for level in self.levels if level is not None]
-            if len(levels) > 1:
+            parts = self.local.parts_of(i)
+            if len(parts) > 1:
                 raise InvalidArgumentError(
                     f"grad: rank {self.ranks.rank} got a change of the gradient of {self._name(i)}, which is a "
-                    f"tree of {len(levels)} sums that were not reduced, expected a reduced one; change it after the "
+                    f"tree of {len(parts)} sums that were not reduced, expected a reduced one; change it after the "
                     "last backward"
                 )
-            return self.layout.part(levels[0], i).view(-1), 0
+            return parts[0].view(-1), 0
         return self._own(i)
 
     def _own(self, i: int) -> tuple[torch.Tensor, int]:
         """Returns this rank's part of a parameter's mean, and its offset."""
-        return self.layout.piece(self.reduced, self.start, i)
+        return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
 
     def zero(self, i: int) -> None:
         """Sets a parameter's gradient to zero."""
@@ -450,9 +593,8 @@ class GradBuffer:
     def _zero(self, i: int) -> None:
         if self.has_reduced:
             self._own(i)[0].zero_()
-        for level in self.levels:
-            if level is not None:
-                self.layout.part(level, i).zero_()
+        for part in self.local.parts_of(i):
+            part.zero_()
 
     def write(self, i: int, values: torch.Tensor) -> None:
         """Writes this rank's part of new values for a parameter's gradient."""
@@ -475,7 +617,7 @@ class GradBuffer:
                     f"use of the gradient of {self._name(i)}, expected none; use ringcomm.clip_grad_norm_"
                 )
             return False
-        if self.has_local and i in self.contributed and not self.opened:
+        if self.has_local and i in self.local.contributed and not self.opened:
             return True
         raise InvalidArgumentError(
             f"grad: rank {self.ranks.rank} got the gradient of {self._name(i)}, which is forgotten or not "
@@ -490,67 +632,60 @@ class GradBuffer:
         Args:
             hook: starts it in place of the communicator, and makes the mean; see comm_hook.py.
         """
-        local = self._folded()
+        local = self.local.fold()
         if local is None:
             local = self._new_whole()
             local.zero_()
-        self.levels = [local]
-        if self.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
-            self.views, self.shown = None, [None] * len(self.shown)
+        self.local.levels = [local]
+        if self.local.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
+            self.local.views, self.shown = None, [None] * len(self.shown)
             with torch._C.DisableTorchFunctionSubclass():
                 for p in self.params:
                     p.grad = None
-        self.hooked = hook is not None
         if hook is not None:
-            self.work = (hook(local), local, local, None)
+            self.work = (hook(local), local, local, None, True)
             return
         wire, scales = self._on_the_wire(local)
         op = self.ranks.mean_op(wire.dtype)
         if self.stage == 0:
-            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales)
+            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales, False)
         else:
             direct = not self.has_reduced and wire.dtype == self.dtype
             numel = self.layout.shard_numel
             out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.buffer.device)
-            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
+            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales, False)
 
     def finish_reduce(self) -> None:
         """Waits for the reduction and adds its result to the earlier means."""
-        work, wire, out, scales = self.work
+        work, wire, out, scales, is_mean = self.work
         work.wait()
         self.work = None
         self.ranks.average_replicas(out)
         target = self.buffer if self.stage == 0 else self.reduced
         mean = out if out.dtype == self.dtype else out.to(self.dtype)
-        if not self.hooked:
+        if not is_mean:
             self.ranks.correct(mean, wire.dtype)
         if out.data_ptr() != target.data_ptr():
             if scales is not None:
-                for fragment in self.layout.fragments(self.start, self.end):
+                for fragment in self.layout.fragments(*self.layout.owned_range(self.ranks.rank, self.stage)):
                     mean[fragment.offset : fragment.offset + fragment.numel].mul_(scales[fragment.segment])
             if self.has_reduced:
                 target.add_(mean)
             else:
                 target.copy_(mean)
-        self._give_back(wire, out, *self.levels)
-        self._no_levels()
+        _give_back(self.ranks, wire, out, *self.local.levels)
+        self.local.clear()
         self.has_reduced = True
         self.changed()
-        self.has |= self.contributed
-        self.contributed.clear()
+        self.has |= self.local.contributed
+        self.local.contributed.clear()
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
     def _new_whole(self) -> torch.Tensor:
-        if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.levels):
+        if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.local.levels):
             return self.buffer
         return self.ranks.take(self.layout.numel, self.dtype, self.buffer.device)
-
-    def _give_back(self, *lent: torch.Tensor | None) -> None:
-        """Returns buffers that were taken from the pool, each once."""
-        for tensor in {id(each): each for each in lent}.values():
-            if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
-                self.ranks.give(tensor)
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Returns a whole buffer with these gradients, and zeros elsewhere."""
@@ -581,89 +716,6 @@ class GradBuffer:
             known[self] = self.layout.parts_and_padding(whole.new_empty(0).set_(whole))
             whole._ringcomm_uses += uses(whole) - before
         return known[self]
-
-    def _push(self, sums: torch.Tensor) -> None:
-        """Adds a pass's gradients as a leaf of the tree or, without a tree, as the only sums."""
-        level = 0
-        while self.tree and level < len(self.levels) and self.levels[level] is not None:
-            before = self.levels[level]
-            assert before is not None
-            sums = self._added(before, sums)
-            self.levels[level] = None
-            level += 1
-        self._hold(level, sums)
-        self.counts = [count + 1 for count in self.counts]
-
-    def _hold(self, level: int, sums: torch.Tensor) -> None:
-        self.levels.extend([None] * (level + 1 - len(self.levels)))
-        self.levels[level] = sums
-
-    def _no_levels(self) -> None:
-        self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
-
-    # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
-
-    def begin_parts(self) -> None:
-        """Records the beginning of a pipeline step."""
-        self.base = max(self.counts)
-
-    def end_parts(self, leaves: int) -> None:
-        """Ends a pipeline step of ``leaves`` micro-batches: parameters without a gradient in the last ones get zeros
-        there."""
-        if self.tree and self.has_local:
-            for i in range(len(self.counts)):
-                self._advance(i, self.base + leaves)
-            self._free_levels()
-
-    def _fills_a_level(self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None) -> bool:
-        """Whether these gradients are the next leaf of every parameter."""
-        expected = self.counts[0] if leaf is None else self.base + leaf
-        return len(fresh) == len(self.counts) and all(count == expected for count in self.counts)
-
-    def _advance(self, i: int, count: int) -> None:
-        """Adds leaves of zeros to a parameter's tree until it has ``count`` leaves."""
-        while self.counts[i] < count:
-            self._add_leaf(i, None)
-
-    def _add_leaf(self, i: int, sums: torch.Tensor | None) -> None:
-        """Adds a leaf to a parameter's tree; None: zeros."""
-        level, emptied = 0, []
-        while self.counts[i] >> level & 1:
-            whole = self.levels[level]
-            assert whole is not None
-            before = self.layout.part(whole, i)
-            sums = before if sums is None else before.add_(sums)
-            emptied.append(before)
-            level += 1
-        if level >= len(self.levels) or self.levels[level] is None:
-            self._hold(level, self._new_whole().zero_())
-        if sums is not None:
-            whole = self.levels[level]
-            assert whole is not None
-            self.layout.part(whole, i).copy_(sums)
-        for before in emptied:
-            before.zero_()
-        self.counts[i] += 1
-
-    def _free_levels(self) -> None:
-        """Returns the buffers of levels in which no parameter has a part."""
-        for level, whole in enumerate(self.levels):
-            if whole is not None and not any(count >> level & 1 for count in self.counts):
-                self._give_back(whole)
-                self.levels[level] = None
-
-    def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        before.add_(after)
-        self._give_back(after)
-        return before
-
-    def _folded(self) -> torch.Tensor | None:
-        """Returns the sum of all local sums, adding the smallest subtrees first."""
-        sums: torch.Tensor | None = None
-        for level in self.levels:
-            if level is not None:
-                sums = level if sums is None else self._added(level, sums)
-        return sums
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the sums in the type that is sent, and the factor by which each parameter's mean is to be

@@ -322,7 +322,7 @@ class Plan:
             for p, segment in zip(bucket.params, bucket.layout.segments, strict=True):
                 if p.grad is None:
                     p.grad = torch.empty(segment.shape, dtype=bucket.types.compute, device=_META)
-            gradient.contributed |= set(range(len(bucket.params)))
+            gradient.local.contributed |= set(range(len(bucket.params)))
             gradient.pack()
             if not sync:
                 continue

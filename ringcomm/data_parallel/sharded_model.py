@@ -835,7 +835,7 @@ class ShardedModel:
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
         if not bucket.gradient.opened:
-            bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
+            bucket.open_gradient(backward.arrived.setdefault(bucket, set()))
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self._reenters = True  # a reentrant checkpoint
@@ -936,7 +936,7 @@ class ShardedModel:
                 self._collect(bucket)
             elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
-            bucket.gradient.expose_grads()
+            bucket.expose_grads()
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
@@ -944,7 +944,7 @@ class ShardedModel:
         message, the host memory for the ranks' maximum, the device memory, and the work."""
         said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
         for bucket in self.order:
-            has = bucket.gradient.contributed | bucket.gradient.has
+            has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
             said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
@@ -1047,7 +1047,7 @@ class ShardedModel:
         for unit in self.units:
             self.timed(unit.gather)
         for bucket in self.order:
-            bucket.gradient.begin_parts()
+            bucket.gradient.local.begin_step()
         before, self.sync, self.held = self.sync, False, True
         self.leaf, self._leaves = None, 0
         try:
@@ -1059,7 +1059,7 @@ class ShardedModel:
             raise
         self.sync, self.held = before, False
         for bucket in self.order:
-            bucket.gradient.end_parts(self._leaves)
+            bucket.gradient.end_step(self._leaves)
         if torch.is_grad_enabled() and self.sync:
             self.backward.accumulates = True
             self._finish()
