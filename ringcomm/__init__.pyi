@@ -50,8 +50,8 @@ from ringcomm.mesh import init_mesh as init_mesh
 from ringcomm.observe import record as record
 from ringcomm.observe.record import step as step
 from ringcomm.observe.trace import trace as trace
-from ringcomm.pipeline_parallel.cuts import split as split
 from ringcomm.pipeline_parallel.pipeline import Pipeline as Pipeline
+from ringcomm.pipeline_parallel.split import split as split
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
 from ringcomm.tensor_parallel.layers import RowParallelLinear as RowParallelLinear
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding

@@ -185,8 +185,8 @@ def gather_of_stale_values(right: Function) -> Function:
         gathered = bucket.gathering is not None
         right(bucket)
         if gathered:
-            first = bucket.__dict__.setdefault("first_values", bucket.whole.clone())
-            bucket.whole.copy_(first)
+            first = bucket.__dict__.setdefault("first_values", bucket.unsharded.clone())
+            bucket.unsharded.copy_(first)
 
     return wrong
 
@@ -194,12 +194,12 @@ def gather_of_stale_values(right: Function) -> Function:
 @fault(Bucket, "publish")
 def shard_that_the_others_do_not_get(right: Function) -> Function:
     def wrong(bucket: Bucket) -> Any:
-        before = bucket.whole.clone() if bucket.stage in (1, 2) else None
+        before = bucket.unsharded.clone() if bucket.stage in (1, 2) else None
         work = right(bucket)
         if before is not None and bucket.ranks.rank != 0:
             work.wait()
             numel = bucket.layout.shard_numel
-            bucket.whole[:numel].copy_(before[:numel])
+            bucket.unsharded[:numel].copy_(before[:numel])
         return Done() if before is not None else work
 
     return wrong

@@ -98,11 +98,11 @@ class ViewData:
 
     Attributes:
         piece: this rank's part of the values, once they are no longer the parameter's.
-        whole: a buffer with the bucket's layout that holds these values, once it was gathered.
+        unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
     """
 
     piece: Any = None
-    whole: torch.Tensor | None = None
+    unsharded: torch.Tensor | None = None
 
 
 class Bucket:
@@ -223,16 +223,16 @@ class Bucket:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
             reuse = values.dtype == compute and values.untyped_storage().resizable()
-            self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
-            self._views = self.layout.parts(self.whole)
-            self._own_uses = uses(self.whole) + len(self.params)  # while the parameters are views of it
+            self.unsharded = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
+            self._views = self.layout.parts(self.unsharded)
+            self._own_uses = uses(self.unsharded) + len(self.params)  # while the parameters are views of it
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
             reuse = values.dtype == compute
-            self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
-            self.weight = self.whole[self.start : self.end]
-            self._views = self.layout.parts(self.whole)
+            self.unsharded = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
+            self.weight = self.unsharded[self.start : self.end]
+            self._views = self.layout.parts(self.unsharded)
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         if not self.separate:
@@ -263,7 +263,7 @@ class Bucket:
             p.__class__ = kind
             p.data = nothing
             p.__class__ = self.sharded_class
-        self.whole.untyped_storage().resize_(0)
+        self.unsharded.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
         """Moves the buffers to another stage and drops the gradients."""
@@ -283,7 +283,7 @@ class Bucket:
             p.grad = None
             p.data = self.layout.part(whole, i).to(self.device, self.dtype, copy=True)
             p.grad = gradients.get(i)
-        self.weight = self.master = self.whole = torch.empty(0)
+        self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
 
     def thaw(self) -> None:
@@ -336,25 +336,25 @@ class Bucket:
             raise
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters can be read."""
         return self.stage < LAST_STAGE or (self.gathering is None and self._allocated)
 
     @property
     def _allocated(self) -> bool:
-        return self.whole.untyped_storage().nbytes() > 0
+        return self.unsharded.untyped_storage().nbytes() > 0
 
     @_untransformed
     def start_gather(self) -> None:
         """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
         if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
             return
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.ranks.note_gathered(self.whole.nbytes)
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+        self.ranks.note_gathered(self.unsharded.nbytes)
         self.ranks.announce("gather", self.number)
         self.ranks.note_order(self.number)
         with self._undone_by_errors():
-            self.gathering = self.ranks.all_gather(self.weight, self.whole)
+            self.gathering = self.ranks.all_gather(self.weight, self.unsharded)
 
     @_untransformed
     def finish_gather(self) -> None:
@@ -371,22 +371,22 @@ class Bucket:
         try:
             yield
         except BaseException:
-            self.whole.untyped_storage().resize_(0)
-            self.ranks.note_gathered(-self.whole.nbytes)
+            self.unsharded.untyped_storage().resize_(0)
+            self.ranks.note_gathered(-self.unsharded.nbytes)
             raise
 
     @property
     def _is_seen(self) -> bool:
         """Stage 3: whether other tensors share the whole buffer's memory, such as views that the user's program has
         kept or tensors that autograd has saved without our hooks."""
-        return uses(self.whole) > self._own_uses + len(self._windows)
+        return uses(self.unsharded) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
         """Returns a view of the whole buffer. Views are cached for the next backward pass, up to a limit."""
         if at not in self._windows:
             if len(self._windows) >= _WINDOWS_EACH * len(self.params):
                 self._windows.clear()
-            self._windows[at] = at.on(self.whole)
+            self._windows[at] = at.on(self.unsharded)
         return self._windows[at]
 
     @_untransformed
@@ -403,21 +403,21 @@ class Bucket:
                 if keep:
                     self._keep_writes("forward")
                 if self._is_seen:
-                    self.homes.pop(self.whole.untyped_storage()._cdata, None)
-                    self.whole = torch.empty_like(self.whole)
-                    self._views, self._windows = self.layout.parts(self.whole), {}
-                    self.homes[self.whole.untyped_storage()._cdata] = self
+                    self.homes.pop(self.unsharded.untyped_storage()._cdata, None)
+                    self.unsharded = torch.empty_like(self.unsharded)
+                    self._views, self._windows = self.layout.parts(self.unsharded), {}
+                    self.homes[self.unsharded.untyped_storage()._cdata] = self
                 self._free()
                 self.borrowed = False
-                self.ranks.note_gathered(-self.whole.nbytes)
+                self.ranks.note_gathered(-self.unsharded.nbytes)
 
     def publish(self) -> Any:
         """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
-            return self.ranks.all_gather(self.weight, self.whole)
-        again = self.stage == LAST_STAGE and self.is_whole and self.held
+            return self.ranks.all_gather(self.weight, self.unsharded)
+        again = self.stage == LAST_STAGE and self.is_unsharded and self.held
         self.release(keep=False)  # stage 3: parameters gathered before have the old values
         if again:
             self.start_gather()
@@ -441,7 +441,7 @@ class Bucket:
 
     def _keep(self) -> None:
         """Stage 3: keeps this rank's part of what was written into the unsharded parameters."""
-        self.weight.copy_(self.whole[self.start : self.end])
+        self.weight.copy_(self.unsharded[self.start : self.end])
 
     def set_data(self, i: int, values: torch.Tensor) -> None:
         """Stage 3: implements `p.data = values`: this rank takes its part, and the master weights follow later.
@@ -514,7 +514,7 @@ class Bucket:
 
     def _take_writes(self, call: str) -> list[int]:
         """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
-        if not self.is_whole:
+        if not self.is_unsharded:
             return []
         if self.stage == LAST_STAGE:
             self._keep()
@@ -543,7 +543,7 @@ class Bucket:
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps between steps, by kind."""
         return {
-            "parameters": (self.weight if self.stage == LAST_STAGE else self.whole).nbytes,
+            "parameters": (self.weight if self.stage == LAST_STAGE else self.unsharded).nbytes,
             "master": self.master.nbytes if self.separate else 0,
             "gradients": self.gradient.nbytes if self.trainable else 0,
         }

@@ -13,7 +13,7 @@ from torch import nn
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.meta import is_unmade, unmade
-from ringcomm.data_parallel.uncut import Room, uncut_of
+from ringcomm.data_parallel.unsplit import Room, unsplit_of
 from ringcomm.errors import InvalidArgumentError
 
 InitFn = Callable[[nn.Module], Any]
@@ -44,8 +44,8 @@ class Waiting:
             m._flat_weight_refs = []
 
     def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
-        uncut = uncut_of(m)
-        m = m if uncut is None else uncut.module
+        unsplit = unsplit_of(m)
+        m = m if unsplit is None else unsplit.module
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
         if reset is None:
             raise InvalidArgumentError(
@@ -98,8 +98,8 @@ class Waiting:
     def _call(self, name: str, m: nn.Module) -> None:
         if self.init is None:
             return
-        uncut = uncut_of(m)
-        whole = m if uncut is None else uncut.open(m, self.room)
+        unsplit = unsplit_of(m)
+        whole = m if unsplit is None else unsplit.open(m, self.room)
         before = _ids(whole)
         with torch.no_grad(), self.device:
             self.init(whole)
@@ -108,8 +108,8 @@ class Waiting:
                 f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
                 "it, expected values to be written into those that are there; use torch.nn.init"
             )
-        if uncut is not None:
-            uncut.close(m)
+        if unsplit is not None:
+            unsplit.close(m)
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}

@@ -547,7 +547,7 @@ class GradBuffer:
         if self.ranks.read is not None and self.ranks.read[0] is self:
             self.ranks.read = None
 
-    def whole(self, i: int) -> torch.Tensor:
+    def unsharded(self, i: int) -> torch.Tensor:
         """Returns a parameter's unsharded gradient in the master weights' type; a collective, unless it was gathered
         just before."""
         if self._is_local(i):
@@ -566,7 +566,7 @@ class GradBuffer:
         """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the
         means of all ranks or, before a reduction, this rank's sums."""
         self.adopt_user_grads("unshard")
-        return {i: self.whole(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
+        return {i: self.unsharded(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
 
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
         """Returns this rank's part of a parameter's gradient, flattened, and its offset in the gradient."""
@@ -818,7 +818,7 @@ class ShardedGradient(torch.Tensor):
 
     def _read(self) -> torch.Tensor:
         """Returns the values; a collective, unless the bucket was read just before."""
-        return self._through(self._home.whole(self._index).to(self.dtype))
+        return self._through(self._home.unsharded(self._index).to(self.dtype))
 
     def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Returns a view without reading values."""
@@ -956,7 +956,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, ShardedGradient):
             key = (x._home, x._index)
             if key not in bases:
-                bases[key] = x._home.whole(x._index).clone()
+                bases[key] = x._home.unsharded(x._index).clone()
             whole = x._through(bases[key])
             replaced[id(whole)] = x, whole  # keeps `whole` alive, so that no other object gets its id
             return whole

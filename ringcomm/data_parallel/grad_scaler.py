@@ -48,9 +48,9 @@ class GradScaler(torch.amp.GradScaler):
         pipelined = next((flat for flat in flats if _has_stages(flat)), None)
         scaled = not self._guessed
         if pipelined is not None and not self._agreed:
-            told = torch.tensor([float(scaled)], device=pipelined.device)
-            pipelined.ranks.reduce_over_all(told, "max", everywhere=True)
-            scaled = self._agreed = bool(told)
+            flag = torch.tensor([float(scaled)], device=pipelined.device)
+            pipelined.ranks.reduce_over_all(flag, "max", everywhere=True)
+            scaled = self._agreed = bool(flag)
         if not scaled and not self._agreed:
             raise InvalidArgumentError(
                 "GradScaler: got gradients to unscale before any call of scale(), expected one; call "
@@ -58,12 +58,12 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
-        attached = sharded_optimizer_of(optimizer, "GradScaler")
-        self._refuse_unscaled([] if attached is None else attached.flats)
-        if attached is None:
+        sharded = sharded_optimizer_of(optimizer, "GradScaler")
+        self._refuse_unscaled([] if sharded is None else sharded.flats)
+        if sharded is None:
             refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "GradScaler", "an overflow")
             return super()._unscale_grads_(optimizer, *args, **kwargs)
-        for flat in attached.flats:
+        for flat in sharded.flats:
             if flat.ranks.mesh is None:
                 refuse_parts(flat.module.parameters(), "GradScaler", "an overflow")
             if flat.ranks.joining is not None:
@@ -71,13 +71,13 @@ class GradScaler(torch.amp.GradScaler):
                     f"GradScaler: rank {flat.ranks.rank} is inside of join, where the other ranks do not hear of a "
                     "loss scale, expected none; train in bfloat16 there"
                 )
-        with attached.working():
+        with sharded.working():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
-            attached.host.bring_back()
+            sharded.host.bring_back()
         if not found:
-            found[attached.flat.device] = torch.zeros((), dtype=torch.float32, device=attached.flat.device)
+            found[sharded.flat.device] = torch.zeros((), dtype=torch.float32, device=sharded.flat.device)
         for flag in found.values():
-            for flat in attached.flats:
+            for flat in sharded.flats:
                 flat.ranks.reduce_over_all(flag.view(1), "max", everywhere=True)
         return found
 

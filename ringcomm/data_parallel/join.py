@@ -212,18 +212,18 @@ def _finish(flat: ShardedModel) -> None:
     flat.send_buffers()
     if flat.stage == 0:
         for bucket in flat.order:
-            _send(flat, bucket.whole)
+            _send(flat, bucket.unsharded)
             if bucket.separate:
                 _send(flat, bucket.master)
-        for attached in sharded_optimizers(flat):
-            _send_state(flat, attached)
+        for sharded in sharded_optimizers(flat):
+            _send_state(flat, sharded)
 
 
-def _send_state(flat: ShardedModel, attached: ShardedOptimizer) -> None:
-    attached.settle()
-    attached.close()
-    for entry in attached.entries:
-        for value in attached.state.get(entry.param, {}).values():
+def _send_state(flat: ShardedModel, sharded: ShardedOptimizer) -> None:
+    sharded.settle()
+    sharded.close()
+    for entry in sharded.entries:
+        for value in sharded.state.get(entry.param, {}).values():
             if torch.is_tensor(value):
                 _send(flat, value)
 

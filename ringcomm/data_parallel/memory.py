@@ -34,7 +34,7 @@ from ringcomm.data_parallel.sharded_model import (
 )
 from ringcomm.data_parallel.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.validation import expects, whole
+from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
 _STEPS = 2  # from the second step on, parameters are prefetched and the pool has reached its size
@@ -146,7 +146,12 @@ class Plan:
     """
 
     @expects(
-        "predict", model=MODULE, stage=STAGE, world_size=whole(1, 1 << 31), optimizer=OPTIMIZER, accumulation=whole(1)
+        "predict",
+        model=MODULE,
+        stage=STAGE,
+        world_size=validate_int(1, 1 << 31),
+        optimizer=OPTIMIZER,
+        accumulation=validate_int(1),
     )
     def __init__(
         self,

@@ -159,11 +159,11 @@ def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     """Returns the states that this rank holds."""
-    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
-    if attached is None:
+    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    if sharded is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
-    whole = [state for states in attached._whole.values() for state in states.values()]
-    return [state for state in attached.state.values() if isinstance(state, dict)] + whole
+    whole = [state for states in sharded._unsharded.values() for state in states.values()]
+    return [state for state in sharded.state.values() if isinstance(state, dict)] + whole
 
 
 def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> None:
@@ -173,16 +173,16 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
     refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
-    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
-    if attached is None:
+    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    if sharded is None:
         ShardedOptimizer(optimizer)
-    elif flat in attached.flats:
+    elif flat in sharded.flats:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer that is sharded already, expected a plain one; pass it "
             "once"
         )
     else:
-        attached.rebuild()
+        sharded.rebuild()
 
 
 def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
@@ -191,8 +191,8 @@ def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
 
 
 def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-    attached: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
-    return attached
+    sharded: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
+    return sharded
 
 
 def restage_model(flat: ShardedModel, stage: int) -> None:
@@ -207,23 +207,23 @@ def restage_model(flat: ShardedModel, stage: int) -> None:
     for unit in flat.units:
         unit.release()
     optimizers = sharded_optimizers(flat)
-    states = [attached.take_state() for attached in optimizers]
+    states = [sharded.take_state() for sharded in optimizers]
     flat.restage(stage)
-    for attached, state in zip(optimizers, states, strict=True):
-        attached.rebuild(state)
+    for sharded, state in zip(optimizers, states, strict=True):
+        sharded.rebuild(state)
 
 
 def unwrap_model(flat: ShardedModel) -> None:
     """Makes a module and its optimizers plain ones; a collective."""
     flat.prepare_unwrap()
-    for attached in sharded_optimizers(flat):
-        attached.detach()
+    for sharded in sharded_optimizers(flat):
+        sharded.detach()
     flat.unwrap()
 
 
 def _rebuild_optimizers(flat: ShardedModel) -> None:
-    for attached in sharded_optimizers(flat):
-        attached.rebuild()
+    for sharded in sharded_optimizers(flat):
+        sharded.rebuild()
 
 
 def watch_optimizers() -> None:
@@ -310,8 +310,8 @@ class ShardedOptimizer:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
         self._stepped: dict[Bucket, set[int]] = {}  # segments that ever had a gradient in a step
-        self._whole: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
-        self._seen = WholeStates(self)  # `optimizer.state` between two steps
+        self._unsharded: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
+        self._seen = UnshardedStates(self)  # `optimizer.state` between two steps
         self._working = False
         self._loading: dict[Bucket, BucketState] = {}
         self._watches = _watches
@@ -512,10 +512,10 @@ class ShardedOptimizer:
             if place is None:
                 self.state[p] = state
             else:
-                self._whole.setdefault(place[0], {})[place[1]] = state
+                self._unsharded.setdefault(place[0], {})[place[1]] = state
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
             bucket, i = self._sharded[id(p)]
-            self._whole.setdefault(bucket, {})[i] = self.state.pop(p)
+            self._unsharded.setdefault(bucket, {})[i] = self.state.pop(p)
         self._show_state()
         self.close()
 
@@ -524,8 +524,8 @@ class ShardedOptimizer:
         self._recover()
         states: dict[Any, State] = {}
         for bucket in self._mine:
-            states |= {bucket.params[i]: state for i, state in self.whole_state(bucket).items() if state}
-        self._whole.clear()
+            states |= {bucket.params[i]: state for i, state in self.unsharded_state(bucket).items() if state}
+        self._unsharded.clear()
         for entry in self.entries:
             if entry.is_own and entry.param in self.state:
                 states[entry.param] = self.state.pop(entry.param)
@@ -575,19 +575,19 @@ class ShardedOptimizer:
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, bucket: Bucket, i: int) -> bool:
-        whole = self._whole.get(bucket)
+        whole = self._unsharded.get(bucket)
         return i in self._stepped[bucket] if whole is None else bool(whole.get(i))
 
-    def whole_state(self, bucket: Bucket) -> dict[int, State]:
+    def unsharded_state(self, bucket: Bucket) -> dict[int, State]:
         """Returns the unsharded state of a bucket's parameters; writes into it are kept. A collective at stages 1 to
         3."""
-        if bucket not in self._whole:
+        if bucket not in self._unsharded:
             found = self._gathered(bucket)
-            self._whole[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
+            self._unsharded[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
             for entry in self.entries:
                 if entry.bucket is bucket and not entry.is_own:
                     self.state.pop(entry.param, None)
-        return self._whole[bucket]
+        return self._unsharded[bucket]
 
     def _gathered(self, bucket: Bucket) -> BucketState:
         if not self._stepped[bucket]:
@@ -599,15 +599,15 @@ class ShardedOptimizer:
     def clear_state(self) -> None:
         """Discards all state; not a collective."""
         self.state.clear()
-        self._whole.clear()
+        self._unsharded.clear()
         self._stepped = {bucket: set() for bucket in self._mine}
 
     def close(self) -> None:
         """Converts state that is kept by parameter to shards: every rank keeps its part."""
-        for bucket in list(self._whole):
-            states = {i: state for i, state in self._whole[bucket].items() if state}
+        for bucket in list(self._unsharded):
+            states = {i: state for i, state in self._unsharded[bucket].items() if state}
             self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
-            del self._whole[bucket]
+            del self._unsharded[bucket]
 
     def _put(self, bucket: Bucket, whole: BucketState) -> None:
         self._stepped[bucket] = set(whole.present)
@@ -630,14 +630,16 @@ class ShardedOptimizer:
             return
         if found is not self.state:
             self.state = defaultdict(dict)
-            self._whole = {bucket: {} for bucket in self._mine}
+            self._unsharded = {bucket: {} for bucket in self._mine}
             for key, value in found.items():
                 place = self._sharded.get(id(key))
                 if place is None:
                     self.state[key] = value
                 else:
-                    self._whole[place[0]][place[1]] = _in_master_type(place[0], value)
-            self._whole = {bucket: states for bucket, states in self._whole.items() if states or self._stepped[bucket]}
+                    self._unsharded[place[0]][place[1]] = _in_master_type(place[0], value)
+            self._unsharded = {
+                bucket: states for bucket, states in self._unsharded.items() if states or self._stepped[bucket]
+            }
         self._show_state()
 
     def before_state_dict(self) -> None:
@@ -645,7 +647,7 @@ class ShardedOptimizer:
         self.settle()
         states: dict[Any, Any] = {}
         for bucket in self._mine:
-            whole = self._whole.get(bucket)
+            whole = self._unsharded.get(bucket)
             found = self._gathered(bucket) if whole is None else None
             for i in sorted(self._mine[bucket]):
                 if id(bucket.params[i]) in self._sharded:
@@ -693,7 +695,7 @@ class ShardedOptimizer:
         """Puts in the sharded parameters' state after torch has loaded the rest."""
         loading, self._loading = self._loading, {}
         self.adopt_state()
-        self._whole.clear()
+        self._unsharded.clear()
         for bucket, whole in loading.items():
             self._put(bucket, whole)
         self._enter()  # some optimizers convert an older state
@@ -734,7 +736,7 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         """Replaces the model's parameters by the shards."""
         self._working = True
-        self._forget_whole_gradients()
+        self._forget_unsharded_gradients()
         for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
             group["params"][:] = params
         self.optimizer.state = self.state
@@ -753,7 +755,7 @@ class ShardedOptimizer:
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
         self._working = False
-        self._forget_whole_gradients()
+        self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
         moved = [entry for entry in self.entries if entry.param.data_ptr() != entry.address]
@@ -768,7 +770,7 @@ class ShardedOptimizer:
                 entry.param.grad = None
         self._show_state()
 
-    def _forget_whole_gradients(self) -> None:
+    def _forget_unsharded_gradients(self) -> None:
         """Drops cached unsharded gradients, because a step may change the gradients that it gets."""
         for flat in self.flats:
             flat.ranks.read = None
@@ -795,7 +797,7 @@ class ShardedOptimizer:
         self._refuse_unreduced()
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
-                lines = [line for attached in sharded_optimizers(flat) for line in attached.options.lines()]
+                lines = [line for sharded in sharded_optimizers(flat) for line in sharded.options.lines()]
                 flat.ranks.agree("step", lines, SAME_OPTIONS)
                 flat.options_differ = False
         for flat in self.flats:
@@ -854,7 +856,7 @@ class ShardedOptimizer:
             bucket.gradient.reconcile()
 
 
-class WholeStates(defaultdict[Any, Any]):
+class UnshardedStates(defaultdict[Any, Any]):
     """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
 
     Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
@@ -862,10 +864,10 @@ class WholeStates(defaultdict[Any, Any]):
     the optimizer's own mapping.
     """
 
-    def __init__(self, attached: ShardedOptimizer) -> None:
+    def __init__(self, sharded: ShardedOptimizer) -> None:
         super().__init__(dict)
         # Weak: the attached object references this one, and the optimizer references the attached object.
-        self._weak = weakref.ref(attached)
+        self._weak = weakref.ref(sharded)
 
     @property
     def _attached(self) -> ShardedOptimizer:
@@ -877,14 +879,14 @@ class WholeStates(defaultdict[Any, Any]):
         place = self._attached.place_of(key)
         if place is None:
             return self._attached.state[key]
-        return self._attached.whole_state(place[0]).setdefault(place[1], {})
+        return self._attached.unsharded_state(place[0]).setdefault(place[1], {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
         place = self._attached.place_of(key)
         if place is None:
             self._attached.state[key] = value
         else:
-            self._attached.whole_state(place[0])[place[1]] = value
+            self._attached.unsharded_state(place[0])[place[1]] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
@@ -893,7 +895,7 @@ class WholeStates(defaultdict[Any, Any]):
         if place is None:
             del self._attached.state[key]
         else:
-            del self._attached.whole_state(place[0])[place[1]]
+            del self._attached.unsharded_state(place[0])[place[1]]
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._attached.parameters_with_state()])
@@ -958,25 +960,25 @@ class WholeStates(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __repr__(self) -> str:
-        return f"WholeStates of {len(self)} parameters"
+        return f"UnshardedStates of {len(self)} parameters"
 
 
 class _Hooks:
     """The hooks that connect an optimizer to its `ShardedOptimizer`."""
 
-    def __init__(self, attached: ShardedOptimizer) -> None:
-        optimizer = attached.optimizer
-        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
-        after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        optimizer = sharded.optimizer
+        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
+        after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.after_step())
         # Other hooks then see the model's parameters.
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         self._handles = [
             self._before,
             after,
-            optimizer.register_state_dict_pre_hook(lambda _: attached.before_state_dict()),
-            optimizer.register_state_dict_post_hook(lambda _, state: attached.after_state_dict(), prepend=True),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
+            optimizer.register_state_dict_pre_hook(lambda _: sharded.before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, state: sharded.after_state_dict(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded.before_load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: sharded.after_load(), prepend=True),
         ]
         # Weak, because a reference cycle would keep the optimizer alive until garbage collection.
         here = weakref.ref(optimizer)

@@ -426,7 +426,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
-    sharded = [unit for unit in flat.units if not unit.is_whole]
+    sharded = [unit for unit in flat.units if not unit.is_unsharded]
     if sharded:
         flat.timed(flat.ranks.meet)
     for unit in units:
@@ -436,7 +436,7 @@ def whole(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         for bucket in [bucket for unit in units for bucket in unit.buckets]:
-            if bucket.is_whole:
+            if bucket.is_unsharded:
                 bucket.adopt_writes("whole")
         for unit in sharded if not flat.keeps_gathered else ():
             unit.release()

@@ -134,9 +134,9 @@ class Unit:
     # ---- parameters -----------------------------------------------------------------------------------------------
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters can be read."""
-        return all(bucket.is_whole for bucket in self.buckets)
+        return all(bucket.is_unsharded for bucket in self.buckets)
 
     def start_gather(self) -> None:
         """Stage 3: starts to gather the parameters."""
@@ -426,7 +426,7 @@ class ShardedModel:
 
     def find_homes(self) -> None:
         """Maps the memory of every stage 3 bucket's whole buffer to its bucket, which changes it when it moves."""
-        self._homes = {bucket.whole.untyped_storage()._cdata: bucket for bucket in self.buckets}
+        self._homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.homes = self._homes
 
@@ -695,7 +695,7 @@ class ShardedModel:
         stays = backward or self._depth > 0
         if stays and not backward:
             self._advise(name, call)
-        missing = [bucket for bucket in buckets if not bucket.is_whole]
+        missing = [bucket for bucket in buckets if not bucket.is_unsharded]
         if missing and not stays:
             self.timed(self.ranks.meet)
         for bucket in missing:
@@ -780,7 +780,7 @@ class ShardedModel:
         if not unit.in_backward:
             unit.in_backward = True
             self.backward.reached.append(unit)
-        if self.stage == LAST_STAGE and not unit.is_whole:
+        if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
             for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
                 each.start_gather()
@@ -1238,14 +1238,14 @@ class SavedParameter:
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
-        if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_whole:
+        if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
             return bucket.window(self.window)
         place = None if bucket is None else place_of(bucket.params[0])
         if bucket is None or place is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
-        if bucket.is_whole:
+        if bucket.is_unsharded:
             return bucket.window(self.window)
         flat, unit = place.flat, place.flat.unit_of(bucket)
         if torch._C._current_graph_task_id() >= 0:

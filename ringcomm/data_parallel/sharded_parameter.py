@@ -162,7 +162,7 @@ def _put_back(place: Place, data: ViewData) -> None:
     bucket.release()
     bucket.replace_data(i)
     bucket.piece(bucket.weight, i).copy_(data.piece)
-    bucket.shared[i], data.piece, data.whole = data, None, None
+    bucket.shared[i], data.piece, data.unsharded = data, None, None
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -204,7 +204,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name in _ARRAYS:
             result.flags.writeable = False  # writes into the copy would be lost
         originals = {id(values[id(x)]): x for x in given}
-        homes = {place.bucket.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
+        homes = {place.bucket.unsharded.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
 
         def shown(x: Any) -> Any:
             if id(x) in originals:
@@ -277,7 +277,7 @@ def _writes(name: str, kwargs: Any) -> bool:
 def _values(x: Any) -> torch.Tensor:
     """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view."""
     window, place, replaced = _window(x), x._ringcomm, _replaced(x)
-    whole = place.bucket.whole if replaced is None else _whole_of(place.bucket, place.index, replaced)
+    whole = place.bucket.unsharded if replaced is None else _whole_of(place.bucket, place.index, replaced)
     if window is not None:
         return window.on(whole)
     return x if x is place.bucket.params[place.index] else place.bucket.layout.part(whole, place.index).detach()
@@ -285,14 +285,14 @@ def _values(x: Any) -> torch.Tensor:
 
 def _whole_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
     """Returns a buffer with the bucket's layout that holds replaced values; a collective the first time."""
-    if data.whole is None:
+    if data.unsharded is None:
         layout, ranks = bucket.layout, bucket.ranks
         start, end = layout.shard_range(ranks.rank)
-        owned, data.whole = data.piece.new_zeros(layout.shard_numel), data.piece.new_empty(layout.numel)
+        owned, data.unsharded = data.piece.new_zeros(layout.shard_numel), data.piece.new_empty(layout.numel)
         layout.piece(owned, start, i)[0].copy_(data.piece)
-        ranks.comm.all_gather(owned, out=data.whole)
-        data.piece = layout.piece(data.whole[start:end], start, i)[0]
-    return data.whole
+        ranks.comm.all_gather(owned, out=data.unsharded)
+        data.piece = layout.piece(data.unsharded[start:end], start, i)[0]
+    return data.unsharded
 
 
 def _has_gradient(x: Any) -> bool:
