@@ -319,22 +319,6 @@ class Bucket:
         assert self._gradient is not None
         return self._gradient
 
-    def open_gradient(self, arrived: set[int]) -> None:
-        """Prepares `p.grad` for a backward pass; see `GradBuffer.open`."""
-        try:
-            self.gradient.open(arrived)
-        except RuntimeError:
-            self.rebound("backward")  # raises if forward has cast a parameter
-            raise
-
-    def expose_grads(self) -> None:
-        """Sets `p.grad` to what users see between backward passes."""
-        try:
-            self.gradient.expose_grads()
-        except RuntimeError:
-            self.rebound("backward")
-            raise
-
     @property
     def is_unsharded(self) -> bool:
         """Whether the parameters can be read."""

@@ -25,7 +25,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -283,23 +283,23 @@ class GradBuffer:
         """Whether there are local sums that were not reduced yet."""
         return any(level is not None for level in self.local.levels)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The type of the sums and the mean."""
         return self.types.master
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether autograd can add into our buffers."""
         return self.types.compute == self.types.master
 
-    @property
+    @cached_property
     def uses_placeholders(self) -> bool:
         """Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks
         have."""
         return self.stage > 0 or not self.plain or self.ranks.cuts_model
 
-    @property
+    @cached_property
     def sent_as_it_is(self) -> bool:
         """Whether a single parameter fills the buffer and is not packed: on the CPU its reduce_scatter costs less than
         packing it first."""

@@ -380,7 +380,7 @@ class ShardedModel:
         self.unwrapped = False  # whether the module is a plain one again
         # Attached in this order on every rank.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.hosts: weakref.WeakSet[HostGradients] = weakref.WeakSet()  # of the optimizers
+        self._hosts: list[weakref.ref[HostGradients]] = []  # of the optimizers
         self.after_thaw: Callable[[ShardedModel], None] = _nothing  # called when frozen parameters are trained
         self.stepped: set[Options] = set()  # of optimizers attached or stepped since the last message
         self.options_differ = False  # whether a backward pass found different options on the ranks; a step resets it
@@ -460,17 +460,22 @@ class ShardedModel:
         """The optimizers that are attached and not dropped on this rank."""
         return [optimizer for optimizer in (ref() for ref in self._optimizers) if optimizer is not None]
 
+    @property
+    def hosts(self) -> list[HostGradients]:
+        """The gradients that the optimizers have in host memory."""
+        return [host for host in (ref() for ref in self._hosts) if host is not None]
+
     def add_optimizer(self, optimizer: torch.optim.Optimizer, options: Options, host: HostGradients) -> None:
         """Registers an attached optimizer, with its options and the gradients that it has in host memory."""
         options.number = len(self._optimizers)
         self._optimizers.append(weakref.ref(optimizer))
         self.stepped.add(options)
-        self.hosts.add(host)
+        self._hosts.append(weakref.ref(host))
 
     def remove_optimizer(self, optimizer: torch.optim.Optimizer, host: HostGradients) -> None:
         """Removes an optimizer."""
         del self._optimizers[self.number_of(optimizer)]
-        self.hosts.discard(host)
+        self._hosts = [ref for ref in self._hosts if ref() not in (None, host)]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Returns the number by which all ranks know an optimizer."""
@@ -703,7 +708,7 @@ class ShardedModel:
         for bucket in buckets:
             bucket.finish_gather()
             bucket.borrowed |= bucket in missing
-            unit = self.unit_of(bucket)
+            unit = self._unit_of[bucket]
             if unit.first_call is None and torch.is_grad_enabled():
                 self._calls += 1
                 unit.first_call = self._calls
@@ -816,7 +821,7 @@ class ShardedModel:
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
         once."""
-        unit = self.unit_of(bucket)
+        unit = self._unit_of[bucket]
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
     def prepare(self, bucket: Bucket, i: int) -> None:
@@ -829,13 +834,17 @@ class ShardedModel:
         self._see_to_complete()
         if bucket in backward.launched:
             # From the next pass on the bucket waits until the end.
-            self._reenters = self.unit_of(bucket).came_twice = True
+            self._reenters = self._unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
         if not bucket.gradient.opened:
-            bucket.open_gradient(backward.arrived.setdefault(bucket, set()))
+            try:
+                bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
+            except RuntimeError:
+                bucket.rebound("backward")  # raises if forward has cast a parameter
+                raise
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self._reenters = True  # a reentrant checkpoint
@@ -936,7 +945,11 @@ class ShardedModel:
                 self._collect(bucket)
             elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
-            bucket.expose_grads()
+            try:
+                bucket.gradient.expose_grads()
+            except RuntimeError:
+                bucket.rebound("backward")
+                raise
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
