@@ -10,7 +10,7 @@ csrc/, by folder:
 | 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
 
-ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.
+ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS. No files import one another.
 """
 
 from __future__ import annotations
