@@ -84,10 +84,10 @@ class Window(NamedTuple):
     def of(x: torch.Tensor) -> Window:
         return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
-    def on(self, whole: torch.Tensor) -> torch.Tensor:
+    def on(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Returns the view in a whole buffer."""
-        found = torch.empty(0, dtype=self.dtype, device=whole.device)
-        found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
+        found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
         found = found.conj() if self.is_conj else found
         return torch._neg_view(found) if self.is_neg else found
 
@@ -277,11 +277,11 @@ class Bucket:
         that the module was built in, and the unsharded gradients. A collective."""
         self.adopt_writes("unshard")
         gradients = self.gradient.given_back(self.dtype) if self.trainable else {}
-        whole = self.gather_owned(self.master)
+        unsharded = self.gather_owned(self.master)
         for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
             p.__class__ = kind
             p.grad = None
-            p.data = self.layout.part(whole, i).to(self.device, self.dtype, copy=True)
+            p.data = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
             p.grad = gradients.get(i)
         self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []

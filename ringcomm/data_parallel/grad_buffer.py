@@ -176,27 +176,27 @@ class LocalSums:
         """Adds a leaf to a parameter's tree; None: zeros."""
         level, emptied = 0, []
         while self.counts[i] >> level & 1:
-            whole = self.levels[level]
-            assert whole is not None
-            before = self.layout.part(whole, i)
+            buffer = self.levels[level]
+            assert buffer is not None
+            before = self.layout.part(buffer, i)
             sums = before if sums is None else before.add_(sums)
             emptied.append(before)
             level += 1
         if level >= len(self.levels) or self.levels[level] is None:
             self._hold(level, new().zero_())
         if sums is not None:
-            whole = self.levels[level]
-            assert whole is not None
-            self.layout.part(whole, i).copy_(sums)
+            buffer = self.levels[level]
+            assert buffer is not None
+            self.layout.part(buffer, i).copy_(sums)
         for before in emptied:
             before.zero_()
         self.counts[i] += 1
 
     def _free_levels(self) -> None:
         """Returns the buffers of levels in which no parameter has a part."""
-        for level, whole in enumerate(self.levels):
-            if whole is not None and not any(count >> level & 1 for count in self.counts):
-                _give_back(self.ranks, whole)
+        for level, buffer in enumerate(self.levels):
+            if buffer is not None and not any(count >> level & 1 for count in self.counts):
+                _give_back(self.ranks, buffer)
                 self.levels[level] = None
 
 
@@ -343,7 +343,7 @@ class GradBuffer:
             return
         local = self.local
         if local.tree and apart and not local.is_level(len(fresh), leaf):
-            local.add_leaves(fresh, leaf, self._new_whole)
+            local.add_leaves(fresh, leaf, self._new_buffer)
         elif local.tree or not self.has_local:
             local.push(self._packed(fresh))
         else:
@@ -359,7 +359,7 @@ class GradBuffer:
 
     def end_step(self, leaves: int) -> None:
         """Ends a pipeline step; see `LocalSums.end_step`."""
-        self.local.end_step(leaves, self._new_whole)
+        self.local.end_step(leaves, self._new_buffer)
 
     def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
         """Returns the gradients left by autograd that are not in the local sums yet."""
@@ -634,7 +634,7 @@ class GradBuffer:
         """
         local = self.local.fold()
         if local is None:
-            local = self._new_whole()
+            local = self._new_buffer()
             local.zero_()
         self.local.levels = [local]
         if self.local.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
@@ -682,7 +682,7 @@ class GradBuffer:
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
-    def _new_whole(self) -> torch.Tensor:
+    def _new_buffer(self) -> torch.Tensor:
         if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.local.levels):
             return self.buffer
         return self.ranks.take(self.layout.numel, self.dtype, self.buffer.device)
@@ -691,13 +691,13 @@ class GradBuffer:
         """Returns a whole buffer with these gradients, and zeros elsewhere."""
         if self.sent_as_it_is and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
-        whole = self._new_whole()
-        self._fill(whole, fresh)
-        return whole
+        buffer = self._new_buffer()
+        self._fill(buffer, fresh)
+        return buffer
 
-    def _fill(self, whole: torch.Tensor, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def _fill(self, buffer: torch.Tensor, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies gradients, given by segment, into a whole buffer; parameters without a gradient get zeros."""
-        parts, gaps = self._cuts_of(whole)
+        parts, gaps = self._cuts_of(buffer)
         if len(grads) < len(parts):
             given = {i for i, _ in grads}
             gaps = [*gaps, *(part for i, part in enumerate(parts) if i not in given)]
@@ -706,15 +706,15 @@ class GradBuffer:
             torch._foreach_zero_(gaps)
         torch._foreach_copy_(parts, [grad for _, grad in grads])
 
-    def _cuts_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _cuts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
         reused."""
-        known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
+        known = buffer.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
         if self not in known:
-            before = uses(whole)
+            before = uses(buffer)
             # The parts must not reference the buffer, because the buffer references them.
-            known[self] = self.layout.parts_and_padding(whole.new_empty(0).set_(whole))
-            whole._ringcomm_uses += uses(whole) - before
+            known[self] = self.layout.parts_and_padding(buffer.new_empty(0).set_(buffer))
+            buffer._ringcomm_uses += uses(buffer) - before
         return known[self]
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

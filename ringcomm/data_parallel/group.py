@@ -206,10 +206,10 @@ class DataParallelGroup:
         self.count("reduce_scatter", x.nbytes)
         return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
-    def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+    def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor) -> Any:
         """Starts to gather every rank's shard."""
-        self.count("all_gather", whole.nbytes)
-        return self._started(self.comm.all_gather(shard, out=whole, async_op=self.background))
+        self.count("all_gather", unsharded.nbytes)
+        return self._started(self.comm.all_gather(shard, out=unsharded, async_op=self.background))
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
@@ -249,10 +249,10 @@ class DataParallelGroup:
 
     def gather_apart(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns all ranks' shards, in new memory on a device, by a gather that is not part of a step."""
-        whole = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
+        unsharded = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
         self.meet()
-        self.comm.all_gather(shard.to(device), out=whole)
-        return whole
+        self.comm.all_gather(shard.to(device), out=unsharded)
+        return unsharded
 
     # ---- agreement -----------------------------------------------------------------------------------------------
 

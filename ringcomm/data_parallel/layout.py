@@ -125,21 +125,21 @@ class FlatLayout:
         """Returns the range of the buffer that a rank's optimizer updates at a stage: its shard, or at stage 0 all."""
         return self.shard_range(rank) if stage else (0, self.numel)
 
-    def part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
+    def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a segment's part of a whole buffer, in the segment's shape."""
         segment = self.segments[i]
-        return whole[segment.offset : segment.end].view(segment.shape)
+        return buffer[segment.offset : segment.end].view(segment.shape)
 
-    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Returns every segment's part of a whole buffer, with one torch call."""
         shapes, at = self._shapes
-        cuts = _unflatten(whole, shapes)
-        return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(at)]
+        cuts = _unflatten(buffer, shapes)
+        return [cuts[k] if cuts[k].numel() else self.part(buffer, i) for i, k in enumerate(at)]
 
-    def parts_and_padding(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts_and_padding(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every segment's part of a whole buffer, and the gaps between them."""
         shapes, at = self._shapes
-        cuts, taken = _unflatten(whole, shapes), {*at}
+        cuts, taken = _unflatten(buffer, shapes), {*at}
         return [cuts[k] for k in at], [cut for k, cut in enumerate(cuts) if k not in taken]
 
     @cached_property

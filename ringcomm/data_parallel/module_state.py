@@ -70,7 +70,7 @@ def _after_state_dict(
     """Puts unsharded parameters into the state dict. If they are sharded, this is a collective, and the results are
     copies in inference mode, so that torch refuses to write into them: such writes would not reach the model."""
     del metadata
-    wholes: dict[Bucket, torch.Tensor] = {}
+    gathered: dict[Bucket, torch.Tensor] = {}
     for name, (bucket, i) in _names(module, buckets, prefix).items():
         # With keep_vars, or done by the hook of an inner module.
         if name not in state or state[name].requires_grad or state[name] in _done:
@@ -79,11 +79,11 @@ def _after_state_dict(
             state[name] = with_own_storage(state[name])
             continue
         with torch.inference_mode():
-            if bucket not in wholes:
+            if bucket not in gathered:
                 master = bucket.written_master("state_dict")
-                whole = bucket.gather_owned(master)
-                wholes[bucket] = whole.clone() if whole is bucket.master else whole
-            state[name] = with_own_storage(bucket.layout.part(wholes[bucket], i))
+                unsharded = bucket.gather_owned(master)
+                gathered[bucket] = unsharded.clone() if unsharded is bucket.master else unsharded
+            state[name] = with_own_storage(bucket.layout.part(gathered[bucket], i))
         _done[state[name]] = True
 
 

@@ -162,8 +162,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
     if sharded is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
-    whole = [state for states in sharded._unsharded.values() for state in states.values()]
-    return [state for state in sharded.state.values() if isinstance(state, dict)] + whole
+    unsharded = [state for states in sharded._unsharded.values() for state in states.values()]
+    return [state for state in sharded.state.values() if isinstance(state, dict)] + unsharded
 
 
 def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> None:
@@ -575,8 +575,8 @@ class ShardedOptimizer:
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, bucket: Bucket, i: int) -> bool:
-        whole = self._unsharded.get(bucket)
-        return i in self._stepped[bucket] if whole is None else bool(whole.get(i))
+        unsharded = self._unsharded.get(bucket)
+        return i in self._stepped[bucket] if unsharded is None else bool(unsharded.get(i))
 
     def unsharded_state(self, bucket: Bucket) -> dict[int, State]:
         """Returns the unsharded state of a bucket's parameters; writes into it are kept. A collective at stages 1 to
@@ -609,13 +609,13 @@ class ShardedOptimizer:
             self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
             del self._unsharded[bucket]
 
-    def _put(self, bucket: Bucket, whole: BucketState) -> None:
-        self._stepped[bucket] = set(whole.present)
-        self.separate(lambda other, i: other is not bucket or whole.kind(i))
+    def _put(self, bucket: Bucket, unsharded: BucketState) -> None:
+        self._stepped[bucket] = set(unsharded.present)
+        self.separate(lambda other, i: other is not bucket or unsharded.kind(i))
         for entry in self.entries:
             if entry.bucket is bucket and not entry.is_own:
                 self.state.pop(entry.param, None)
-                state = whole.piece(entry.start, entry.end, entry.segments, entry.param)
+                state = unsharded.piece(entry.start, entry.end, entry.segments, entry.param)
                 if state:
                     self.state[entry.param] = state
 
@@ -647,11 +647,17 @@ class ShardedOptimizer:
         self.settle()
         states: dict[Any, Any] = {}
         for bucket in self._mine:
-            whole = self._unsharded.get(bucket)
-            found = self._gathered(bucket) if whole is None else None
+            unsharded = self._unsharded.get(bucket)
+            found = self._gathered(bucket) if unsharded is None else None
             for i in sorted(self._mine[bucket]):
                 if id(bucket.params[i]) in self._sharded:
-                    state = whole.get(i) if whole is not None else found.of_parameter(i) if found is not None else None
+                    state = (
+                        unsharded.get(i)
+                        if unsharded is not None
+                        else found.of_parameter(i)
+                        if found is not None
+                        else None
+                    )
                     if state:
                         states[bucket.params[i]] = state
         ordered = {
@@ -696,8 +702,8 @@ class ShardedOptimizer:
         loading, self._loading = self._loading, {}
         self.adopt_state()
         self._unsharded.clear()
-        for bucket, whole in loading.items():
-            self._put(bucket, whole)
+        for bucket, unsharded in loading.items():
+            self._put(bucket, unsharded)
         self._enter()  # some optimizers convert an older state
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})

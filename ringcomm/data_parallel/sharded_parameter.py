@@ -277,13 +277,13 @@ def _writes(name: str, kwargs: Any) -> bool:
 def _values(x: Any) -> torch.Tensor:
     """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view."""
     window, place, replaced = _window(x), x._ringcomm, _replaced(x)
-    whole = place.bucket.unsharded if replaced is None else _whole_of(place.bucket, place.index, replaced)
+    buffer = place.bucket.unsharded if replaced is None else _unsharded_of(place.bucket, place.index, replaced)
     if window is not None:
-        return window.on(whole)
-    return x if x is place.bucket.params[place.index] else place.bucket.layout.part(whole, place.index).detach()
+        return window.on(buffer)
+    return x if x is place.bucket.params[place.index] else place.bucket.layout.part(buffer, place.index).detach()
 
 
-def _whole_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
+def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
     """Returns a buffer with the bucket's layout that holds replaced values; a collective the first time."""
     if data.unsharded is None:
         layout, ranks = bucket.layout, bucket.ranks
