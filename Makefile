@@ -58,10 +58,10 @@ sanitize: setup
 # Tests and benchmarks of the CUDA engine, each under ten minutes; GPU_PYTHON has torch. See benchmarks/README.md.
 GPU_PYTHON ?= python3
 gpu:
-	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py
+	timeout 595 $(GPU_PYTHON) -m benchmarks.gpu.run
 
 gpu-more:
-	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py --more
+	timeout 595 $(GPU_PYTHON) -m benchmarks.gpu.run --more
 
 clean:
 	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed

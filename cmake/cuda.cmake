@@ -122,7 +122,7 @@ if(RINGCOMM_EMULATE)
   list(FILTER fiber_sources INCLUDE REGEX "/fibers[^/]*$")
   set_property(SOURCE ${fiber_sources} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=thread)
   # A fake of NCCL for tests, loaded at run time: it works on the streams of the program that loads it.
-  add_library(fake_nccl SHARED tests/fake_nccl/fake_nccl.cpp)
+  add_library(fake_nccl SHARED tests/support/fake_nccl/fake_nccl.cpp)
   set_target_properties(fake_nccl PROPERTIES OUTPUT_NAME nccl SOVERSION 2 LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/fake_nccl)
   target_include_directories(fake_nccl PRIVATE csrc/cuda/emulator csrc)
   target_compile_definitions(fake_nccl PRIVATE RINGCOMM_EMULATE)

@@ -179,6 +179,20 @@ def test_arguments_are_typed(path: Path) -> None:
         assert not untyped, f"{path.name}: {node.name} leaves {untyped} without a type"
 
 
+CHANGES_THE_PATH = re.compile(
+    r"\bsys\.path(\[.*?\])?(\s*\+?=[^=]|\.(append|clear|extend|insert|pop|remove)\b)|\bsyspath_prepend"
+)
+OTHERS_TESTS = ROOT / "benchmarks" / "conformance_run.py"
+"""It runs test files of torch, which import their neighbours by name."""
+
+
+def test_no_file_changes_where_python_looks_for_modules() -> None:
+    """Tests, benchmarks and their helpers are modules of packages that lie at the root."""
+    folders = ("ringcomm", "tests", "benchmarks", "examples", "cmake")
+    files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    assert {path for path in files if CHANGES_THE_PATH.search(path.read_text())} == {OTHERS_TESTS}
+
+
 def run_python(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
