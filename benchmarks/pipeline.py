@@ -36,7 +36,7 @@ from examples.gpt import Block
 from ringcomm.pipeline_parallel.check import bubble, formula, times
 from ringcomm.pipeline_parallel.picture import draw
 from ringcomm.pipeline_parallel.schedules import schedule_of
-from ringcomm.pipeline_parallel.weight_grads import Deferring
+from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CHUNKS = {"interleaved": 2}
@@ -52,8 +52,8 @@ class Waiting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Deferring)]
-        ctx.store, ctx.seconds = modes[0].store if modes else None, seconds
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeferWeightGrads)]
+        ctx.store, ctx.seconds, ctx.weight = modes[0].store if modes else None, seconds, weight
         time.sleep(seconds)
         return x * weight
 
@@ -63,14 +63,14 @@ class Waiting(torch.autograd.Function):
         if ctx.store is None:
             time.sleep(ctx.seconds)
         else:
-            ctx.store.waiting.append(partial(late, ctx.seconds))
+            ctx.store.waiting.append((ctx.weight, partial(late, ctx.seconds, ctx.weight)))
         return grad.clone(), None, None
 
 
-def late(seconds: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the work that a schedule with split backward passes does later."""
+def late(seconds: float, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient that a schedule with split backward passes computes later."""
     time.sleep(seconds)
-    return []
+    return torch.zeros_like(weight)
 
 
 class Wait(nn.Module):
