@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
 from benchmarks.run import size_text
 
 RESULTS = Path(__file__).resolve().parent / "results"
