@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +17,7 @@ from ringcomm.data_parallel.fully_shard import FSDPModule, fully_shard, register
 from ringcomm.data_parallel.grad_scaler import GradScaler
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import shard, whole
+from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
