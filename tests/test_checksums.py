@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 import ringcomm
-
-FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "checksums.py"
-spec = importlib.util.spec_from_file_location("checksums", FILE)
-assert spec is not None
-assert spec.loader is not None
-checksums = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(checksums)
+from benchmarks import checksums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
