@@ -11,7 +11,7 @@ import pytest
 from tests.support import house
 
 FILES = {
-    "README.md": "# Title\n\n| " + "x" * 130 + " |\n" + "y" * 121 + "\n" + "z" * 120 + "\n",
+    "README.md": "# Title\n\n| " + "x" * 130 + " |\n" + "y" * 121 + f"\n{'z' * 120}\n```\n{'c' * 121}\n```\n",
     "ringcomm/__init__.py": "",
     "ringcomm/a.py": """
 from ringcomm.b import B
@@ -73,7 +73,7 @@ def test_every_figure_of_a_small_tree(tree: Path) -> None:
         "3; 3 files (ringcomm/)",
         "2; 1; 2",
         "3 (A)",
-        "5; 1",
+        "8; 1",
         f"{7 + 3 + 1}",
     ]
 

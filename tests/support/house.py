@@ -227,9 +227,10 @@ def is_emulator(path: Path) -> bool:
 
 
 def long_lines(path: Path) -> int:
-    """How many lines of a Markdown file are over the limit; a table's row cannot be broken."""
-    text = path.read_bytes().splitlines()
-    return sum(len(line) > COLUMNS and not line.lstrip().startswith(b"|") for line in text)
+    """How many lines of prose in a Markdown file are over the limit: no code, and no row of a table, which cannot be
+    broken."""
+    text = re.sub(rb"^( *```).*?^\1", b"", path.read_bytes(), flags=re.DOTALL | re.MULTILINE)
+    return sum(len(line) > COLUMNS and not line.lstrip().startswith(b"|") for line in text.splitlines())
 
 
 def _lines_of_source(root: Path) -> str:
