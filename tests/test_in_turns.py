@@ -20,8 +20,11 @@ def test_the_trees_take_turns_and_a_slower_cell_shows() -> None:
     assert order == [0, 1, 1, 0, 0, 1]
     assert list(times) == ["same", "slower"]
     assert statistics.median(in_turns.ratios(*times["slower"])) == 0.5
+    assert in_turns.is_slower(*times["slower"], 0.97)
+    assert not in_turns.is_slower(*times["same"], 0.97)
+    assert not in_turns.is_slower([10.0, 10.0, 10.0], [10.0, 20.0, 20.0], 0.97)  # undisturbed it is as fast
     assert in_turns.row("comm", "x", [10.0, 20.0, 30.0], [10.0, 10.0, 10.0]) == (
-        "| comm | x | 20.0 (10.0-30.0) | 10.0 (10.0-10.0) | 2.000 (1.000-3.000) |"
+        "| comm | x | 20.0 (10.0-30.0) | 10.0 (10.0-10.0) | 2.000 (1.000-3.000) | 1.000 |"
     )
 
 
