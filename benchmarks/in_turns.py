@@ -10,7 +10,8 @@ time over the turns (min-max). One ratio is the median over the turns of the old
 the new tree is faster. A cell is slower if both are below --least; then the exit status is 1.
 
 Levels: dist and comm are those of `ringcomm bench`, without a peer; engine is build/bench/engine_bench (cmake -B
-build/bench -DRINGCOMM_BUILD_BENCHMARKS=ON && cmake --build build/bench); train is benchmarks/train.py.
+build/bench -DRINGCOMM_BUILD_BENCHMARKS=ON && cmake --build build/bench); train is benchmarks/train.py. Times are
+microseconds per call; those of train are multiples of a step without communication.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ COMMANDS = {  # {out} is a file without its suffix
     "engine": f"build/bench/engine_bench new {{ranks}} 5 1024 16777216 {COLLECTIVES.replace(' ', ',')}",
     "train": f"{PYTHON} -m benchmarks.train --world {{ranks}} --batch 1 --turns 8 --out {{out}}.md",
 }
+ALONE = "no communication"
+"""The contestant of train.py that all others are compared with."""
 Cells = dict[str, float]
-"""Microseconds by the name of what was measured."""
+"""Times by the name of what was measured."""
 LIMIT_S = 600
+
+
+def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Returns the ratios, turn by turn."""
+    return [a / b for a, b in zip(one, other, strict=True)]
 
 
 def from_bench(text: str) -> Cells:
@@ -55,10 +63,11 @@ def from_engine_bench(text: str) -> Cells:
 
 
 def from_train(text: str) -> Cells:
-    """Returns the median times of our stages' steps in the JSON of train.py."""
-    steps = json.loads(text)[-1]["steps"]
-    ours = {name: each["seconds"] for name, each in steps.items() if name.startswith("stage")}
-    return {f"step at {name}": 1e6 * statistics.median(seconds) for name, seconds in ours.items()}
+    """Returns from the JSON of train.py what our stages' steps take, as multiples of a step without communication: both
+    alternate in one process, so that other load on the machine cancels out."""
+    steps = {name: each["seconds"] for name, each in json.loads(text)[-1]["steps"].items()}
+    ours = {name: seconds for name, seconds in steps.items() if name.startswith("stage")}
+    return {f"step, {name}": statistics.median(ratios(seconds, steps[ALONE])) for name, seconds in ours.items()}
 
 
 def run(tree: Path, level: str, ranks: int) -> Cells:
@@ -96,18 +105,13 @@ def in_turns(run_tree: Callable[[int], Cells], turns: int) -> dict[str, tuple[li
     return dict(sorted(times.items()))
 
 
-def ratios(old: Sequence[float], new: Sequence[float]) -> list[float]:
-    """Returns the old time / the new time in each turn."""
-    return [a / b for a, b in zip(old, new, strict=True)]
-
-
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float]) -> str:
     """Formats median (min-max)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
 
 
 def row(level: str, name: str, old: Sequence[float], new: Sequence[float]) -> str:
-    cells = (spread(old, 1), spread(new, 1), spread(ratios(old, new), 3), f"{min(old) / min(new):.3f}")
+    cells = (spread(old), spread(new), spread(ratios(old, new)), f"{min(old) / min(new):.3f}")
     return f"| {level} | {name} | {' | '.join(cells)} |"
 
 
@@ -130,7 +134,7 @@ def main() -> int:
             p.error(
                 f"expected build/bench/engine_bench in {tree}, got none; build it (--help says how) or name --levels"
             )
-    print("| level | | old, µs | new, µs | old / new | of the fastest |\n|---|---|--:|--:|--:|--:|")
+    print("| level | | old | new | old / new | of the fastest |\n|---|---|--:|--:|--:|--:|")
     slower = []
     for level in a.levels:
         for name, (old, new) in in_turns(lambda which, level=level: run(trees[which], level, a.ranks), a.turns).items():
