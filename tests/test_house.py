@@ -34,12 +34,9 @@ class B:
     y: int
     z: int
 """,
-    "ringcomm/inner/c.py": """import ringcomm.a
-import sys
-sys.path[:0] = ['.']
-sys.path.append('.')
-print(sys.path)
-""",
+    "ringcomm/inner/c.py": "import ringcomm.a\nimport sys\n{0}[:0] = ['.']\n{0}.append('.')\nprint({0})\n".format(
+        "sys.path"
+    ),
     "csrc/core/a.h": """// class Comment {
 struct A : B {
   enum class E { kOne };
@@ -86,6 +83,15 @@ def test_the_documented_path_is_read_in_order(tree: Path) -> None:
         "  csrc/core/a.h; c.py\noptimizer.step() d.py\n```\n"
     )
     assert house.documented_path(tree) == ["ringcomm/inner/c.py", "ringcomm/comm/a.py", "csrc/core/a.h"]
+
+
+def test_the_documented_path_of_a_gradient_is_the_one_that_runs() -> None:
+    documented, run = house.documented_path(house.ROOT), house.path_of_backward()
+    assert documented
+    assert not [name for name in documented if not (house.ROOT / name).is_file()]
+    python = [name for name in documented if name.startswith("ringcomm/")]
+    assert not {*python} - {*run}, "docs/design.md names files that a backward pass does not run through"
+    assert len(documented) > len(python) > 0
 
 
 def test_the_program_prints_a_row_for_each_figure(tree: Path) -> None:

@@ -27,6 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 NATIVE = (".h", ".cpp", ".cu", ".c")
 COLUMNS = 120
+CHANGES_THE_PATH = re.compile(
+    r"\bsys\.path(\[.*?\])?(\s*\+?=[^=]|\.(append|clear|extend|insert|pop|remove)\b)|\bsyspath_prepend"
+)
 
 # ---- what a file says --------------------------------------------------------------------------------------------
 
@@ -123,17 +126,9 @@ def class_assignments(tree: ast.AST) -> int:
     return sum(name == "__class__" for _, name in _stores(tree))
 
 
-def path_changes(tree: ast.AST) -> int:
-    """How many statements change sys.path."""
-    found = 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            found += ast.unparse(node.func.value) == "sys.path"
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        found += sum(ast.unparse(each).partition("[")[0] == "sys.path" for each in targets)
-    return found
+def path_changes(path: Path) -> int:
+    """How many statements of a Python file change where Python looks for modules, those in its strings included."""
+    return len(CHANGES_THE_PATH.findall(path.read_text()))
 
 
 def pinned(tree: ast.AST) -> set[str]:
@@ -258,7 +253,7 @@ def _folders(root: Path) -> str:
 def _liberties(root: Path) -> str:
     trees = [tree_of(path) for path in files(root / "ringcomm", ".py")]
     names = set[str]().union(*map(pinned, trees))
-    changes = sum(path_changes(tree_of(path)) for path in files(root, ".py") if "sys.path" in path.read_text())
+    changes = sum(map(path_changes, files(root, ".py")))
     return f"{changes}; {sum(map(class_assignments, trees))}; {len(names)}"
 
 
