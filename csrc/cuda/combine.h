@@ -124,8 +124,14 @@ template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled
 class Combiner {
   using Acc = AccOf<T>;
   static constexpr bool kDivides = std::is_same_v<Combine, Sum> && !std::is_same_v<Acc, bool>;
+  static constexpr bool kBitwise = kIsBitwise<T, Combine>;
 
  public:
+  // What the ranks are combined in: accumulators of elements, or whole words where only their bits count.
+  using Partial = std::conditional_t<kBitwise, u32, Acc>;
+  template <int kWords>
+  static constexpr int kPartials = kWords * 4 / static_cast<int>(kBitwise ? 4 : sizeof(T));
+
   // Sums are divided by `divisor`. `factors`: one per rank, read if kScaled.
   RINGCOMM_DEVICE Combiner(int ranks, int divisor, [[maybe_unused]] const double* factors = nullptr)
       : ranks_(ranks), divisor_(divisor) {
@@ -142,20 +148,34 @@ class Combiner {
   // kWords words of elements; words(p) points to those of rank p.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE void combine_words(u32* result, const Words& words) const {
-    if constexpr (kIsBitwise<T, Combine>) {
-      RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = tree<u32>([&](int p) { return words(p)[i]; });
+    Partial partial[kPartials<kWords>];
+    add_up<kWords>(partial, words);
+    store_words<kWords>(result, partial);
+  }
+
+  // The two halves of combine_words, between which groups of ranks are combined.
+  template <int kWords, typename Words>
+  RINGCOMM_DEVICE void add_up(Partial* partial, const Words& words) const {
+    RINGCOMM_UNROLL for (int i = 0; i < kPartials<kWords>; ++i) {
+      if constexpr (kBitwise)
+        partial[i] = tree<u32>([&](int p) { return words(p)[i]; });
+      else
+        partial[i] = tree<T>([&](int p) { return element<T>(words(p), i); });
+    }
+  }
+  template <int kWords>
+  RINGCOMM_DEVICE void store_words(u32* result, Partial* partial) const {
+    if constexpr (kBitwise) {
+      RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = partial[i];
     } else {
-      constexpr int kElements = kWords * 4 / static_cast<int>(sizeof(T));
-      Acc acc[kElements];
-      RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] =
-          tree<T>([&](int p) { return element<T>(words(p), i); });
       if constexpr (kDivides) {
         if (divisor_ != 1) {
-          RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] = divide(acc[i], divisor_);
+          RINGCOMM_UNROLL for (int i = 0; i < kPartials<kWords>; ++i) partial[i] = divide(partial[i], divisor_);
         }
       }
       RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = 0;
-      RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) put_element<T>(result, i, Element<T>::store(acc[i]));
+      RINGCOMM_UNROLL for (int i = 0; i < kPartials<kWords>; ++i)
+          put_element<T>(result, i, Element<T>::store(partial[i]));
     }
   }
 
