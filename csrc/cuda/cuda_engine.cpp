@@ -356,10 +356,17 @@ void CudaEngine::prepare_device() {
     if (world_size() <= kMaxPacketRanks) load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
   }
   if (context_->setting().known) load(copy_kernel());
-  if (needs_many_exchanges(static_cast<int>(context_->group().team().size()), world_size()))
+  if (const int here = static_cast<int>(context_->group().team().size()); needs_many_exchanges(here, world_size())) {
+    int driver = 0;
+    cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", rank());
+    if (driver < 12010)
+      fail(ErrorCode::kUnsupported, "connect: rank ", rank(), " expected a driver for CUDA 12.1 or newer, which ", here,
+           " ranks of one process on one GPU need in a communicator of ", world_size(), ", got one for CUDA ",
+           driver / 1000, '.', driver % 1000 / 10, "; update it, or start the ranks as processes");
     load(many_exchange_kernel());
-  else
+  } else {
     load(exchange_kernel());
+  }
   if (context_->group().one_process()) return;
   load(transfer_kernel());
   links_->connect();
