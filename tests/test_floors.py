@@ -5,10 +5,12 @@ csrc/, by folder:
 | floor | holds | may use |
 |---|---|---|
 | 0 | csrc/core | the C++ standard library |
-| 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime (cuda/runtime.h) |
-| 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
-| 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
-| 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
+| 1 | csrc/runtime | floor 0, the operating system |
+| 2 | csrc/cpu: kernels/, group/, collectives/; csrc/cuda | floors 0 and 1; and the CUDA runtime |
+| 2 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
+| 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a wire, whatever they are |
+| 3 | csrc/hierarchy/nccl | the interface of wires; the CUDA runtime (cuda/runtime.h) |
+| 4 | csrc/bind/module; csrc/bind/c10d | floors 0 to 3 and pybind11; interfaces and torch |
 
 ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.
 """
@@ -28,13 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 NATIVE = sorted(path for suffix in (".h", ".cpp", ".cu") for path in (ROOT / "csrc").rglob(f"*{suffix}"))
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
+FOREIGN = r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h"
 FORBIDDEN_INCLUDES = {
-    "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
-    "cpu": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|bind/",
-    "hosts": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
-    "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/(?!runtime\.h)",
-    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
-    "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
+    "core": rf"{FOREIGN}|(runtime|cpu|hierarchy|bind)/|sys/|unistd|fcntl|pthread|time\.h",
+    "runtime": rf"{FOREIGN}|(cpu|hierarchy|bind)/",
+    "cpu/kernels": rf"{FOREIGN}|(runtime|hierarchy|bind)/|cpu/(?!kernels/)",
+    "cpu/group": rf"{FOREIGN}|(hierarchy|bind)/|cpu/(?!group/)",
+    "cpu": rf"{FOREIGN}|(hierarchy|bind)/",
+    "hierarchy": rf"{FOREIGN}|(cpu|bind)/|hierarchy/nccl/",
+    "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)|cuda/(?!runtime\.h)",
+    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|(cpu|hierarchy|bind)/",
+    "cuda/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
+    "bind": r"torch|c10|ATen|cpu/|cuda",
+    "bind/module": r"torch|c10|ATen|cpu/|cuda|bind/c10d/",
+    "bind/c10d": r"cpu/|cuda/|cuda_runtime|bind/module/",
 }
 FLOORS = (
     *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
@@ -104,13 +113,9 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_native_files_include_only_what_lies_below(path: Path) -> None:
-    floor = path.parent.name
-    if floor in FORBIDDEN_INCLUDES:
-        breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
-    elif path.name.startswith("c10d_"):
-        breaches = [name for name in includes(path) if re.match(r"cpu/|cuda/|cuda_runtime", name)]
-    else:
-        breaches = [name for name in includes(path) if re.match(r"torch|c10|ATen|cpu/|cuda", name)]
+    folders = [folder.as_posix() for folder in path.relative_to(ROOT / "csrc").parents]
+    floor = next(folder for folder in folders if folder in FORBIDDEN_INCLUDES)
+    breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
     assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
 
 

@@ -393,7 +393,7 @@ def test_waves_are_calls_in_sequence(fold: bool) -> None:
 
 
 def test_waves_are_as_long_as_the_engine_makes_them() -> None:
-    source = (Path(__file__).parent.parent / "csrc" / "hosts" / "collectives.cpp").read_text()
+    source = (Path(__file__).parent.parent / "csrc" / "hierarchy" / "collectives.cpp").read_text()
     found = re.search(r"kWaveBytes = (\d+) << (\d+)", source)
     assert found is not None
     assert int(found[1]) << int(found[2]) == simulate.WAVE_BYTES

@@ -1,6 +1,6 @@
 // A model of the time that a collective takes: every rank goes through the schedules of core/schedule.h and
-// core/between.h, window by window, with as many windows in flight as in the engine over hosts, and every message
-// queues on two links.
+// core/inter_host_schedule.h, window by window, with as many windows in flight as in the engine over hosts, and every
+// message queues on two links.
 //
 //   a message of n bytes   leaves when its rank has reached it and its sender's link is free, and in the first round of
 //                          a walk not before the receiver has reached it too; it is on the wire for `latency`, and
@@ -13,7 +13,7 @@
 
 #include <vector>
 
-#include "core/between.h"
+#include "core/inter_host_schedule.h"
 
 namespace ringcomm::simulation {
 

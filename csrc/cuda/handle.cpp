@@ -9,8 +9,8 @@
 #include <sstream>
 
 #include "core/error.h"
-#include "core/seal.h"
 #include "core/types.h"
+#include "runtime/checksum.h"
 
 namespace ringcomm::cuda {
 

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <optional>
 
-#include "core/between.h"
-#include "core/wire.h"
+#include "core/inter_host_schedule.h"
+#include "hierarchy/transport.h"
 #include "ranks.h"
 
 namespace ringcomm::test {

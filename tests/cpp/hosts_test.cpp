@@ -9,8 +9,8 @@
 #include <random>
 #include <tuple>
 
-#include "hosts/hosts_engine.h"
-#include "hosts/topology.h"
+#include "hierarchy/engine.h"
+#include "hierarchy/topology.h"
 #include "ranks.h"
 
 namespace ringcomm::test {

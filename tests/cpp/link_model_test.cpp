@@ -56,7 +56,7 @@ Walk announced(Staged staged) {
 }
 std::uint64_t ring(RecordedStage& stage) { return cpu::ring_collective(stage); }
 
-// As cpu/direct.cpp: the peers read this rank's input where it is, which the user writes before the call.
+// As cpu/collectives/direct.cpp: the peers read this rank's input where it is, which the user writes before the call.
 std::uint64_t in_place(RecordedStage& stage) {
   Tape& mine = *cpu::recording;
   const std::uint64_t name = cpu::kNamedTickets / 2 + mine.sequence;
@@ -102,7 +102,7 @@ Tapes record(const Shape& shape, const Plan& calls) {
   return tapes;
 }
 
-// A message in slices, as cpu/p2p.cpp passes it: rank 0 to rank 1, over the board of that pair.
+// A message in slices, as cpu/collectives/p2p.cpp passes it: rank 0 to rank 1, over the board of that pair.
 Tapes record_message(const Shape& shape, const std::vector<std::size_t>& slices) {
   Tapes tapes = blank_tapes(shape);
   Tape &source = *tapes[0], &destination = *tapes[1];

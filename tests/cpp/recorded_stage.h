@@ -1,6 +1,6 @@
 // A stage that writes down what a rank would do to shared memory, step by step, in place of doing it. The walks of the
 // cpu engine are compiled against it, so what is explored is their own order of steps; boards, credit and waits are
-// those of core/link.h. Stage's part is told again here: see cpu/stage.cpp.
+// those of core/link.h. Stage's part is told again here: see cpu/collectives/slot_stream.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 #include "core/link.h"
 #include "core/parts.h"
-#include "core/trace.h"
-#include "cpu/kernels.h"
-#include "cpu/ring.h"
-#include "cpu/staged.h"
-#include "cpu/tuning.h"
+#include "cpu/collectives/ring.h"
+#include "cpu/collectives/staged.h"
+#include "cpu/collectives/tuning.h"
+#include "cpu/kernels/loops.h"
+#include "runtime/trace.h"
 
 namespace ringcomm::cpu {
 
@@ -204,8 +204,8 @@ class RecordedStage {
 #define Stage RecordedStage
 #define kernels recorded_kernels
 #define kLag recorded_lag
-#include "cpu/ring.cpp"
-#include "cpu/staged.cpp"
+#include "cpu/collectives/ring.cpp"
+#include "cpu/collectives/staged.cpp"
 #undef Stage
 #undef kernels
 #undef kLag
