@@ -24,15 +24,15 @@ std::uint64_t fingerprint(const std::string& text, std::uint64_t hash) {
   return hash;
 }
 
-std::string seal(const std::string& word, const std::string& text) {
+std::string add_checksum(const std::string& word, const std::string& text) {
   return concat(word, ' ', checksum(text), ' ', text);
 }
 
-std::string unseal(const std::string& word, const std::string& bytes, const char* engine, int rank) {
+std::string strip_checksum(const std::string& word, const std::string& bytes, const char* engine, int rank) {
   const std::size_t head = word.size() + 18;
   if (bytes.size() >= head) {
     std::string text = bytes.substr(head);
-    if (bytes == seal(word, text)) return text;
+    if (bytes == add_checksum(word, text)) return text;
   }
   fail(ErrorCode::kInvalid, "connect: rank ", rank, " expected handles of this version of the ", engine,
        " engine, got ", quoted(bytes), " (", bytes.size(),

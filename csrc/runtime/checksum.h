@@ -12,10 +12,10 @@ namespace ringcomm {
 std::uint64_t fingerprint(const std::string& text, std::uint64_t hash = 0xcbf29ce484222325u);
 
 // "<word> <checksum> <text>"
-std::string seal(const std::string& word, const std::string& text);
+std::string add_checksum(const std::string& word, const std::string& text);
 
-// Returns the text; throws on rank `rank` of an engine unless `bytes` are the result of `seal` with `word`.
-std::string unseal(const std::string& word, const std::string& bytes, const char* engine, int rank);
+// Returns the text; throws on rank `rank` of an engine unless `bytes` are the result of `add_checksum` with `word`.
+std::string strip_checksum(const std::string& word, const std::string& bytes, const char* engine, int rank);
 
 // Returns the first bytes in quotes, for a message; unprintable bytes as \x...
 std::string quoted(const std::string& bytes);

@@ -63,7 +63,7 @@ std::uint64_t group_number(const std::vector<std::string>& handles) {
   return hash >> 1;  // fits the integers of Python and JSON
 }
 
-std::uint32_t Journal::capacity_asked_for() {
+std::uint32_t FlightRecorder::capacity_asked_for() {
   const char* const text = std::getenv("RINGCOMM_RECORD");
   if (!text || !*text) return kDefaultCapacity;
   char* end = nullptr;
@@ -74,10 +74,10 @@ std::uint32_t Journal::capacity_asked_for() {
   return static_cast<std::uint32_t>(asked);
 }
 
-Journal::Journal(const Engine& engine, std::uint32_t capacity)
-    : memory_(SharedMemory::create(kJournalName, kEntries + capacity * sizeof(JournalEntry))) {
-  JournalHead& h = head();
-  h.entry_bytes = sizeof(JournalEntry);
+FlightRecorder::FlightRecorder(const Engine& engine, std::uint32_t capacity)
+    : memory_(SharedMemory::create(kRecordName, kEntries + capacity * sizeof(CallRecord))) {
+  RecordHead& h = head();
+  h.entry_bytes = sizeof(CallRecord);
   h.capacity = capacity;
   h.pid = getpid();
   h.rank = engine.rank();
@@ -88,11 +88,11 @@ Journal::Journal(const Engine& engine, std::uint32_t capacity)
   h.magic = kMagic;
 }
 
-void Journal::connected(const std::vector<std::string>& handles) { head().group = group_number(handles); }
+void FlightRecorder::connected(const std::vector<std::string>& handles) { head().group = group_number(handles); }
 
-std::uint64_t Journal::begin(const Call& call, bool async) {
+std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
   const std::uint64_t number = fetch_add(&head().calls, 1) + 1;
-  JournalEntry& e = entry(number);
+  CallRecord& e = entry(number);
   store_release(&e.number, 0);
   e.collective = point_to_point(call.op) ? kMessage : fetch_add(&collectives_, 1);
   e.begin_ns = now_ns();
@@ -112,8 +112,8 @@ std::uint64_t Journal::begin(const Call& call, bool async) {
   return number;
 }
 
-void Journal::end(std::uint64_t number, CallState state) {
-  JournalEntry& e = entry(number);
+void FlightRecorder::end(std::uint64_t number, CallState state) {
+  CallRecord& e = entry(number);
   if (load_acquire(&e.number) != number) return;  // overwritten by a newer call
   if (state == CallState::kRefused && e.collective != kMessage)
     claim(&collectives_, e.collective + 1, e.collective);  // the other ranks do not count it
@@ -121,8 +121,8 @@ void Journal::end(std::uint64_t number, CallState state) {
   e.state = static_cast<std::uint8_t>(state);
 }
 
-void Journal::place(std::uint64_t number, const char* site) {
-  JournalEntry& e = entry(number);
+void FlightRecorder::place(std::uint64_t number, const char* site) {
+  CallRecord& e = entry(number);
   if (load_acquire(&e.number) == number) copy_end(e.site, sizeof e.site, site);
 }
 
@@ -130,28 +130,29 @@ namespace {
 thread_local Unplaced* unplaced = nullptr;  // the innermost one of this thread
 }
 
-Unplaced::Unplaced(Journal* journal, const std::uint64_t* numbers, std::size_t count)
-    : journal_(journal), numbers_(numbers), count_(count), outer_(unplaced) {
+Unplaced::Unplaced(FlightRecorder* recorder, const std::uint64_t* numbers, std::size_t count)
+    : recorder_(recorder), numbers_(numbers), count_(count), outer_(unplaced) {
   unplaced = this;
 }
 
 Unplaced::~Unplaced() { unplaced = outer_; }
 
 void Unplaced::place(const char* site) {
-  Journal* const journal = unplaced ? std::exchange(unplaced->journal_, nullptr) : nullptr;
-  if (!journal) return;
+  FlightRecorder* const recorder = unplaced ? std::exchange(unplaced->recorder_, nullptr) : nullptr;
+  if (!recorder) return;
   if (!site) site = site_here();
-  for (std::size_t i = 0; i < unplaced->count_; ++i) journal->place(unplaced->numbers_[i], site);
+  for (std::size_t i = 0; i < unplaced->count_; ++i) recorder->place(unplaced->numbers_[i], site);
 }
 
-JournalText JournalText::read(const std::string& bytes) {
-  JournalHead h;
-  const bool headed = bytes.size() >= Journal::kEntries && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
-  if (!headed || h.entry_bytes != sizeof(JournalEntry) || h.capacity == 0 ||
-      (bytes.size() - Journal::kEntries) / sizeof(JournalEntry) < h.capacity)
+RecordText RecordText::read(const std::string& bytes) {
+  RecordHead h;
+  const bool headed =
+      bytes.size() >= FlightRecorder::kEntries && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
+  if (!headed || h.entry_bytes != sizeof(CallRecord) || h.capacity == 0 ||
+      (bytes.size() - FlightRecorder::kEntries) / sizeof(CallRecord) < h.capacity)
     fail(ErrorCode::kInvalid, "record: expected the record of a communicator of this version, got ", bytes.size(),
          " bytes of something else; read it with the version of ringcomm that writes it");
-  JournalText text;
+  RecordText text;
   text.facts = {{"pid", std::int64_t{h.pid}},
                 {"rank", std::int64_t{h.rank}},
                 {"world_size", std::int64_t{h.world_size}},
@@ -163,10 +164,10 @@ JournalText JournalText::read(const std::string& bytes) {
   const auto time_of = [&](std::int64_t ns) {  // untrusted bytes: the sum may overflow
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(ns) + static_cast<std::uint64_t>(h.epoch_ns));
   };
-  std::vector<JournalEntry> entries(h.capacity);
-  std::memcpy(entries.data(), bytes.data() + Journal::kEntries, h.capacity * sizeof(JournalEntry));
+  std::vector<CallRecord> entries(h.capacity);
+  std::memcpy(entries.data(), bytes.data() + FlightRecorder::kEntries, h.capacity * sizeof(CallRecord));
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
-  for (const JournalEntry& e : entries) {
+  for (const CallRecord& e : entries) {
     if (e.number == 0) continue;
     text.calls.push_back({{"number", static_cast<std::int64_t>(e.number)},
                           {"collective", static_cast<std::int64_t>(e.collective)},

@@ -15,7 +15,7 @@
 
 namespace ringcomm {
 
-inline constexpr const char* kJournalName = "ringcomm-record";
+inline constexpr const char* kRecordName = "ringcomm-record";
 
 // A communicator's number, derived from its handles: the same on all of its ranks, different for other communicators.
 std::uint64_t group_number(const std::vector<std::string>& handles);
@@ -23,7 +23,7 @@ std::uint64_t group_number(const std::vector<std::string>& handles);
 enum class CallState : std::uint8_t { kInFlight, kDone, kFailed, kRefused, kEnqueued };
 const char* name(CallState state);
 
-struct JournalHead {
+struct RecordHead {
   std::uint64_t magic;
   std::uint32_t entry_bytes, capacity;
   std::int32_t pid, rank, world_size;
@@ -34,7 +34,7 @@ struct JournalHead {
   char engine[16], host[64];
 };
 
-struct JournalEntry {
+struct CallRecord {
   Flag number;               // number of the call, from 1; 0 while the entry is being written
   std::uint64_t collective;  // number among the collectives, from 0; kMessage for others
   std::int64_t begin_ns, end_ns, step;
@@ -43,16 +43,16 @@ struct JournalEntry {
   std::uint8_t op, dtype, reduce_op, algorithm, state, async;
   char site[66];
 };
-static_assert(sizeof(JournalEntry) == 128, "an entry is two cache lines");
+static_assert(sizeof(CallRecord) == 128, "an entry is two cache lines");
 
-class Journal {
+class FlightRecorder {
  public:
   static constexpr std::uint64_t kMessage = ~std::uint64_t{0};
 
-  // The number of calls that a journal keeps: RINGCOMM_RECORD, else 256. With 0 nothing is recorded.
+  // The number of calls that a flight recorder keeps: RINGCOMM_RECORD, else 256. With 0 nothing is recorded.
   static std::uint32_t capacity_asked_for();
 
-  Journal(const Engine& engine, std::uint32_t capacity);
+  FlightRecorder(const Engine& engine, std::uint32_t capacity);
 
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
@@ -68,13 +68,13 @@ class Journal {
   std::uint64_t group() const { return head().group; }
 
  private:
-  JournalHead& head() const { return *reinterpret_cast<JournalHead*>(memory_.data()); }
-  JournalEntry& entry(std::uint64_t number) const {
-    return reinterpret_cast<JournalEntry*>(memory_.data() + kEntries)[number % head().capacity];
+  RecordHead& head() const { return *reinterpret_cast<RecordHead*>(memory_.data()); }
+  CallRecord& entry(std::uint64_t number) const {
+    return reinterpret_cast<CallRecord*>(memory_.data() + kEntries)[number % head().capacity];
   }
   static constexpr std::size_t kEntries = 256;  // size of the header
-  static_assert(sizeof(JournalHead) <= kEntries, "the head has its place before the entries");
-  friend struct JournalText;
+  static_assert(sizeof(RecordHead) <= kEntries, "the head has its place before the entries");
+  friend struct RecordText;
 
   SharedMemory memory_;
   std::uint64_t collectives_ = 0;
@@ -84,28 +84,28 @@ class Journal {
 class Unplaced {
  public:
   // Null: nothing is recorded. `numbers` must outlive this object.
-  Unplaced(Journal* journal, const std::uint64_t* numbers, std::size_t count);
+  Unplaced(FlightRecorder* recorder, const std::uint64_t* numbers, std::size_t count);
   ~Unplaced();
   Unplaced(const Unplaced&) = delete;
   // Gives this thread's calls their place, once. Null: looks it up.
   static void place(const char* site = nullptr);
 
  private:
-  Journal* journal_;
+  FlightRecorder* recorder_;
   const std::uint64_t* const numbers_;
   const std::size_t count_;
   Unplaced* const outer_;
 };
 
-// The contents of a journal's memory file, for display: facts, and the calls from old to new.
-struct JournalText {
+// The contents of a flight recorder's memory file, for display: facts, and the calls from old to new.
+struct RecordText {
   using Fact = std::variant<std::int64_t, std::string>;
   using Facts = std::map<std::string, Fact>;
   Facts facts;
   std::vector<Facts> calls;
 
-  // Throws kInvalid for anything but a journal of this version.
-  static JournalText read(const std::string& bytes);
+  // Throws kInvalid for anything but a flight recorder's memory of this version.
+  static RecordText read(const std::string& bytes);
 };
 
 }  // namespace ringcomm

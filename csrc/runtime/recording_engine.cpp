@@ -36,9 +36,9 @@ std::exception_ptr about(const std::exception_ptr& error, std::uint64_t group) {
   }
 }
 
-class RecordedRequest final : public Request {
+class RecordingRequest final : public Request {
  public:
-  RecordedRequest(std::shared_ptr<Request> request, const std::shared_ptr<Engine>& engine, std::uint64_t group)
+  RecordingRequest(std::shared_ptr<Request> request, const std::shared_ptr<Engine>& engine, std::uint64_t group)
       : request_(std::move(request)), engine_(engine), group_(group) {}
 
   bool done() const override { return request_->done(); }
@@ -72,17 +72,17 @@ class RecordedRequest final : public Request {
   const std::uint64_t group_;
 };
 
-class RecordedEngine final : public Engine {
+class RecordingEngine final : public Engine {
  public:
-  RecordedEngine(std::unique_ptr<Engine> engine, std::uint32_t capacity)
+  RecordingEngine(std::unique_ptr<Engine> engine, std::uint32_t capacity)
       : forks_(forks_so_far()),
-        journal_(capacity ? std::make_shared<Journal>(*engine, capacity) : nullptr),
+        recorder_(capacity ? std::make_shared<FlightRecorder>(*engine, capacity) : nullptr),
         engine_(std::move(engine)),
         on_host_(engine_->device() < 0) {}
 
-  // Returns the recorded engine, which becomes a part of another recorded one.
+  // Returns the recorded engine, which becomes a part of another engine.
   const std::shared_ptr<Engine>& absorb() {
-    if (journal_) journal_->absorbed();
+    if (recorder_) recorder_->absorbed();
     engine_->absorbed();
     return engine_;
   }
@@ -94,16 +94,16 @@ class RecordedEngine final : public Engine {
   std::string handle() const override { return engine_->handle(); }
   void connect(const std::vector<std::string>& handles) override {
     engine_->connect(handles);
-    if (journal_) journal_->connected(handles);
+    if (recorder_) recorder_->connected(handles);
   }
 
   int run(const Call& call) override {
     if (silent()) return engine_->run(call);
-    const std::uint64_t number = journal_->begin(call, false);
-    const Unplaced late(call.site ? nullptr : journal_.get(), &number, 1);
+    const std::uint64_t number = recorder_->begin(call, false);
+    const Unplaced late(call.site ? nullptr : recorder_.get(), &number, 1);
     try {
       const int source = engine_->run(call);
-      journal_->end(number, ended());
+      recorder_->end(number, ended());
       return source;
     } catch (...) {
       failed({number});
@@ -111,9 +111,9 @@ class RecordedEngine final : public Engine {
   }
   std::shared_ptr<Request> submit(Call call) override {
     if (forked()) return engine_->submit(std::move(call));
-    if (!journal_) return std::make_shared<RecordedRequest>(engine_->submit(std::move(call)), engine_, 0);
+    if (!recorder_) return std::make_shared<RecordingRequest>(engine_->submit(std::move(call)), engine_, 0);
     if (!call.site) call.site = site_here();  // another thread may execute it
-    const std::uint64_t number = journal_->begin(call, true);
+    const std::uint64_t number = recorder_->begin(call, true);
     std::shared_ptr<Request> request;
     try {
       request = engine_->submit(std::move(call));
@@ -121,25 +121,25 @@ class RecordedEngine final : public Engine {
       failed({number});
     }
     if (!on_host_)  // nothing polls for the end of a device's call
-      journal_->end(number, CallState::kEnqueued);
+      recorder_->end(number, CallState::kEnqueued);
     else
-      request->on_done([journal = journal_, number](std::exception_ptr error) {
-        journal->end(number, error ? state_of(error) : CallState::kDone);
+      request->on_done([recorder = recorder_, number](std::exception_ptr error) {
+        recorder->end(number, error ? state_of(error) : CallState::kDone);
       });
-    return std::make_shared<RecordedRequest>(std::move(request), engine_, journal_->group());
+    return std::make_shared<RecordingRequest>(std::move(request), engine_, recorder_->group());
   }
   void run_list(const std::vector<Call>& calls) override {
     if (silent()) return engine_->run_list(calls);
     std::vector<std::uint64_t> numbers;
-    for (const Call& call : calls) numbers.push_back(journal_->begin(call, false));
+    for (const Call& call : calls) numbers.push_back(recorder_->begin(call, false));
     const bool placed = calls.empty() || calls[0].site;
-    const Unplaced late(placed ? nullptr : journal_.get(), numbers.data(), numbers.size());
+    const Unplaced late(placed ? nullptr : recorder_.get(), numbers.data(), numbers.size());
     try {
       engine_->run_list(calls);
     } catch (...) {
       failed(numbers);
     }
-    for (const std::uint64_t number : numbers) journal_->end(number, ended());
+    for (const std::uint64_t number : numbers) recorder_->end(number, ended());
   }
 
   void pack(const Packing& packing) override { engine_->pack(packing); }
@@ -160,7 +160,7 @@ class RecordedEngine final : public Engine {
   std::int64_t timeout() const override { return engine_->timeout(); }
   void close() override {
     engine_->close();
-    if (!silent()) journal_->closed();
+    if (!silent()) recorder_->closed();
   }
   bool closed() const override { return engine_->closed(); }
   bool runs_this_thread() const override { return engine_->runs_this_thread(); }
@@ -169,14 +169,14 @@ class RecordedEngine final : public Engine {
     try {
       engine_->synchronize(stream);
     } catch (...) {
-      std::rethrow_exception(about(std::current_exception(), journal_ ? journal_->group() : 0));
+      std::rethrow_exception(about(std::current_exception(), recorder_ ? recorder_->group() : 0));
     }
   }
 
  private:
-  // In a forked child the journal belongs to the parent.
+  // In a forked child the recorder belongs to the parent.
   bool forked() const { return forks_ != forks_so_far(); }
-  bool silent() const { return !journal_ || forked(); }
+  bool silent() const { return !recorder_ || forked(); }
   CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
   // Ends calls with the current exception and rethrows it. The last call comes first, so that refused calls give their
   // numbers back.
@@ -184,12 +184,12 @@ class RecordedEngine final : public Engine {
     const std::exception_ptr error = std::current_exception();
     Unplaced::place();
     const CallState state = state_of(error);
-    for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) journal_->end(*number, state);
-    std::rethrow_exception(about(error, journal_->group()));
+    for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) recorder_->end(*number, state);
+    std::rethrow_exception(about(error, recorder_->group()));
   }
 
   const int forks_;
-  const std::shared_ptr<Journal> journal_;  // requests keep it alive; null: nothing is recorded
+  const std::shared_ptr<FlightRecorder> recorder_;  // requests keep it alive; null: nothing is recorded
   const std::shared_ptr<Engine> engine_;
   const bool on_host_;
 };
@@ -197,13 +197,13 @@ class RecordedEngine final : public Engine {
 }  // namespace
 
 std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine) {
-  return std::make_unique<RecordedEngine>(std::move(engine), Journal::capacity_asked_for());
+  return std::make_unique<RecordingEngine>(std::move(engine), FlightRecorder::capacity_asked_for());
 }
 
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine) {
-  auto* const recorded = dynamic_cast<RecordedEngine*>(engine.get());
-  if (!recorded) return engine;
-  return std::shared_ptr<Engine>(engine, recorded->absorb().get());  // keeps the outer engine and its journal alive
+  auto* const recording = dynamic_cast<RecordingEngine*>(engine.get());
+  if (!recording) return engine;
+  return std::shared_ptr<Engine>(engine, recording->absorb().get());  // keeps the outer engine and its recorder alive
 }
 
 }  // namespace ringcomm

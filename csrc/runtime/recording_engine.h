@@ -1,4 +1,4 @@
-// Wraps any engine and records its calls in a journal.
+// Wraps any engine and records its calls in a flight recorder.
 #pragma once
 
 #include <memory>
@@ -7,10 +7,10 @@
 
 namespace ringcomm {
 
-// Returns the recorded engine; without a journal where RINGCOMM_RECORD is 0. Waiting for a request keeps the engine
-// alive.
+// Returns the recording engine; without a flight recorder where RINGCOMM_RECORD is 0. Waiting for a request keeps the
+// engine alive.
 std::unique_ptr<Engine> record(std::unique_ptr<Engine> engine);
-// Unwraps a recorded engine, which is to become a part of another recorded one; returns any other engine as it is.
+// Unwraps a recording engine, which is to become a part of another one; returns any other engine as it is.
 std::shared_ptr<Engine> unrecorded(const std::shared_ptr<Engine>& engine);
 
 }  // namespace ringcomm

@@ -75,7 +75,7 @@ WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList inp
     auto work = begin(type, task.site(), inputs);
     work->add(*engine_, std::move(task), outputs);
     if (coalescing_) return nullptr;
-    work->seal();
+    work->finish_adding();
     return work;
   }
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
@@ -105,7 +105,7 @@ WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::
       work->add(*engine_, std::move(tasks[i]), i == 0 ? outputs : at::TensorList());
     }
     if (coalescing_) return nullptr;
-    work->seal();
+    work->finish_adding();
     return work;
   }
   at::RecordFunction span(at::RecordScope::USER_SCOPE);
@@ -122,7 +122,7 @@ void Backend::startCoalescing() {
 
 WorkPtr Backend::endCoalescing() {
   coalescing_ = false;
-  if (coalesced_) coalesced_->seal();
+  if (coalesced_) coalesced_->finish_adding();
   WorkPtr on_device = devices_.end_coalescing();
   if (!on_device) return std::move(coalesced_);
   if (coalesced_) std::exchange(coalesced_, {})->wait();  // a call cannot return both

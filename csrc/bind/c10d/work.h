@@ -16,7 +16,7 @@ namespace ringcomm {
 //
 //   add, add, ...   each submits one call; the callback of its request holds a reference to the Work, so that the
 //                   tensors live until the engine is done with them even if the caller drops the Work
-//   seal            no more calls are added
+//   finish_adding   no more calls are added
 //   settle          the engine ends a call; the last one writes stand-ins back, finishes the Work and its future
 class AsyncWork final : public c10d::Work {
  public:
@@ -26,7 +26,7 @@ class AsyncWork final : public c10d::Work {
       : c10d::Work(rank, type, title, inputs), sequence_(sequence) {}
 
   void add(Engine& engine, Task&& task, at::TensorList outputs);
-  void seal() { settle(nullptr); }
+  void finish_adding() { settle(nullptr); }
 
   int sourceRank() const override;
   Tensors result() override;
@@ -42,7 +42,7 @@ class AsyncWork final : public c10d::Work {
   void complete_future();
 
   const std::uint64_t sequence_;
-  std::atomic<int> pending_{1};  // calls in flight, plus one until `seal`
+  std::atomic<int> pending_{1};  // calls in flight, plus one until `finish_adding`
   std::vector<std::shared_ptr<Request>> requests_;
   Tensors outputs_, keep_;
   WriteBack pairs_;

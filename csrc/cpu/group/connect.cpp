@@ -84,12 +84,12 @@ struct Handle {
   std::size_t slot_bytes = 0, p2p_slot_bytes = 0;
 
   std::string pack() const {
-    return seal(kVersion, concat(machine, ' ', rank, ' ', world_size, ' ', pid, ' ', fd, ' ', nonce, ' ', process, ' ',
-                                 slot_bytes, ' ', p2p_slot_bytes));
+    return add_checksum(kVersion, concat(machine, ' ', rank, ' ', world_size, ' ', pid, ' ', fd, ' ', nonce, ' ',
+                                         process, ' ', slot_bytes, ' ', p2p_slot_bytes));
   }
   static Handle unpack(const std::string& bytes, int rank) {
     Handle h;
-    std::istringstream in(unseal(kVersion, bytes, "cpu", rank));
+    std::istringstream in(strip_checksum(kVersion, bytes, "cpu", rank));
     in >> h.machine >> h.rank >> h.world_size >> h.pid >> h.fd >> h.nonce >> h.process >> h.slot_bytes >>
         h.p2p_slot_bytes;
     return h;
