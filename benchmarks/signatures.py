@@ -27,7 +27,7 @@ SIZES = {8: 200, 1024: 200}  # bytes: calls per turn
 LINES = (  # of slot_stream.cpp
     "  group.begin_call(call, signature_);\n",
     "    header->signature = signature_;\n",
-    "  if (!(announced(peer).signature == signature_)) group_.differ();\n",
+    "  if (!(header_of(peer).signature == signature_)) group_.report_mismatch();\n",
     "  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();",
     "  progress_.history = signature_.hash();\n",
 )

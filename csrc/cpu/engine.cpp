@@ -110,11 +110,11 @@ class CpuEngine final : public Engine {
   bool aborted() const override { return group_.aborted(); }
   std::string why_aborted() const override { return group_.why_aborted(); }
   ErrorCode aborted_as() const override { return group_.aborted_as(); }
-  std::vector<std::string> regroup(const std::string& message, const std::vector<int>& members,
-                                   std::int64_t limit_ms) override {
+  std::vector<std::string> agree_on_shrink(const std::string& message, const std::vector<int>& members,
+                                           std::int64_t limit_ms) override {
     if (!group_.connected() || forked())
       fail(ErrorCode::kInvalid, "shrink: rank ", rank(), " expected a connected communicator of this process");
-    return group_.regroup(message, members, limit_ms);
+    return group_.agree_on_shrink(message, members, limit_ms);
   }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)

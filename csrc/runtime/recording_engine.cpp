@@ -150,9 +150,9 @@ class RecordingEngine final : public Engine {
   bool aborted() const override { return engine_->aborted(); }
   std::string why_aborted() const override { return engine_->why_aborted(); }
   ErrorCode aborted_as() const override { return engine_->aborted_as(); }
-  std::vector<std::string> regroup(const std::string& message, const std::vector<int>& members,
-                                   std::int64_t limit_ms) override {
-    return engine_->regroup(message, members, limit_ms);
+  std::vector<std::string> agree_on_shrink(const std::string& payload, const std::vector<int>& members,
+                                           std::int64_t limit_ms) override {
+    return engine_->agree_on_shrink(payload, members, limit_ms);
   }
   std::uintptr_t lend_stream() override { return engine_->lend_stream(); }
   void take_back_stream(std::uintptr_t stream) override { engine_->take_back_stream(stream); }

@@ -92,10 +92,10 @@ struct Word {
   const char *name, *category;
 };
 constexpr Word kWords[] = {
-    {"call", "call"},    {"step", "step"},           {"wait credit", "wait"},   {"write slot", "work"},
-    {"publish", "work"}, {"wait ticket", "wait"},    {"read slot", "work"},     {"reduce", "work"},
-    {"copy", "work"},    {"release", "work"},        {"announce", "step"},      {"in place", "step"},
-    {"leave", "step"},   {"send slice", "work"},     {"receive slice", "work"}, {"agree", "wait"},
+    {"call", "call"},    {"step", "step"},           {"wait credit", "wait"},     {"write slot", "work"},
+    {"publish", "work"}, {"wait ticket", "wait"},    {"read slot", "work"},       {"reduce", "work"},
+    {"copy", "work"},    {"release", "work"},        {"publish buffers", "step"}, {"in place", "step"},
+    {"leave", "step"},   {"send slice", "work"},     {"receive slice", "work"},   {"agree", "wait"},
     {"compute", "work"}, {"start messages", "work"}, {"wait messages", "wait"},
 };
 static_assert(sizeof kWords / sizeof kWords[0] == static_cast<std::size_t>(What::kWaitMessages) + 1,

@@ -30,7 +30,7 @@ enum class What : std::uint8_t {
   kCopy,
   kRelease,
   // in place (cpu/collectives/direct.h)
-  kAnnounce,
+  kPublishBuffers,
   kInPlace,
   kLeave,
   // point-to-point messages of the user

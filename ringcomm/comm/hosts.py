@@ -137,7 +137,7 @@ class Network:
     kind: Any = None
     wire_dtype: str | None = None
     children: list[int] = field(default_factory=lambda: [0])
-    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `regroup`
+    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `agree_on_shrink`
     left_out: list[str] = field(default_factory=list)  # the reason, after other ranks continued without this one
 
     def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
@@ -155,22 +155,22 @@ class Network:
             self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
         )
 
-    def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
-        """Returns a function that does through the store what `_C.Engine.regroup` does on one host: the first rank
-        that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited for
-        like late ones."""
+    def agree_on_shrink(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
+        """Returns a function that does through the store what `_C.Engine.agree_on_shrink` does on one host: the first
+        rank that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited
+        for like late ones."""
         call = f"shrink: rank {rank} of {world_size}"
 
-        def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
+        def agree(payload: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
             if self.left_out:  # it must not continue alone
                 raise RankLostError(self.left_out[0])
             # Odd rounds collect who is there, even rounds their payloads. An attempt that failed half-way thus ends for
             # all ranks.
             self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
-            prefix, later = (f"{self.prefix}/regroup/{self.rounds[0] + ahead}" for ahead in (0, 1))
+            prefix, later = (f"{self.prefix}/shrink/{self.rounds[0] + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
             try:
-                self.store.set(f"{prefix}/{rank}", message)
+                self.store.set(f"{prefix}/{rank}", payload)
                 end, keys = time.monotonic() + limit, {each: f"{prefix}/{each}" for each in awaited}
                 came, missing = list[int](), awaited
                 while len(came) < len(awaited) and time.monotonic() < end:
@@ -202,7 +202,7 @@ class Network:
                     "a new communicator with a store that is alive"
                 ) from error
 
-        return meet
+        return agree
 
     def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
         """Returns this rank's inter-host transport, for `_C.hosts_engine`; a collective."""

@@ -198,15 +198,15 @@ void close(Engine& engine) {
   if (PyErr_Occurred()) throw py::error_already_set();  // a signal handler has raised
 }
 
-// Returns the messages of the surviving ranks after an abort, by rank; see Engine::regroup.
-std::vector<py::bytes> regroup(Engine& engine, const std::string& message, const std::vector<int>& members,
-                               std::int64_t limit_ms) {
-  std::vector<std::string> messages;
+// Returns the payloads of the surviving ranks after an abort, by rank; see Engine::agree_on_shrink.
+std::vector<py::bytes> agree_on_shrink(Engine& engine, const std::string& payload, const std::vector<int>& members,
+                                       std::int64_t limit_ms) {
+  std::vector<std::string> payloads;
   {
     const py::gil_scoped_release release;
-    messages = engine.regroup(message, members, limit_ms);
+    payloads = engine.agree_on_shrink(payload, members, limit_ms);
   }
-  return {messages.begin(), messages.end()};
+  return {payloads.begin(), payloads.end()};
 }
 
 // ---- the fast path --------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ void define_engine(py::module_& m) {
             self.abort(reason, error_code(error));
           },
           py::arg("reason"), py::arg("error") = "AbortedError", py::call_guard<py::gil_scoped_release>())
-      .def("regroup", &regroup, py::arg("message"), py::arg("members"), py::arg("limit_ms"))
+      .def("agree_on_shrink", &agree_on_shrink, py::arg("payload"), py::arg("members"), py::arg("limit_ms"))
       .def("describe",
            [](const Engine& self) {
              py::dict facts;

@@ -22,11 +22,11 @@ std::size_t input_bytes(const Call& call, int world_size) {
 
 class Direct {
  public:
-  explicit Direct(Stage& stage)
-      : stage_(stage),
-        call_(stage.call()),
-        rank_(stage.group().rank()),
-        world_size_(stage.group().world_size()),
+  explicit Direct(SlotStream& slots)
+      : slots_(slots),
+        call_(slots.call()),
+        rank_(slots.group().rank()),
+        world_size_(slots.group().world_size()),
         element_(element_bytes(call_.dtype)),
         streaming_(call_.input != call_.output && input_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
 
@@ -54,14 +54,14 @@ class Direct {
 
   const char* input(int p) const {
     if (p == rank_) return static_cast<const char*>(call_.input);
-    return stage_.group().resolve(p, stage_.announced(p).input);
+    return slots_.group().resolve(p, slots_.header_of(p).input);
   }
   char* output(int p) const {
     if (p == rank_) return static_cast<char*>(call_.output);
-    return stage_.group().resolve(p, stage_.announced(p).output);
+    return slots_.group().resolve(p, slots_.header_of(p).output);
   }
   void take(int p, std::size_t to, std::size_t from, std::size_t nbytes) {
-    const auto probe = stage_.probe(trace::What::kRead, p, 0, nbytes);
+    const auto probe = slots_.probe(trace::What::kRead, p, 0, nbytes);
     kernels().copy(static_cast<char*>(call_.output) + to, input(p) + from, nbytes, streaming_);
   }
 
@@ -73,10 +73,10 @@ class Direct {
     const char* source = input(call_.root);
     if (rank_ == call_.root) {
       for (int p = 0; p < world_size_; ++p) {
-        const auto probe = stage_.probe(trace::What::kWrite, p, 0, end - begin);
+        const auto probe = slots_.probe(trace::What::kWrite, p, 0, end - begin);
         kernels().copy(output(p) + begin, source + begin, end - begin, streaming_);
       }
-      const auto probe = stage_.probe(trace::What::kCopy, rank_, 0, part_bytes());
+      const auto probe = slots_.probe(trace::What::kCopy, rank_, 0, part_bytes());
       return kernels().copy(call_.output, source, part_bytes(), streaming_);
     }
     take(call_.root, 0, 0, begin);
@@ -99,12 +99,12 @@ class Direct {
     reduce(sources, outputs, 1, call_.count);
   }
   void reduce(const void* const* sources, void* const* outputs, int num_outputs, std::size_t count) {
-    const auto probe = stage_.probe(trace::What::kReduce, -1, 0, count * element_);
-    kernels().reduce({call_.dtype, call_.reduce_op, sources, world_size_, stage_.factors(), world_size_, outputs,
+    const auto probe = slots_.probe(trace::What::kReduce, -1, 0, count * element_);
+    kernels().reduce({call_.dtype, call_.reduce_op, sources, world_size_, slots_.factors(), world_size_, outputs,
                       num_outputs, count, streaming_});
   }
 
-  Stage& stage_;
+  SlotStream& slots_;
   const Call& call_;
   const int rank_, world_size_;
   const std::size_t element_;
@@ -113,16 +113,16 @@ class Direct {
 
 // While this object exists, this rank may access the peers' buffers, and no peer returns its buffers to its caller.
 // Throws if the group was aborted before.
-class HandsOn {
+class PeerAccessGuard {
  public:
-  HandsOn(const Group& group, const Call& call) : flag_(&group.control().in_place.value) {
+  PeerAccessGuard(const Group& group, const Call& call) : flag_(&group.control().in_place.value) {
     store_then_look(flag_, 1);
     if (load_after_store(&group.control().abort.value) == 0) return;
     store_release(flag_, 0);
     group.check_abort(call);
   }
-  ~HandsOn() { store_release(flag_, 0); }
-  HandsOn(const HandsOn&) = delete;
+  ~PeerAccessGuard() { store_release(flag_, 0); }
+  PeerAccessGuard(const PeerAccessGuard&) = delete;
 
  private:
   Flag* const flag_;
@@ -134,11 +134,11 @@ bool usable(const Call& call, int rank, const Location& input, const Location& o
 
 }  // namespace
 
-void announce_buffers(Stage& stage, const Heap& heap) {
-  const Call& call = stage.call();
-  const auto probe = stage.probe(trace::What::kAnnounce, -1, 0);
-  const int rank = stage.group().rank();
-  const std::size_t nbytes = input_bytes(call, stage.group().world_size());
+void publish_buffers(SlotStream& slots, const Heap& heap) {
+  const Call& call = slots.call();
+  const auto probe = slots.probe(trace::What::kPublishBuffers, -1, 0);
+  const int rank = slots.group().rank();
+  const std::size_t nbytes = input_bytes(call, slots.group().world_size());
   // Parts have no single base address; and an all_to_all in place overwrites data that the peers still read.
   const bool unfit = !call.input_parts.empty() || !call.output_parts.empty() ||
                      (call.op == Op::kAllToAll && call.input == call.output);
@@ -146,31 +146,31 @@ void announce_buffers(Stage& stage, const Heap& heap) {
   if (!unfit && needs_input(call, rank)) input = heap.locate(call.input, nbytes);
   if (!unfit && needs_output(call)) output = heap.locate(call.output, nbytes);
   if (!unfit && !needs_input(call, rank)) input.visible = 1;
-  stage.wait_credit(0);
-  stage.announce(input, output);
-  stage.publish(0);
+  slots.wait_credit(0);
+  slots.set_buffers(input, output);
+  slots.publish(0);
 }
 
-bool direct_collective(Stage& stage) {
-  const Group& group = stage.group();
-  const Call& call = stage.call();
+bool direct_collective(SlotStream& slots) {
+  const Group& group = slots.group();
+  const Call& call = slots.call();
   for (int p = 0; p < group.world_size(); ++p) {
     const int peer =
         p == 0 ? group.rank() : (p <= group.rank() ? p - 1 : p);  // this rank first: it need not wait for itself
-    if (peer != group.rank()) stage.await(peer, 0);
-    const SlotHeader& said = stage.announced(peer);
+    if (peer != group.rank()) slots.await(peer, 0);
+    const SlotHeader& said = slots.header_of(peer);
     if (!usable(call, peer, said.input, said.output)) return false;
   }
   trace::chose("direct");
   {
-    const auto probe = stage.probe(trace::What::kInPlace, -1, 0);
-    const HandsOn hands(group, call);
-    Direct(stage).run();
+    const auto probe = slots.probe(trace::What::kInPlace, -1, 0);
+    const PeerAccessGuard guard(group, call);
+    Direct(slots).run();
   }
-  const auto probe = stage.probe(trace::What::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
-  stage.wait_credit(1);
-  stage.publish(1);
-  stage.await_all(1);
+  const auto probe = slots.probe(trace::What::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
+  slots.wait_credit(1);
+  slots.publish(1);
+  slots.await_all(1);
   return true;
 }
 

@@ -10,10 +10,10 @@
 namespace ringcomm::cpu {
 
 // Publishes the locations of this rank's buffers with ticket 0.
-void announce_buffers(Stage& stage, const Heap& heap);
+void publish_buffers(SlotStream& slots, const Heap& heap);
 
 // Runs the call in place with tickets 0 and 1 and returns true, or returns false if that is not possible. The result is
 // the same on every rank. A rank whose own buffer is private returns false without waiting.
-bool direct_collective(Stage& stage);
+bool direct_collective(SlotStream& slots);
 
 }  // namespace ringcomm::cpu

@@ -331,8 +331,8 @@ int PointToPoint::lost_for(const Call& call) const {
 // Returns why a rank is gone, and the rank whose end may have caused it.
 std::string PointToPoint::end_of(int rank) const {
   const int cause = group_.cause_of(rank, false);
-  const std::string own = concat(group_.fate_of(rank), ", after ", group_.last_call_of(rank));
-  return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.fate_of(cause));
+  const std::string own = concat(group_.why_gone(rank), ", after ", group_.last_call_of(rank));
+  return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.why_gone(cause));
 }
 
 // Throws if this message can no longer succeed: the group is aborted, the peer is gone, or the call's limit has passed.
@@ -347,12 +347,12 @@ void PointToPoint::check(const Message& message) {
                   ", got ", message.moved);
   };
   if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
-    group_.give_up(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
+    group_.fail_group(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
   if (message.deadline.passed() && queued(message))
-    group_.give_up(call, ErrorCode::kTimeout,
-                   said() + concat(" from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
-                                   ", within the timeout of ", message.deadline.timeout_ms / 1000.0,
-                                   " s; see whether it has stalled or calls something else"));
+    group_.fail_group(call, ErrorCode::kTimeout,
+                      said() + concat(" from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
+                                      ", within the timeout of ", message.deadline.timeout_ms / 1000.0,
+                                      " s; see whether it has stalled or calls something else"));
 }
 
 // Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.

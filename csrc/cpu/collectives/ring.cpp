@@ -23,11 +23,11 @@ enum class Shape {
 class CpuRing {
  public:
   // `walk`: the walk whose steps the tickets count; null: a chain without steps.
-  CpuRing(Stage& stage, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
-      : stage_(stage),
-        call_(stage.call()),
-        rank_(stage.group().rank()),
-        world_size_(stage.group().world_size()),
+  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
+      : slots_(slots),
+        call_(slots.call()),
+        rank_(slots.group().rank()),
+        world_size_(slots.group().world_size()),
         prev_(ring_prev(rank_, world_size_)),
         element_(element_bytes(call_.dtype)),
         cut_(cut),
@@ -41,17 +41,17 @@ class CpuRing {
 
   bool wait_credit(std::uint64_t t) {
     if (!step_) trace_step(t);
-    stage_.open(t, cut_.slice_elements * element_);
+    slots_.open(t, cut_.slice_elements * element_);
     return true;
   }
   bool wait_slice(std::uint64_t t) {
     if (!step_) trace_step(t);
-    stage_.await(prev_, t);
+    slots_.await(prev_, t);
     return true;
   }
-  void publish(std::uint64_t t) { stage_.publish(t); }
+  void publish(std::uint64_t t) { slots_.publish(t); }
   void release(std::uint64_t t) {
-    stage_.release(t);
+    slots_.release(t);
     step_.reset();
   }
 
@@ -59,24 +59,24 @@ class CpuRing {
     to_slot(t, input(chunk, window), nbytes(chunk, window));
   }
   void keep(int chunk, std::size_t window) {
-    const auto probe = stage_.probe(trace::What::kCopy, rank_, window, nbytes(chunk, window));
+    const auto probe = slots_.probe(trace::What::kCopy, rank_, window, nbytes(chunk, window));
     kernels().copy(output(chunk, window), input(chunk, window), nbytes(chunk, window), false);
   }
   void copy_in(std::uint64_t t, int chunk, std::size_t window, const Outgoing& out) {
-    const char* inbox = stage_.slot_of(prev_, t);
+    const char* inbox = slots_.slot_of(prev_, t);
     if (out.any) to_slot(out.ticket, inbox, nbytes(chunk, window));
-    const auto probe = stage_.probe(trace::What::kRead, prev_, t, nbytes(chunk, window));
+    const auto probe = slots_.probe(trace::What::kRead, prev_, t, nbytes(chunk, window));
     kernels().copy(output(chunk, window), inbox, nbytes(chunk, window), false);
   }
   void combine(std::uint64_t t, int chunk, std::size_t window, bool final, const Outgoing& out) {
-    const void* sources[] = {stage_.slot_of(prev_, t), input(chunk, window)};
+    const void* sources[] = {slots_.slot_of(prev_, t), input(chunk, window)};
     void* outputs[2];
     int num_outputs = 0;
     if (final) outputs[num_outputs++] = output(chunk, window);
-    if (out.any) outputs[num_outputs++] = stage_.slot(out.ticket);
+    if (out.any) outputs[num_outputs++] = slots_.slot(out.ticket);
     const ReduceOp op = final && call_.reduce_op == ReduceOp::kAvg ? ReduceOp::kAvg : combine_of(call_.reduce_op);
     const std::size_t count = nbytes(chunk, window) / element_;
-    const auto probe = stage_.probe(trace::What::kReduce, prev_, t, count * element_);
+    const auto probe = slots_.probe(trace::What::kReduce, prev_, t, count * element_);
     kernels().reduce({call_.dtype, op, sources, 2, nullptr, world_size_, outputs, num_outputs, count, false});
   }
 
@@ -103,12 +103,12 @@ class CpuRing {
     const bool by_input = input_shape_ != Shape::kOwnPart;
     return slice(chunk, window, by_input ? input_shape_ : output_shape_, by_input ? input_ : output_).count * element_;
   }
-  void to_slot(std::uint64_t t, const void* data, std::size_t bytes) { stage_.write(t, stage_.slot(t), data, bytes); }
+  void to_slot(std::uint64_t t, const void* data, std::size_t bytes) { slots_.write(t, slots_.slot(t), data, bytes); }
 
   // A step lasts from its first wait until its ticket is released.
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
-    step_.emplace(trace::What::kStep, prev_, stage_.number(t));
+    step_.emplace(trace::What::kStep, prev_, slots_.number(t));
     if (!walk_) return;
     const int step = ring_step_of(*walk_, world_size_, t);
     const RingStep s = ring_step(rank_, world_size_, step);
@@ -124,7 +124,7 @@ class CpuRing {
     kernels().reduce({call_.dtype, ReduceOp::kPremulSum, sources, 1, &call_.factor, 1, outputs, 1, count, false});
   }
 
-  Stage& stage_;
+  SlotStream& slots_;
   const Call& call_;
   const int rank_, world_size_, prev_;
   const std::size_t element_;
@@ -136,37 +136,37 @@ class CpuRing {
   std::optional<trace::Probe> step_;
 };
 
-std::uint64_t walk_ring(Stage& stage, Walk walk, const WindowCut& cut, Shape input, Shape output) {
-  CpuRing ring(stage, cut, input, output, &walk);
-  ring_walk(walk, stage.group().rank(), stage.group().world_size(), cut.windows(), ring);
-  return ring_tickets(walk, stage.group().world_size(), cut.windows());
+std::uint64_t walk_ring(SlotStream& slots, Walk walk, const WindowCut& cut, Shape input, Shape output) {
+  CpuRing ring(slots, cut, input, output, &walk);
+  ring_walk(walk, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
+  return ring_tickets(walk, slots.group().world_size(), cut.windows());
 }
 
 }  // namespace
 
-std::uint64_t ring_collective(Stage& stage) {
-  const Call& call = stage.call();
-  const int rank = stage.group().rank(), world_size = stage.group().world_size();
+std::uint64_t ring_collective(SlotStream& slots) {
+  const Call& call = slots.call();
+  const int rank = slots.group().rank(), world_size = slots.group().world_size();
   const std::size_t element = element_bytes(call.dtype), align = 64 / element,
-                    most = stage.group().slot_bytes() / element;
+                    most = slots.group().slot_bytes() / element;
   const WindowCut chunks = cut_windows(call.count, world_size, most, align),
                   whole = cut_windows(call.count, 1, most, align);
   switch (call.op) {
     case Op::kAllReduce:
-      return walk_ring(stage, Walk::kAllReduce, chunks, Shape::kWhole, Shape::kWhole);
+      return walk_ring(slots, Walk::kAllReduce, chunks, Shape::kWhole, Shape::kWhole);
     case Op::kReduceScatter:
-      return walk_ring(stage, Walk::kReduceScatter, cut_windows(input_parts(call).longest(world_size), 1, most, align),
+      return walk_ring(slots, Walk::kReduceScatter, cut_windows(input_parts(call).longest(world_size), 1, most, align),
                        Shape::kParts, Shape::kOwnPart);
     case Op::kAllGather:
-      return walk_ring(stage, Walk::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
+      return walk_ring(slots, Walk::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
                        Shape::kOwnPart, Shape::kParts);
     case Op::kBroadcast: {
-      CpuRing ring(stage, whole, Shape::kWhole, Shape::kWhole);
+      CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
       ring_broadcast(call.root, rank, world_size, whole.windows(), ring);
       return whole.windows();
     }
     case Op::kReduce: {
-      CpuRing ring(stage, whole, Shape::kWhole, Shape::kWhole);
+      CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
       ring_reduce(call.root, rank, world_size, whole.windows(), ring);
       return whole.windows();
     }

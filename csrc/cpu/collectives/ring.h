@@ -8,6 +8,6 @@
 namespace ringcomm::cpu {
 
 // all_reduce, reduce_scatter, all_gather, broadcast and reduce. Returns the number of tickets used. world_size >= 2.
-std::uint64_t ring_collective(Stage& stage);
+std::uint64_t ring_collective(SlotStream& slots);
 
 }  // namespace ringcomm::cpu

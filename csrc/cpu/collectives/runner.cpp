@@ -43,9 +43,9 @@ void Collectives::run(const Call& call) {
     ++progress_.sequence;
     return run_alone(call);
   }
-  Stage stage(group_, progress_, call, agreed_count(call, group_.world_size()));
+  SlotStream slots(group_, progress_, call, agreed_count(call, group_.world_size()));
   try {
-    stage.finish(run_connected(stage));
+    slots.finish(run_connected(slots));
   } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
     end_badly(call, error.what());
     throw;
@@ -55,36 +55,36 @@ void Collectives::run(const Call& call) {
 // Aborts the group, and returns once no peer can access the caller's buffers any more. The error may be a consequence
 // of a lost rank, whose memory cannot be opened any more; then the lost rank is reported as the cause.
 void Collectives::end_badly(const Call& call, const char* what) {
-  const auto hands_off = [this] {
-    if (!group_.await_hands_off()) heap_.detach();
+  const auto let_go_of_buffers = [this] {
+    if (!group_.wait_peers_idle()) heap_.detach();
   };
   try {
     if (!group_.aborted()) group_.check_lost(call);
   } catch (const Error&) {
-    hands_off();
+    let_go_of_buffers();
     throw;
   }
   if (!group_.aborted())
     group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", what), ErrorCode::kAborted);
-  hands_off();
+  let_go_of_buffers();
 }
 
 // Returns the number of tickets used.
-std::uint64_t Collectives::run_connected(Stage& stage) {
-  const Call& call = stage.call();
+std::uint64_t Collectives::run_connected(SlotStream& slots) {
+  const Call& call = slots.call();
   if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
     trace::chose("ring");
-    return ring_collective(stage);
+    return ring_collective(slots);
   }
   const std::uint64_t count = agreed_count(call, group_.world_size());
   const bool uneven = count & kUneven;
-  if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(stage, 0);
-  announce_buffers(stage, heap_);
-  return direct_collective(stage) ? 2 : 1 + run_staged(stage, 1);
+  if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
+  publish_buffers(slots, heap_);
+  return direct_collective(slots) ? 2 : 1 + run_staged(slots, 1);
 }
 
-std::uint64_t Collectives::run_staged(Stage& stage, std::uint64_t first) {
-  const Call& call = stage.call();
+std::uint64_t Collectives::run_staged(SlotStream& slots, std::uint64_t first) {
+  const Call& call = slots.call();
   trace::chose("staged");
   switch (call.op) {
     case Op::kAllReduce: {
@@ -92,23 +92,23 @@ std::uint64_t Collectives::run_staged(Stage& stage, std::uint64_t first) {
       const bool oneshot = call.algorithm == Algorithm::kOneshot ||
                            (call.algorithm == Algorithm::kAuto && (small || group_.world_size() == 2));
       if (oneshot) trace::chose("oneshot");
-      return oneshot ? staged_oneshot_all_reduce(stage, first) : staged_two_phase_reduce(stage, first);
+      return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);
     }
     case Op::kReduce:
-      return staged_two_phase_reduce(stage, first);
+      return staged_two_phase_reduce(slots, first);
     case Op::kReduceScatter:
-      return staged_reduce_scatter(stage, first);
+      return staged_reduce_scatter(slots, first);
     case Op::kAllGather:
     case Op::kGather:
-      return staged_gather(stage, first);
+      return staged_gather(slots, first);
     case Op::kBroadcast:
-      return staged_broadcast(stage, first);
+      return staged_broadcast(slots, first);
     case Op::kScatter:
-      return staged_scatter(stage, first);
+      return staged_scatter(slots, first);
     case Op::kAllToAll:
-      return staged_all_to_all(stage, first);
+      return staged_all_to_all(slots, first);
     default:
-      return staged_barrier(stage, first);
+      return staged_barrier(slots, first);
   }
 }
 

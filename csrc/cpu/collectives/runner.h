@@ -14,8 +14,8 @@ class Collectives {
 
  private:
   void end_badly(const Call& call, const char* what);
-  std::uint64_t run_connected(Stage& stage);
-  std::uint64_t run_staged(Stage& stage, std::uint64_t first);
+  std::uint64_t run_connected(SlotStream& slots);
+  std::uint64_t run_staged(SlotStream& slots, std::uint64_t first);
 
   Group& group_;
   Heap& heap_;

@@ -5,7 +5,7 @@
 
 namespace ringcomm::cpu {
 
-Stage::Stage(Group& group, Progress& progress, const Call& call, std::size_t agreed_count)
+SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::size_t agreed_count)
     : group_(group),
       progress_(progress),
       board_(group.board(group.rank())),
@@ -27,18 +27,18 @@ Stage::Stage(Group& group, Progress& progress, const Call& call, std::size_t agr
         load_relaxed(&group.control(p).wants_streaming[group.rank() / 64].value) >> (group.rank() % 64) & 1;
 }
 
-void Stage::wait_credit(std::uint64_t i) {
+void SlotStream::wait_credit(std::uint64_t i) {
   for (int peer = 0; peer < group_.world_size(); ++peer)
     if (peer != group_.rank()) wait_credit_from(peer, i);
 }
 
-char* Stage::open(std::uint64_t i, std::size_t nbytes) {
+char* SlotStream::open(std::uint64_t i, std::size_t nbytes) {
   wait_credit(i);
   board_.header(base_ + i)->streamed = 0;
   return board_.open(base_ + i, nbytes, progress_.cursor);
 }
 
-void Stage::wait_credit_from(int peer, std::uint64_t i) {
+void SlotStream::wait_credit_from(int peer, std::uint64_t i) {
   const std::uint64_t needed = credit_needed(base_ + i, board_.depth);
   std::uint64_t& seen = progress_.seen_consumed[peer];
   if (seen >= needed) return;
@@ -48,17 +48,17 @@ void Stage::wait_credit_from(int peer, std::uint64_t i) {
   seen = load_acquire(consumed);
 }
 
-void Stage::announce(const Location& input, const Location& output) {
+void SlotStream::set_buffers(const Location& input, const Location& output) {
   input_ = input;
   output_ = output;
 }
 
-bool Stage::streams(std::uint64_t i, std::size_t nbytes) const {
+bool SlotStream::streams(std::uint64_t i, std::size_t nbytes) const {
   const bool wanted = someone_wants_streaming_ || progress_.writing.wants_streaming();
   return wanted && nbytes >= RateMeter::kLeastBytes && (base_ + i) % kProbeInterval != 0;
 }
 
-void Stage::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
+void SlotStream::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
   const auto probe = this->probe(trace::What::kWrite, -1, i, nbytes);
   const bool streaming = streams(i, nbytes);
   if (streaming || !is_measured(base_ + i, nbytes)) {
@@ -70,7 +70,7 @@ void Stage::write(std::uint64_t i, void* slot, const void* data, std::size_t nby
   progress_.writing.record(nbytes, std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
-void Stage::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns) {
+void SlotStream::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns) {
   if (group_.board(peer).header(base_ + i)->streamed) return;
   RateMeter& meter = progress_.meters[peer];
   const bool before = meter.wants_streaming();
@@ -78,7 +78,7 @@ void Stage::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int6
   if (meter.wants_streaming() != before) flip(&group_.control().wants_streaming[peer / 64].value, 1ull << (peer % 64));
 }
 
-void Stage::publish(std::uint64_t i) {
+void SlotStream::publish(std::uint64_t i) {
   const auto probe = this->probe(trace::What::kPublish, -1, i);
   SlotHeader* header = board_.header(base_ + i);
   if (!published_) {
@@ -92,7 +92,7 @@ void Stage::publish(std::uint64_t i) {
   group_.post(&header->flag, base_ + i + 1);
 }
 
-void Stage::await(int peer, std::uint64_t i) {
+void SlotStream::await(int peer, std::uint64_t i) {
   const auto probe = this->probe(trace::What::kWaitTicket, peer, i);
   wait_published(group_.board(peer), base_ + i, [&](const Flag* flag, std::uint64_t target) {
     group_.wait(peer, flag, target, deadline_);
@@ -104,21 +104,21 @@ void Stage::await(int peer, std::uint64_t i) {
   word |= bit;
   ++num_checked_;
   check_signature(peer);
-  factors_[peer] = announced(peer).factor;
+  factors_[peer] = header_of(peer).factor;
   if (progress_.seen_consumed[peer] < base_)
     progress_.seen_consumed[peer] = base_;  // the peer has begun this call, so it has ended the one before
 }
 
-void Stage::await_all(std::uint64_t i) {
+void SlotStream::await_all(std::uint64_t i) {
   for (int peer = 0; peer < group_.world_size(); ++peer)
     if (peer != group_.rank()) await(peer, i);
 }
 
-void Stage::check_signature(int peer) {
-  if (!(announced(peer).signature == signature_)) group_.differ();
+void SlotStream::check_signature(int peer) {
+  if (!(header_of(peer).signature == signature_)) group_.report_mismatch();
 }
 
-void Stage::finish(std::uint64_t tickets) {
+void SlotStream::finish(std::uint64_t tickets) {
   if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();  // with peers that it did not wait for
   progress_.ticket = base_ + tickets;
   ++progress_.sequence;

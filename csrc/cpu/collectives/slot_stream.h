@@ -22,9 +22,9 @@ struct Progress {
   RateMeter writing;
 };
 
-class Stage {
+class SlotStream {
  public:
-  Stage(Group& group, Progress& progress, const Call& call, std::size_t agreed_count);
+  SlotStream(Group& group, Progress& progress, const Call& call, std::size_t agreed_count);
 
   // Indices i count the tickets of this call from 0.
   // Waits for credit, and returns memory for the payload of ticket i.
@@ -58,8 +58,8 @@ class Stage {
   std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
 
   // Sets the locations of this rank's buffers, which are sent with ticket 0.
-  void announce(const Location& input, const Location& output);
-  const SlotHeader& announced(int peer) const { return *group_.board(peer).header(base_); }
+  void set_buffers(const Location& input, const Location& output);
+  const SlotHeader& header_of(int peer) const { return *group_.board(peer).header(base_); }
   // premul_sum: the factor of every rank, valid once ticket 0 of every peer has arrived.
   const double* factors() const { return factors_; }
 
@@ -86,7 +86,7 @@ class Stage {
 };
 
 template <typename Read>
-void Stage::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
+void SlotStream::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
   const bool one = first_peer + 1 == last_peer;
   const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
   if (!is_measured(base_ + i, nbytes)) return read();

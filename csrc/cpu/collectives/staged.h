@@ -12,15 +12,15 @@
 namespace ringcomm::cpu {
 
 // all_reduce: every rank publishes its complete message and reduces all messages.
-std::uint64_t staged_oneshot_all_reduce(Stage& stage, std::uint64_t first);
+std::uint64_t staged_oneshot_all_reduce(SlotStream& slots, std::uint64_t first);
 // all_reduce and reduce in two phases: rank r reduces shard r, then all (or the root) gather the shards.
-std::uint64_t staged_two_phase_reduce(Stage& stage, std::uint64_t first);
-std::uint64_t staged_reduce_scatter(Stage& stage, std::uint64_t first);
+std::uint64_t staged_two_phase_reduce(SlotStream& slots, std::uint64_t first);
+std::uint64_t staged_reduce_scatter(SlotStream& slots, std::uint64_t first);
 // all_gather and gather.
-std::uint64_t staged_gather(Stage& stage, std::uint64_t first);
-std::uint64_t staged_broadcast(Stage& stage, std::uint64_t first);
-std::uint64_t staged_scatter(Stage& stage, std::uint64_t first);
-std::uint64_t staged_all_to_all(Stage& stage, std::uint64_t first);
-std::uint64_t staged_barrier(Stage& stage, std::uint64_t first);
+std::uint64_t staged_gather(SlotStream& slots, std::uint64_t first);
+std::uint64_t staged_broadcast(SlotStream& slots, std::uint64_t first);
+std::uint64_t staged_scatter(SlotStream& slots, std::uint64_t first);
+std::uint64_t staged_all_to_all(SlotStream& slots, std::uint64_t first);
+std::uint64_t staged_barrier(SlotStream& slots, std::uint64_t first);
 
 }  // namespace ringcomm::cpu

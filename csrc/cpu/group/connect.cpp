@@ -225,7 +225,7 @@ void Group::await_attached(std::int64_t limit_ms) {
     for (int peer = 0; peer < world_size_; ++peer)
       if (is_gone(peer) && !load_acquire(&control(peer).has_attached.value))
         fail(ErrorCode::kRankLost, "connect: rank ", rank_, " expected ", named(peer), " to attach, but ",
-             fate_of(peer), "; see its own output, and connect the ranks that are left");
+             why_gone(peer), "; see its own output, and connect the ranks that are left");
     if (interrupted()) {
       interrupt("connect");
       fail(ErrorCode::kAborted, "connect: rank ", rank_, " was interrupted by a signal");

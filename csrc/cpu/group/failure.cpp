@@ -97,7 +97,7 @@ void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_c
   }
   compare_calls();
   check_lost(*deadline.call);
-  if (deadline.passed() && !has_come()) too_late(peer, deadline);
+  if (deadline.passed() && !has_come()) report_timeout(peer, deadline);
 }
 
 // Throws if the call needs a rank that is gone.
@@ -105,9 +105,9 @@ void Group::check_lost(const Call& call) const {
   for (int other = 0; other < world_size_; ++other)
     if (holds_up(other) && is_gone(other) && holds_up(other)) {  // checked again: it may have ended the call in between
       const int lost = cause_of(other, true);
-      give_up(call, ErrorCode::kRankLost,
-              concat(call_here(), " expected ", named(lost), " in this call, but ", fate_of(lost), ", after ",
-                     last_call_of(lost), "; see its own output"));
+      fail_group(call, ErrorCode::kRankLost,
+                 concat(call_here(), " expected ", named(lost), " in this call, but ", why_gone(lost), ", after ",
+                        last_call_of(lost), "; see its own output"));
     }
 }
 
@@ -132,7 +132,7 @@ bool Group::holds_up(int peer) const { return peer != rank_ && load_acquire(&con
 
 // Blames the ranks that have not begun this call; if there are none, those that a signal has stopped; else the rank
 // that is waited for.
-void Group::too_late(int peer, const Deadline& deadline) const {
+void Group::report_timeout(int peer, const Deadline& deadline) const {
   std::vector<int> late;
   const auto gather = [&](const auto& is_late) {
     if (late.empty())
@@ -156,7 +156,7 @@ void Group::too_late(int peer, const Deadline& deadline) const {
   if (static_cast<int>(late.size()) > named_ones) text += concat(" and ", late.size() - named_ones, " more");
   text += concat(", within the timeout of ", deadline.timeout_ms / 1000.0,
                  " s; see whether it has stalled or calls something else");
-  give_up(*deadline.call, ErrorCode::kTimeout, text);
+  fail_group(*deadline.call, ErrorCode::kTimeout, text);
 }
 
 // ---- the state of each rank -----------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ void Group::compare_calls() const {
   for (int peer = 0; peer < world_size_; ++peer) {
     const std::uint64_t theirs = load_acquire(&logged(peer, sequence_).hash);
     if (theirs == logged_ || (theirs & 0xffff) != (logged_ & 0xffff)) continue;  // equal, not begun, or a later one
-    differ();
+    report_mismatch();
   }
 }
 
@@ -223,7 +223,7 @@ bool Group::is_gone(int peer) const {
   return load_acquire(&control(peer).left.value) != 0 || is_exited(peer);
 }
 
-std::string Group::fate_of(int peer) const {
+std::string Group::why_gone(int peer) const {
   return is_exited(peer) ? "its process has exited" : "it has closed its communicator";
 }
 
@@ -270,7 +270,7 @@ void Group::ring_bell(int peer) const {
 
 // Sets every rank's abort flag. The reason is written later, since it may name the places of the other ranks' calls,
 // which waiting ranks look up once they see the flag.
-void Group::announce_end() const {
+void Group::set_abort_flags() const {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (!peers_[peer].segment && peer != rank_) continue;
     Control& c = peer == rank_ ? control() : control(peer);
@@ -282,48 +282,49 @@ void Group::announce_end() const {
 
 // Writes the reason where every rank finds it: on rank 0's segment, or, if that is not attached yet, on each attached
 // rank's.
-void Group::pass(const std::string& reason, ErrorCode code) const {
+void Group::write_reason(const std::string& reason, ErrorCode code) const {
   const std::string text = reason.substr(0, reason.rfind("; the communicator is aborted"));  // raise_end adds it
-  const auto write = [&](Verdict& v) {
+  const auto write = [&](AbortState& v) {
     v.code = static_cast<std::uint32_t>(code);
     copy_text(v.reason, sizeof v.reason, text.c_str());
-    store_release(&v.state, kPassed);
+    store_release(&v.state, kWritten);
   };
-  write(verdict());
+  write(abort_state());
   if (peers_[0].segment) return;
   for (int peer = 1; peer < world_size_; ++peer)
-    if (peer != rank_ && peers_[peer].segment && claim(&control(peer).verdict.state, 0, kWriters))
-      write(control(peer).verdict);
+    if (peer != rank_ && peers_[peer].segment && claim(&control(peer).abort_state.state, 0, kWriters))
+      write(control(peer).abort_state);
 }
 
 // Returns the reason; null while it is not written.
-const Verdict* Group::passed() const {
-  for (const Verdict* v : {&verdict(), &control().verdict})
-    if (load_acquire(&v->state) == kPassed) return v;
+const AbortState* Group::written_reason() const {
+  for (const AbortState* v : {&abort_state(), &control().abort_state})
+    if (load_acquire(&v->state) == kWritten) return v;
   return nullptr;
 }
 
 void Group::abort(const std::string& reason, ErrorCode code) const {
-  const bool first = claim_verdict(0);
-  announce_end();
-  if (first) pass(reason, code);
+  const bool first = claim_abort_state(0);
+  set_abort_flags();
+  if (first) write_reason(reason, code);
 }
 
 std::string Group::why_aborted() const {
   if (!aborted()) return {};
   for (int i = 0; i < 10000; ++i) {
-    if (const Verdict* v = passed()) return v->reason;
-    const std::uint64_t state = load_acquire(&verdict().state);
-    const int writer = static_cast<int>(state - kWriters);               // it writes next, unless it has been killed
-    if (state >= kWriters && is_exited(writer) && claim_verdict(state))  // a closed rank may still write
-      pass(concat(named(writer), " gave up, and ", fate_of(writer), " before it said why"), ErrorCode::kRankLost);
+    if (const AbortState* v = written_reason()) return v->reason;
+    const std::uint64_t state = load_acquire(&abort_state().state);
+    const int writer = static_cast<int>(state - kWriters);  // it writes next, unless it has been killed
+    if (state >= kWriters && is_exited(writer) && claim_abort_state(state))  // a closed rank may still write
+      write_reason(concat(named(writer), " gave up, and ", why_gone(writer), " before it said why"),
+                   ErrorCode::kRankLost);
     usleep(100);
   }
   return "the reason was not told by the rank that gave up";
 }
 
 ErrorCode Group::aborted_as() const {
-  const Verdict* v = passed();
+  const AbortState* v = written_reason();
   return v ? static_cast<ErrorCode>(v->code) : ErrorCode::kAborted;
 }
 
@@ -332,7 +333,7 @@ void Group::check_abort(const Call& call) const {
 }
 
 void Group::raise_end(Op op) const {
-  announce_end();  // the rank that told this one may have died before it told the others
+  set_abort_flags();  // the rank that told this one may have died before it told the others
   const std::string why = why_aborted();
   const ErrorCode code = aborted_as();
   const bool fewer = code == ErrorCode::kRankLost || code == ErrorCode::kTimeout;
@@ -340,14 +341,14 @@ void Group::raise_end(Op op) const {
   fail(code, name(op), ": rank ", rank_, " expected an open communicator, got an abort: ", why, kAdvice);
 }
 
-void Group::give_up(const Call& call, ErrorCode code, const std::string& message) const {
+void Group::fail_group(const Call& call, ErrorCode code, const std::string& message) const {
   abort(message, code);
   raise_end(call.op);
 }
 
 // Waits until no peer accesses this rank's buffers, which then belong to their caller again. Returns false if a peer
 // was stopped by a signal during an access, which it may continue at any time.
-bool Group::await_hands_off() const {
+bool Group::wait_peers_idle() const {
   for (int peer = 0; peer < world_size_; ++peer)
     while (peer != rank_ && load_after_store(&control(peer).in_place.value) && !is_exited(peer)) {
       if (is_stopped(peer)) return false;
@@ -358,13 +359,13 @@ bool Group::await_hands_off() const {
 
 // ---- calls that differ ---------------------------------------------------------------------------------------------
 
-void Group::differ() const {
+void Group::report_mismatch() const {
   state_call();
-  const bool first = claim_verdict(0);
-  announce_end();
+  const bool first = claim_abort_state(0);
+  set_abort_flags();
   const LoggedCall& mine = logged(rank_, sequence_);
   if (first) {
-    await_statements(sequence_);
+    await_call_sites(sequence_);
     std::uint64_t sequence = sequence_;  // of the first differing call; only earlier calls can differ before this one
     const auto agree = [&](std::uint64_t number) {
       const std::vector<Caller> all = callers(number);
@@ -373,13 +374,13 @@ void Group::differ() const {
     while (sequence > 0 && sequence + kLoggedCalls > sequence_ + 1 && !agree(sequence - 1)) --sequence;
     std::string text = difference(callers(sequence));
     if (sequence != sequence_) text += concat(", found in ", name(static_cast<Op>(mine.signature.op)), " #", sequence_);
-    pass(text + kSameCalls, ErrorCode::kMismatch);
+    write_reason(text + kSameCalls, ErrorCode::kMismatch);
   }
   raise_end(static_cast<Op>(mine.signature.op));
 }
 
 // Gives the ranks that are in the call some time to state their places: they notice the abort at their next poll.
-void Group::await_statements(std::uint64_t sequence) const {
+void Group::await_call_sites(std::uint64_t sequence) const {
   const auto end = Clock::now() + std::chrono::milliseconds(300);
   for (int peer = 0; peer < world_size_; ++peer) {
     const LoggedCall& entry = logged(peer, sequence);

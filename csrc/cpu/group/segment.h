@@ -1,6 +1,6 @@
 // The layout of one rank's shared segment. Every flag in it is written by the rank that owns the segment, except
-// `attached`, `abort`, `doorbell`, `sleepers`, `verdict` and `decider`, which are counters or claims that every rank
-// changes atomically.
+// `attached`, `abort`, `doorbell`, `sleepers`, `abort_state` and `decider`, which are counters or claims that every
+// rank changes atomically.
 //
 //   Control | board | p2p boards, one per destination
 #pragma once
@@ -39,23 +39,24 @@ struct alignas(kLineBytes) LoggedCall {
 static_assert(sizeof(LoggedCall) == kLineBytes, "a logged call is one line");
 
 // The reason for which the communicator has ended: one for all ranks, in the segment of rank 0.
-struct alignas(kLineBytes) Verdict {
-  Flag state;  // 0; kPassed; or kWriters + the rank that is writing it
+struct alignas(kLineBytes) AbortState {
+  Flag state;  // 0; kWritten; or kWriters + the rank that is writing it
   std::uint32_t code;
   char reason[4096];
 };
-inline constexpr std::uint64_t kPassed = 1, kWriters = 2;
+inline constexpr std::uint64_t kWritten = 1, kWriters = 2;
 
-// The data of a rank when the surviving ranks meet, see Group::regroup. Rounds are numbered from 1. Odd and even rounds
-// use different memory, so the data of round n is valid until its rank enters round n + 2, which readers check.
-struct alignas(kLineBytes) Meeting {
+// What a rank shows when the surviving ranks agree who goes on, see Group::agree_on_shrink. Rounds are numbered from 1.
+// Odd and even rounds use different memory, so the data of round n is valid until its rank enters round n + 2, which
+// readers check.
+struct alignas(kLineBytes) ShrinkBoard {
   Flag round;  // the last round that it has entered
   struct {
     std::uint64_t round;
     std::uint64_t members[kMaxWorldSize / 64];  // its proposal, one bit per rank
     std::uint32_t nbytes;
-    char message[1024];
-  } brought[2];  // by round modulo 2
+    char payload[1024];
+  } entries[2];  // by round modulo 2
 };
 
 struct alignas(kLineBytes) Control {
@@ -77,9 +78,9 @@ struct alignas(kLineBytes) Control {
   FlagLine bell_sleepers;
   FlagLine abort;                // 1: the communicator has ended
   LoggedCall log[kLoggedCalls];  // by number of the call
-  Verdict verdict;               // on rank 0: the one for all ranks
+  AbortState abort_state;        // on rank 0: the one for all ranks
   FlagLine decider;              // on rank 0: round << 16 | rank + 1 of the rank whose `members` are valid
-  Meeting meeting;
+  ShrinkBoard shrink;
   FlagLine wants_streaming[kMaxWorldSize / 64];  // bit p: rank p should use streaming stores for its slots
   FlagLine p2p_consumed[kMaxWorldSize];          // by source
   ArenaRecord arenas[kMaxArenas];

@@ -9,31 +9,29 @@
 
 namespace ringcomm::cpu {
 
-bool Group::has_come(int peer, std::uint64_t round) const {
-  return load_acquire(&control(peer).meeting.round) >= round;
-}
+bool Group::has_come(int peer, std::uint64_t round) const { return load_acquire(&control(peer).shrink.round) >= round; }
 
 void Group::check_signals() const {
   if (interrupted())
     fail(ErrorCode::kAborted, "shrink: rank ", rank_, " was interrupted by a signal; call shrink again");
 }
 
-std::vector<std::string> Group::regroup(const std::string& message, const std::vector<int>& members,
-                                        std::int64_t limit_ms) {
-  const std::lock_guard<std::mutex> lock(regroup_mutex_);
-  constexpr std::size_t kMost = sizeof control().meeting.brought[0].message;
-  if (message.size() > kMost)
+std::vector<std::string> Group::agree_on_shrink(const std::string& payload, const std::vector<int>& members,
+                                                std::int64_t limit_ms) {
+  const std::lock_guard<std::mutex> lock(shrink_mutex_);
+  constexpr std::size_t kMost = sizeof control().shrink.entries[0].payload;
+  if (payload.size() > kMost)
     fail(ErrorCode::kInvalid, "shrink: rank ", rank_, " expected a message of at most ", kMost, " bytes, got ",
-         message.size());
-  // Odd rounds find the ranks that are there, even rounds exchange their messages. So an attempt that fails halfway is
+         payload.size());
+  // Odd rounds find the ranks that are there, even rounds exchange their payloads. So an attempt that fails halfway is
   // over for all ranks.
   round_ += (round_ % 2 == 0) == members.empty() ? 1 : 2;
   const std::uint64_t round = round_;
-  auto& mine = control().meeting.brought[round % 2];
+  auto& mine = control().shrink.entries[round % 2];
   mine.round = round;
-  mine.nbytes = static_cast<std::uint32_t>(message.size());
-  std::memcpy(mine.message, message.data(), message.size());
-  store_release(&control().meeting.round, round);
+  mine.nbytes = static_cast<std::uint32_t>(payload.size());
+  std::memcpy(mine.payload, payload.data(), payload.size());
+  store_release(&control().shrink.round, round);
 
   std::vector<bool> taken(world_size_, false);
   if (members.empty()) {
@@ -44,7 +42,7 @@ std::vector<std::string> Group::regroup(const std::string& message, const std::v
       for (; !has_come(peer, round); usleep(200)) {
         check_signals();
         if (is_gone(peer) && !has_come(peer, round))
-          fail(ErrorCode::kRankLost, "shrink: rank ", rank_, " expected ", named(peer), ", but ", fate_of(peer),
+          fail(ErrorCode::kRankLost, "shrink: rank ", rank_, " expected ", named(peer), ", but ", why_gone(peer),
                "; call shrink again");
         if (Clock::now() > end)
           fail(ErrorCode::kTimeout, "shrink: rank ", rank_, " expected ", named(peer), " within ", limit_ms / 1000.0,
@@ -53,16 +51,16 @@ std::vector<std::string> Group::regroup(const std::string& message, const std::v
       taken[peer] = true;
     }
   }
-  std::vector<std::string> messages(world_size_);
+  std::vector<std::string> payloads(world_size_);
   for (int peer = 0; peer < world_size_; ++peer) {
-    const auto& theirs = control(peer).meeting.brought[round % 2];
+    const auto& theirs = control(peer).shrink.entries[round % 2];
     if (!taken[peer]) continue;
-    messages[peer].assign(theirs.message, smaller(theirs.nbytes, sizeof theirs.message));
-    if (theirs.round != round || load_acquire(&control(peer).meeting.round) >= round + 2)
+    payloads[peer].assign(theirs.payload, smaller(theirs.nbytes, sizeof theirs.payload));
+    if (theirs.round != round || load_acquire(&control(peer).shrink.round) >= round + 2)
       fail(ErrorCode::kRankLost, "shrink: rank ", rank_, " expected ", named(peer),
            " in the same attempt, but it has begun another; call shrink again");
   }
-  return messages;
+  return payloads;
 }
 
 // The first rank that has seen every other rank arrive or exit decides for all, by one atomic claim, since other ranks
@@ -79,7 +77,7 @@ std::vector<bool> Group::agree(std::uint64_t round, std::int64_t limit_ms) {
     return true;
   };
   for (; left_out_ && !decided() && !alone() && Clock::now() < end; usleep(200)) check_signals();
-  auto& proposal = control().meeting.brought[round % 2].members;
+  auto& proposal = control().shrink.entries[round % 2].members;
   std::memset(proposal, 0, sizeof proposal);
   for (int peer = 0; peer < world_size_; ++peer)
     if (has_come(peer, round) && !is_gone(peer)) proposal[peer / 64] |= 1ull << (peer % 64);
@@ -88,7 +86,7 @@ std::vector<bool> Group::agree(std::uint64_t round, std::int64_t limit_ms) {
   const std::uint64_t decision = load_acquire(decider);
   std::vector<bool> taken(world_size_, false);
   if (decision >> 16 == round) {
-    const auto& members = control(static_cast<int>((decision & 0xffff) - 1)).meeting.brought[round % 2].members;
+    const auto& members = control(static_cast<int>((decision & 0xffff) - 1)).shrink.entries[round % 2].members;
     for (int peer = 0; peer < world_size_; ++peer) taken[peer] = members[peer / 64] >> (peer % 64) & 1;
   }
   left_out_ = !taken[rank_];

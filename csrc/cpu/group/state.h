@@ -113,13 +113,13 @@ class Group {
   void compare_calls() const;
   void end_call() const { store_release(&control().ended.value, sequence_ + 1); }
   // Ends the communicator because a peer made a different call, and throws an error with each rank's call.
-  [[noreturn]] void differ() const;
+  [[noreturn]] void report_mismatch() const;
 
   Deadline deadline(const Call& call) const;
   // Whether the peer has ended: its process has exited, or it has closed the communicator.
   bool is_gone(int peer) const;
   // Why the peer is gone, such as "its process has exited".
-  std::string fate_of(int peer) const;
+  std::string why_gone(int peer) const;
   // Returns for instance "rank 1 (process 42 on node7)".
   std::string named(int peer) const;
   // Of several ranks that are gone, returns the cause: one whose process has exited without closing, else the first
@@ -147,17 +147,18 @@ class Group {
   // Whether the caller is a signal handler that a wait of this group has called.
   bool runs_handler() const { return signals_.runs_this(); }
   // Aborts the group with `message`, and throws the group's reason, which may be another rank's earlier one.
-  [[noreturn]] void give_up(const Call& call, ErrorCode code, const std::string& message) const;
+  [[noreturn]] void fail_group(const Call& call, ErrorCode code, const std::string& message) const;
   // Polls for signals if the time `next` has come, and advances it; throws if a signal ends this rank's call.
   void check_interrupt(const Call& call, Clock::time_point& next) const;
   void check_lost(const Call& call) const;
   // After an abort: waits until no peer works in this rank's buffers; see Heap::detach.
-  bool await_hands_off() const;
+  bool wait_peers_idle() const;
   // Marks this rank as closed.
   void leave() const;
 
-  // See Engine::regroup.
-  std::vector<std::string> regroup(const std::string& message, const std::vector<int>& members, std::int64_t limit_ms);
+  // See Engine::agree_on_shrink.
+  std::vector<std::string> agree_on_shrink(const std::string& payload, const std::vector<int>& members,
+                                           std::int64_t limit_ms);
 
   std::atomic<std::int64_t> timeout_ms;
 
@@ -180,7 +181,7 @@ class Group {
   // Throws if a rank that this call needs is gone, or the call's limit has passed.
   template <typename HasCome>
   void look_around(int peer, const Deadline& deadline, const HasCome& has_come) const;
-  [[noreturn]] void too_late(int peer, const Deadline& deadline) const;
+  [[noreturn]] void report_timeout(int peer, const Deadline& deadline) const;
   bool is_exited(int peer) const { return peers_[peer].process && peers_[peer].process->exited(); }
   bool is_stopped(int peer) const { return peers_[peer].process && peers_[peer].process->stopped(); }
   bool holds_up(int peer) const;
@@ -192,15 +193,15 @@ class Group {
   const LoggedCall& logged(int peer, std::uint64_t sequence) const;
   bool has_begun(int peer, std::uint64_t sequence) const;
   void state_call() const;
-  void await_statements(std::uint64_t sequence) const;
+  void await_call_sites(std::uint64_t sequence) const;
   std::vector<Caller> callers(std::uint64_t sequence) const;
-  Verdict& verdict() const { return (peers_[0].segment ? control(0) : control()).verdict; }
-  bool claim_verdict(std::uint64_t from) const {
-    return claim(&verdict().state, from, kWriters + static_cast<std::uint64_t>(rank_));
+  AbortState& abort_state() const { return (peers_[0].segment ? control(0) : control()).abort_state; }
+  bool claim_abort_state(std::uint64_t from) const {
+    return claim(&abort_state().state, from, kWriters + static_cast<std::uint64_t>(rank_));
   }
-  const Verdict* passed() const;
-  void announce_end() const;
-  void pass(const std::string& reason, ErrorCode code) const;
+  const AbortState* written_reason() const;
+  void set_abort_flags() const;
+  void write_reason(const std::string& reason, ErrorCode code) const;
   void check_signals() const;
   bool has_come(int peer, std::uint64_t round) const;
   std::vector<bool> agree(std::uint64_t round, std::int64_t limit_ms);
@@ -220,9 +221,9 @@ class Group {
   bool disowned_ = false;
   int num_arenas_ = 0;
   std::mutex arenas_mutex_;
-  std::uint64_t round_ = 0;  // number of regroup calls
+  std::uint64_t round_ = 0;  // number of agree_on_shrink calls
   bool left_out_ = false;    // the others decided without this rank: it may join them again, but not decide alone
-  std::mutex regroup_mutex_;
+  std::mutex shrink_mutex_;
 };
 
 template <typename HasCome>

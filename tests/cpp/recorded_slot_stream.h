@@ -1,6 +1,6 @@
-// A stage that writes down what a rank would do to shared memory, step by step, in place of doing it. The walks of the
-// cpu engine are compiled against it, so what is explored is their own order of steps; boards, credit and waits are
-// those of core/link.h. Stage's part is told again here: see cpu/collectives/slot_stream.cpp.
+// A slot stream that writes down what a rank would do to shared memory, step by step, in place of doing it. The walks
+// of the cpu engine are compiled against it, so what is explored is their own order of steps; boards, credit and waits
+// are those of core/link.h. SlotStream's part is told again here: see cpu/collectives/slot_stream.cpp.
 #pragma once
 
 #include <cstdint>
@@ -115,15 +115,15 @@ class RecordedGroup {
   std::size_t slot_bytes() const { return recording->slot_bytes; }
   Tape& tape(int peer) const { return *tapes_[peer]; }
   template <typename... Why>
-  void give_up(const Why&...) const {}  // the ranks of a recording agree
+  void fail_group(const Why&...) const {}  // the ranks of a recording agree
 
  private:
   const std::vector<Tape*> tapes_;
 };
 
-class RecordedStage {
+class RecordedSlotStream {
  public:
-  RecordedStage(RecordedGroup& group, const Call& call)
+  RecordedSlotStream(RecordedGroup& group, const Call& call)
       : group_(group), call_(call), mine_(*recording), base_(mine_.ticket), checked_(group.world_size(), false) {}
 
   void wait_credit(std::uint64_t i) {
@@ -200,12 +200,12 @@ class RecordedStage {
 
 }  // namespace ringcomm::cpu
 
-// The walks themselves, on that stage: overloads of what the engine has.
-#define Stage RecordedStage
+// The walks themselves, on that slot stream: overloads of what the engine has.
+#define SlotStream RecordedSlotStream
 #define kernels recorded_kernels
 #define kLag recorded_lag
 #include "cpu/collectives/ring.cpp"
 #include "cpu/collectives/staged.cpp"
-#undef Stage
+#undef SlotStream
 #undef kernels
 #undef kLag
