@@ -230,7 +230,7 @@ def test_between_hosts() -> None:
     assert inner >= {"ringcomm:reduce_scatter", "ringcomm:all_gather"}
     assert {span["name"] for span in spans} >= {"agree", "compute", "start messages", "wait messages"}
     rounds = [span["args"] for span in spans if span["name"] == "wait messages" and span["args"]["rank"] == 2]
-    assert {(args["step"], args["lane"]) for args in rounds} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
+    assert {(args["step"], args["rail"]) for args in rounds} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
 
 
 def failing(comm: Communicator) -> None:

@@ -16,7 +16,7 @@
 
 namespace ringcomm {
 
-enum class Between : std::uint8_t { kRing, kButterfly, kDirect };
+enum class InterHostSchedule : std::uint8_t { kRing, kButterfly, kDirect };
 
 RINGCOMM_HD constexpr bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 RINGCOMM_HD constexpr int bits_of(int n) {  // for a power of two
@@ -38,29 +38,33 @@ RINGCOMM_HD constexpr int butterfly_first(int member, int bits, int round) {
   return first;
 }
 
-RINGCOMM_HD constexpr int num_rounds(Between kind, int members) {
+RINGCOMM_HD constexpr int num_rounds(InterHostSchedule kind, int members) {
   if (members == 1) return 0;
-  return kind == Between::kRing ? 2 * (members - 1) : kind == Between::kButterfly ? 2 * bits_of(members) : 2;
+  return kind == InterHostSchedule::kRing        ? 2 * (members - 1)
+         : kind == InterHostSchedule::kButterfly ? 2 * bits_of(members)
+                                                 : 2;
 }
-RINGCOMM_HD constexpr int reducing_rounds(Between kind, int members) { return num_rounds(kind, members) / 2; }
+RINGCOMM_HD constexpr int reducing_rounds(InterHostSchedule kind, int members) { return num_rounds(kind, members) / 2; }
 // The number of messages that a member sends in a round; it receives as many.
-RINGCOMM_HD constexpr int num_hops(Between kind, int members) { return kind == Between::kDirect ? members - 1 : 1; }
-// The chunk that a member has complete between the halves; and the member that has a given chunk complete.
-RINGCOMM_HD constexpr int owned_chunk(Between kind, int members, int member) {
-  return kind == Between::kButterfly ? butterfly_first(member, bits_of(members), bits_of(members)) : member;
+RINGCOMM_HD constexpr int num_hops(InterHostSchedule kind, int members) {
+  return kind == InterHostSchedule::kDirect ? members - 1 : 1;
 }
-RINGCOMM_HD constexpr int owner_of_chunk(Between kind, int members, int chunk) {
+// The chunk that a member has complete between the halves; and the member that has a given chunk complete.
+RINGCOMM_HD constexpr int owned_chunk(InterHostSchedule kind, int members, int member) {
+  return kind == InterHostSchedule::kButterfly ? butterfly_first(member, bits_of(members), bits_of(members)) : member;
+}
+RINGCOMM_HD constexpr int owner_of_chunk(InterHostSchedule kind, int members, int chunk) {
   return owned_chunk(kind, members, chunk);  // reversing bits is its own inverse
 }
 
-RINGCOMM_HD constexpr Hop sent(Between kind, int members, int member, int round, int i) {
+RINGCOMM_HD constexpr Hop sent(InterHostSchedule kind, int members, int member, int round, int i) {
   const int half = num_rounds(kind, members) / 2;
   const bool reduces = round < half;
-  if (kind == Between::kRing) {
+  if (kind == InterHostSchedule::kRing) {
     const int chunk = ring_step(member, members, round).send_chunk;
     return {ring_next(member, members), chunk, chunk + 1};
   }
-  if (kind == Between::kDirect) {
+  if (kind == InterHostSchedule::kDirect) {
     const int peer = member + 1 + i < members ? member + 1 + i : member + 1 + i - members;
     const int chunk = reduces ? peer : member;
     return {peer, chunk, chunk + 1};
@@ -69,14 +73,14 @@ RINGCOMM_HD constexpr Hop sent(Between kind, int members, int member, int round,
   const int first = butterfly_first(reduces ? peer : member, half, level + 1);
   return {peer, first, first + (members >> (level + 1))};
 }
-RINGCOMM_HD constexpr Hop received(Between kind, int members, int member, int round, int i) {
+RINGCOMM_HD constexpr Hop received(InterHostSchedule kind, int members, int member, int round, int i) {
   const int half = num_rounds(kind, members) / 2;
   const bool reduces = round < half;
-  if (kind == Between::kRing) {
+  if (kind == InterHostSchedule::kRing) {
     const int chunk = ring_step(member, members, round).recv_chunk;
     return {ring_prev(member, members), chunk, chunk + 1};
   }
-  if (kind == Between::kDirect) {
+  if (kind == InterHostSchedule::kDirect) {
     const int peer = member - 1 - i >= 0 ? member - 1 - i : member - 1 - i + members;
     const int chunk = reduces ? member : peer;
     return {peer, chunk, chunk + 1};
@@ -113,8 +117,8 @@ void interleave(std::size_t windows, int rounds, int slots, Visit&& visit) {
 }
 
 // Whether the received part is the first operand of a combine, and the local part the second.
-RINGCOMM_HD constexpr bool received_first(Between kind, int member, int peer) {
-  return kind == Between::kRing || peer < member;
+RINGCOMM_HD constexpr bool received_first(InterHostSchedule kind, int member, int peer) {
+  return kind == InterHostSchedule::kRing || peer < member;
 }
 
 // The position of a member on the way of an undivided message from `root` along the ring to the member before it.
@@ -124,7 +128,7 @@ RINGCOMM_HD constexpr int chain_position(int members, int member, int root) {
 
 namespace proof {  // on bit masks of contributions: no member is counted twice, and all chunks become complete
 
-constexpr bool exchange_is_complete(Between kind, int members) {
+constexpr bool exchange_is_complete(InterHostSchedule kind, int members) {
   unsigned has[kMaxWorldSize][kMaxWorldSize] = {};  // has[member][chunk]: members already summed in
   unsigned next[kMaxWorldSize][kMaxWorldSize] = {};
   const unsigned all = (1u << members) - 1;
@@ -156,8 +160,9 @@ constexpr bool exchange_is_complete(Between kind, int members) {
 }
 constexpr bool exchanges_are_complete_up_to(int n) {
   for (int m = 1; m <= n; ++m) {
-    if (!exchange_is_complete(Between::kRing, m) || !exchange_is_complete(Between::kDirect, m)) return false;
-    if (is_power_of_two(m) && !exchange_is_complete(Between::kButterfly, m)) return false;
+    if (!exchange_is_complete(InterHostSchedule::kRing, m) || !exchange_is_complete(InterHostSchedule::kDirect, m))
+      return false;
+    if (is_power_of_two(m) && !exchange_is_complete(InterHostSchedule::kButterfly, m)) return false;
   }
   return true;
 }

@@ -52,7 +52,7 @@ enum class Inside : std::uint8_t { kRing, kDirect, kOneshot };
 
 struct Question {
   Collective collective = Collective::kAllReduce;
-  Between between = Between::kRing;
+  InterHostSchedule between = InterHostSchedule::kRing;
   Inside inside = Inside::kDirect;
   // One walk over all ranks by `between`, regardless of hosts; else three walks: inside, between, inside.
   bool flat = false;

@@ -5,7 +5,7 @@
 
 #include "core/error.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 namespace {
 
@@ -17,20 +17,20 @@ std::string with_advice(const std::string& reason) {
 
 }  // namespace
 
-void Fate::seal(const std::string& reason, ErrorCode code) {
+void AbortState::record(const std::string& reason, ErrorCode code) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!reason_.empty()) return;
   reason_ = reason.empty() ? "no reason given" : reason;
   code_ = code;
 }
 
-bool Fate::ended() const {
+bool AbortState::ended() const {
   if (local_->aborted()) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
   return !reason_.empty();
 }
 
-std::string Fate::why() const {
+std::string AbortState::why() const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!reason_.empty()) return reason_;
@@ -38,12 +38,12 @@ std::string Fate::why() const {
   return local_->why_aborted();  // may wait for the reason
 }
 
-ErrorCode Fate::code() const {
+ErrorCode AbortState::code() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return reason_.empty() ? local_->aborted_as() : code_;
 }
 
-void Fate::check(Op op) const {
+void AbortState::check(Op op) const {
   if (!ended()) return;
   const std::string reason = why();  // called first: it waits until the reason is known
   if (code() != ErrorCode::kAborted) fail(code(), with_advice(reason));
@@ -51,34 +51,34 @@ void Fate::check(Op op) const {
        " expected a working communicator, got one that was aborted: ", with_advice(reason));
 }
 
-void Fate::await() const {
+void AbortState::await() const {
   constexpr int kLooks = 100;
   for (int i = 0; i < kLooks && !ended() && !closing_.load(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-void Fate::explain(Op op, const Error& error) const {
+void AbortState::explain(Op op, const Error& error) const {
   if (error.code() != ErrorCode::kAborted && error.code() != ErrorCode::kRankLost) return;
   await();
   check(op);
 }
 
-void Told::wait(std::int64_t timeout_ms) {
+void MessageRequest::wait(std::int64_t timeout_ms) {
   try {
     message_->wait(timeout_ms);
   } catch (const Error& error) {
-    fate_->explain(op_, error);
+    abort_state_->explain(op_, error);
     throw;
   }
 }
 
-void Told::on_done(std::function<void(std::exception_ptr)> callback) {
-  message_->on_done([fate = fate_, op = op_, callback = std::move(callback)](std::exception_ptr error) {
+void MessageRequest::on_done(std::function<void(std::exception_ptr)> callback) {
+  message_->on_done([abort_state = abort_state_, op = op_, callback = std::move(callback)](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Error& each) {
       try {
-        fate->explain(op, each);
+        abort_state->explain(op, each);
       } catch (...) {
         error = std::current_exception();
       }
@@ -88,4 +88,4 @@ void Told::on_done(std::function<void(std::exception_ptr)> callback) {
   });
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -9,16 +9,16 @@
 
 #include "core/engine.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
-class Fate {
+class AbortState {
  public:
   // `local`: the engine among the ranks of this host, which may also end by itself; `who`: "rank 2 on host node1".
-  Fate(std::shared_ptr<Engine> local, std::string who) : local_(std::move(local)), who_(std::move(who)) {}
+  AbortState(std::shared_ptr<Engine> local, std::string who) : local_(std::move(local)), who_(std::move(who)) {}
 
   const std::string& who() const { return who_; }
   // Keeps the first reason.
-  void seal(const std::string& reason, ErrorCode code);
+  void record(const std::string& reason, ErrorCode code);
   bool ended() const;
   // Waits a moment for the reason of the rank of this host that aborted.
   std::string why() const;
@@ -43,10 +43,10 @@ class Fate {
 };
 
 // A message of the user; its error gives the reason for which the communicator has ended.
-class Told final : public Request {
+class MessageRequest final : public Request {
  public:
-  Told(std::shared_ptr<Request> message, std::shared_ptr<const Fate> fate, Op op)
-      : message_(std::move(message)), fate_(std::move(fate)), op_(op) {}
+  MessageRequest(std::shared_ptr<Request> message, std::shared_ptr<const AbortState> abort_state, Op op)
+      : message_(std::move(message)), abort_state_(std::move(abort_state)), op_(op) {}
 
   bool done() const override { return message_->done(); }
   void wait(std::int64_t timeout_ms) override;
@@ -55,8 +55,8 @@ class Told final : public Request {
 
  private:
   const std::shared_ptr<Request> message_;
-  const std::shared_ptr<const Fate> fate_;
+  const std::shared_ptr<const AbortState> abort_state_;
   const Op op_;
 };
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -9,7 +9,7 @@
 #include "core/error.h"
 #include "runtime/trace.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 namespace {
 
@@ -18,20 +18,21 @@ constexpr std::chrono::milliseconds kInsideLonger{500};
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
-// The properties of a call that two ranks must agree on, and the bytes that go between them.
-struct Contract {
+// What the bytes of a CallSignature hold: the properties of a call that two ranks must agree on, and the number of
+// bytes that go between them.
+struct SignatureFields {
   Signature signature;
   std::uint64_t upward, downward;  // bytes from the lower rank to the higher, and back (uneven all_to_all)
   std::uint64_t slice_bytes;
   std::uint8_t compressed, wire, unused[6];
 };
 
-// Returns the terms as text for an error message.
-std::string describe(const std::string& terms) {
-  Contract contract;
-  if (terms.size() < sizeof contract) return "something else";
-  std::memcpy(&contract, terms.data(), sizeof contract);
-  const Signature& s = contract.signature;
+// Returns the bytes of a CallSignature as text for an error message.
+std::string describe(const std::string& bytes) {
+  SignatureFields fields;
+  if (bytes.size() < sizeof fields) return "something else";
+  std::memcpy(&fields, bytes.data(), sizeof fields);
+  const Signature& s = fields.signature;
   const Op op = static_cast<Op>(s.op);
   std::string text = concat(name(op), " #", s.sequence);
   if (op != Op::kBarrier) {
@@ -41,16 +42,15 @@ std::string describe(const std::string& terms) {
     if (s.algorithm) text += concat(", ", name(static_cast<Algorithm>(s.algorithm)));
   }
   if (rooted(op)) text += concat(", root ", s.root);
-  if (contract.upward || contract.downward)
-    text += concat(", ", contract.upward, " bytes to the higher rank and ", contract.downward, " back");
-  if (contract.compressed) text += concat(", sent as ", name(static_cast<DType>(contract.wire)));
+  if (fields.upward || fields.downward)
+    text += concat(", ", fields.upward, " bytes to the higher rank and ", fields.downward, " back");
+  if (fields.compressed) text += concat(", sent as ", name(static_cast<DType>(fields.wire)));
   return text;
 }
 
 }  // namespace
 
-Collectives::Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire,
-                         HostsOptions options)
+Collectives::Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options)
     : topology_(std::move(topology)), local_(std::move(local)), wire_(std::move(wire)), options_(std::move(options)) {}
 
 Collectives::~Collectives() {
@@ -66,7 +66,7 @@ void Collectives::run(const Call& call, WireClock::time_point limit) {
                     types,
                     element_bytes(call.dtype),
                     element_bytes(sum),
-                    call.algorithm == Algorithm::kRing ? Between::kRing : topology_.in_order(),
+                    call.algorithm == Algorithm::kRing ? InterHostSchedule::kRing : topology_.in_order(),
                     averages ? ReduceOp::kAvg : combine_of(call.reduce_op),
                     averages ? topology_.world_size() : 1};
   ++calls_;
@@ -138,14 +138,15 @@ void Collectives::run_inside(const std::vector<Call>& calls) {
   }
 }
 
-std::vector<int> Collectives::partners(Between schedule, const std::vector<std::vector<int>>& drivers) const {
+std::vector<int> Collectives::partners(InterHostSchedule schedule,
+                                       const std::vector<std::vector<int>>& rail_ranks) const {
   const int hosts = topology_.num_hosts(), me = topology_.host();
   std::set<int> peers;
-  for (const auto& lane : drivers)
+  for (const auto& rail : rail_ranks)
     for (int round = 0; round < num_rounds(schedule, hosts); ++round)
       for (int i = 0; i < num_hops(schedule, hosts); ++i) {
-        peers.insert(lane[sent(schedule, hosts, me, round, i).peer]);
-        peers.insert(lane[received(schedule, hosts, me, round, i).peer]);
+        peers.insert(rail[sent(schedule, hosts, me, round, i).peer]);
+        peers.insert(rail[received(schedule, hosts, me, round, i).peer]);
       }
   return {peers.begin(), peers.end()};
 }
@@ -154,8 +155,8 @@ std::vector<int> Collectives::partners(Between schedule, const std::vector<std::
 std::vector<std::string> Collectives::agree(const Scope& scope, const std::vector<int>& peers,
                                             const std::string& payload) {
   const Call& call = scope.call;
-  Contract contract{};
-  Signature& s = contract.signature;
+  SignatureFields fields{};
+  Signature& s = fields.signature;
   s.sequence = calls_ - 1;
   s.history = history_;
   s.count = agreed_count(call, topology_.world_size());
@@ -165,26 +166,26 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
   s.algorithm = static_cast<std::uint8_t>(call.algorithm);
   s.root = rooted(call.op) ? call.root : 0;
   history_ = s.hash();
-  contract.slice_bytes = options_.slice_bytes;
-  contract.compressed = scope.types.compressed;
-  contract.wire = static_cast<std::uint8_t>(scope.types.compressed ? options_.wire : DType::kFloat32);
+  fields.slice_bytes = options_.slice_bytes;
+  fields.compressed = scope.types.compressed;
+  fields.wire = static_cast<std::uint8_t>(scope.types.compressed ? options_.wire : DType::kFloat32);
   const Parts in = input_parts(call), out = output_parts(call);
-  std::vector<Terms> terms;
+  std::vector<CallSignature> signatures;
   for (const int peer : peers) {
     if (call.op == Op::kAllToAll) {
       const std::uint64_t to = in.count(peer) * scope.element, from = out.count(peer) * scope.element;
-      contract.upward = topology_.rank() < peer ? to : from;
-      contract.downward = topology_.rank() < peer ? from : to;
+      fields.upward = topology_.rank() < peer ? to : from;
+      fields.downward = topology_.rank() < peer ? from : to;
     }
-    terms.push_back({peer, std::string(reinterpret_cast<const char*>(&contract), sizeof contract) + payload});
+    signatures.push_back({peer, std::string(reinterpret_cast<const char*>(&fields), sizeof fields) + payload});
   }
   const trace::Probe probe(trace::What::kAgree);
-  std::vector<std::string> theirs = wire_->swap(terms, scope.limit, call.stream);
+  std::vector<std::string> theirs = wire_->swap(signatures, scope.limit, call.stream);
   for (std::size_t i = 0; i < theirs.size(); ++i) {
-    if (theirs[i].size() != terms[i].mine.size() ||
-        std::memcmp(theirs[i].data(), terms[i].mine.data(), sizeof contract))
-      fail(ErrorCode::kMismatch, difference(terms[i].peer, terms[i].mine, theirs[i]));
-    theirs[i].erase(0, sizeof contract);
+    if (theirs[i].size() != signatures[i].mine.size() ||
+        std::memcmp(theirs[i].data(), signatures[i].mine.data(), sizeof fields))
+      fail(ErrorCode::kMismatch, difference(signatures[i].peer, signatures[i].mine, theirs[i]));
+    theirs[i].erase(0, sizeof fields);
   }
   return theirs;
 }
@@ -195,28 +196,28 @@ std::string Collectives::difference(int peer, const std::string& mine, const std
                 "; make the same calls in the same order on every rank");
 }
 
-WalkList Collectives::walks_of(const Scope& scope, const Lane& lane) const {
-  const int halves = (lane.reduces ? 1 : 0) + (lane.gathers ? 1 : 0);
-  return {lane.number, (lane.reduces ? lane.sums : lane.results).windows(),
-          halves * reducing_rounds(lane.schedule, topology_.num_hosts()), scratch_bytes(lane),
-          [this, &lane, stream = scope.call.stream](std::size_t window, char* memory) {
-            return build_walk(topology_, lane, window, memory, stream);
+RailPlans Collectives::plans_of(const Scope& scope, const Rail& rail) const {
+  const int halves = (rail.reduces ? 1 : 0) + (rail.gathers ? 1 : 0);
+  return {rail.number, (rail.reduces ? rail.sums : rail.results).windows(),
+          halves * reducing_rounds(rail.schedule, topology_.num_hosts()), scratch_bytes(rail),
+          [this, &rail, stream = scope.call.stream](std::size_t window, char* memory) {
+            return build_plan(topology_, rail, window, memory, stream);
           }};
 }
 
-void Collectives::run_lanes(const Scope& scope, const std::vector<Lane>& lanes, char* scratch) {
-  std::vector<WalkList> lists;
-  for (const Lane& lane : lanes) lists.push_back(walks_of(scope, lane));
-  run_walks(*local_, *wire_, lists, scratch, scope.limit, scope.call.stream);
+void Collectives::run_rails(const Scope& scope, const std::vector<Rail>& rails, char* scratch) {
+  std::vector<RailPlans> lists;
+  for (const Rail& rail : rails) lists.push_back(plans_of(scope, rail));
+  run_plans(*local_, *wire_, lists, scratch, scope.limit, scope.call.stream);
 }
 
 // Runs a single round of messages.
-void Collectives::run_round(const Scope& scope, WalkRound round) {
-  const WalkList once{0, 1, 1, 0, [&](std::size_t, char*) { return Walk{round}; }};
-  run_walks(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
+void Collectives::run_round(const Scope& scope, ExchangeRound round) {
+  const RailPlans once{0, 1, 1, 0, [&](std::size_t, char*) { return ExchangePlan{round}; }};
+  run_plans(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
 }
 
-// On this host: gathers the elements that each rank drives on all of its ranks.
+// On this host: gathers the elements of each rank's rails on all of its ranks.
 void Collectives::gather_inside(const Scope& scope, const Cut& cut, char* data) {
   if (topology_.local_world_size() == 1) return;
   Call call = local_call(scope, Op::kAllGather);
@@ -235,28 +236,29 @@ void Collectives::copy(const Scope& scope, const void* source, void* target, std
   local_->pack(packing);
 }
 
-// For messages with a part for each rank: the driver of a lane on every host; and of all lanes that this rank drives.
-std::vector<int> Collectives::part_drivers(int lane) const {
+// For messages with a part for each rank: the rail's rank on every host; and of all rails of this rank.
+std::vector<int> Collectives::part_rail_ranks(int rail) const {
   std::vector<int> ranks;
-  for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.part_driver(h, lane));
+  for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.part_rail_rank(h, rail));
   return ranks;
 }
-std::vector<std::vector<int>> Collectives::part_drivers() const {
+std::vector<std::vector<int>> Collectives::part_rail_ranks() const {
   std::vector<std::vector<int>> all;
-  for (int l = topology_.local_rank(); l < topology_.lanes(); l += topology_.local_world_size())
-    all.push_back(part_drivers(l));
+  for (int l = topology_.local_rank(); l < topology_.rails(); l += topology_.local_world_size())
+    all.push_back(part_rail_ranks(l));
   return all;
 }
 
 // Returns chunks such that the schedule leaves every host with its own part.
-Chunks Collectives::by_chunk(Between schedule, const std::vector<Part>& of_host, std::size_t slice,
+Chunks Collectives::by_chunk(InterHostSchedule schedule, const std::vector<Part>& of_host, std::size_t slice,
                              std::size_t element) const {
   std::vector<Part> parts;
   for (int c = 0; c < topology_.num_hosts(); ++c)
     parts.push_back(of_host[owner_of_chunk(schedule, topology_.num_hosts(), c)]);
   return Chunks::pieces(std::move(parts), slice, element);
 }
-Chunks Collectives::part_chunks(Between schedule, const std::vector<Part>& of_host, std::size_t element) const {
+Chunks Collectives::part_chunks(InterHostSchedule schedule, const std::vector<Part>& of_host,
+                                std::size_t element) const {
   std::size_t longest = 0;
   for (const Part& part : of_host) longest = larger(longest, part.count);
   return by_chunk(schedule, of_host, slice_elements(longest, 1, element), element);
@@ -268,4 +270,4 @@ std::size_t Collectives::wave_elements(const Scope& scope, std::size_t count, in
   return larger(align_of(scope.element), smaller(room / 64 * 64, count));
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

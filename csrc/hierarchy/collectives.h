@@ -4,19 +4,19 @@
 #include "hierarchy/options.h"
 #include "hierarchy/scope.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 class Collectives {
  public:
-  Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, HostsOptions options);
+  Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options);
   ~Collectives();
 
   const Topology& topology() const { return topology_; }
-  const HostsOptions& options() const { return options_; }
+  const Options& options() const { return options_; }
   std::uint64_t calls() const { return calls_; }
   // Runs one call at a time, in the order of the calls. Throws Error and WireFailure.
   void run(const Call& call, WireClock::time_point limit);
-  // Returns one sentence about the terms in which this rank and a peer differ.
+  // Returns one sentence about how the calls of this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
@@ -29,26 +29,27 @@ class Collectives {
   void exchange(const Scope& scope);  // gather, scatter and all_to_all
   void barrier(const Scope& scope);
 
-  // Exchanges terms with the peers, and sends `payload` to each; returns the peers' payloads where the wire supports
-  // that.
+  // Exchanges signatures with the peers, and sends `payload` to each; returns the peers' payloads where the wire
+  // supports that.
   std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
-  std::vector<int> partners(Between schedule, const std::vector<std::vector<int>>& drivers) const;
+  std::vector<int> partners(InterHostSchedule schedule, const std::vector<std::vector<int>>& rail_ranks) const;
   void run_inside(const std::vector<Call>& calls);
   Call local_call(const Scope& scope, Op op) const;
   void reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums);
   void collect(const Scope& scope, const Cut& cut, char* results, char* output);
   void scatter_sums(const Scope& scope, const Parts& input, std::size_t begin, std::size_t wave);
-  std::vector<Lane> lanes_of(const Scope& scope, const Cut& cut, char* sums, char* results) const;
-  std::vector<int> part_drivers(int lane) const;
-  std::vector<std::vector<int>> part_drivers() const;
-  Chunks by_chunk(Between schedule, const std::vector<Part>& of_host, std::size_t slice, std::size_t element) const;
-  Chunks part_chunks(Between schedule, const std::vector<Part>& of_host, std::size_t element) const;
+  std::vector<Rail> rails_of(const Scope& scope, const Cut& cut, char* sums, char* results) const;
+  std::vector<int> part_rail_ranks(int rail) const;
+  std::vector<std::vector<int>> part_rail_ranks() const;
+  Chunks by_chunk(InterHostSchedule schedule, const std::vector<Part>& of_host, std::size_t slice,
+                  std::size_t element) const;
+  Chunks part_chunks(InterHostSchedule schedule, const std::vector<Part>& of_host, std::size_t element) const;
   void widen(const Scope& scope, const void* source, void* target, std::size_t count);
   void gather_inside(const Scope& scope, const Cut& cut, char* data);
   void copy(const Scope& scope, const void* source, void* target, std::size_t count);
-  WalkList walks_of(const Scope& scope, const Lane& lane) const;
-  void run_lanes(const Scope& scope, const std::vector<Lane>& lanes, char* scratch);
-  void run_round(const Scope& scope, WalkRound round);
+  RailPlans plans_of(const Scope& scope, const Rail& rail) const;
+  void run_rails(const Scope& scope, const std::vector<Rail>& rails, char* scratch);
+  void run_round(const Scope& scope, ExchangeRound round);
   // For a message of `count` elements in `chunks` chunks.
   std::size_t slice_elements(std::size_t count, int chunks, std::size_t element) const;
   std::size_t wave_elements(const Scope& scope, std::size_t count, int parts) const;
@@ -57,17 +58,17 @@ class Collectives {
   const Topology topology_;
   const std::shared_ptr<Engine> local_;
   const std::shared_ptr<Wire> wire_;
-  const HostsOptions options_;
+  const Options options_;
   char* scratch_ = nullptr;
   std::size_t scratch_bytes_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t history_ = 0;
 };
 
-inline std::size_t scratch_for(const std::vector<Lane>& lanes) {
+inline std::size_t scratch_for(const std::vector<Rail>& rails) {
   std::size_t nbytes = 0;
-  for (const Lane& lane : lanes) nbytes += kSlots * scratch_bytes(lane);
+  for (const Rail& rail : rails) nbytes += kSlots * scratch_bytes(rail);
   return nbytes;
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -18,20 +18,20 @@
 
 namespace ringcomm {
 
-namespace hosts {
+namespace hierarchy {
 namespace {
 
 ErrorCode code_of(const WireFailure& failure) {
   return !failure.theirs.empty() ? ErrorCode::kMismatch : failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost;
 }
 
-class HostsEngine final : public Engine {
+class HierarchicalEngine final : public Engine {
  public:
-  HostsEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, HostsOptions options)
+  HierarchicalEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options)
       : local_(std::move(local)),
         wire_(std::move(wire)),
         collectives_(std::move(topology), local_, wire_, std::move(options)),
-        fate_(std::make_shared<Fate>(local_, concat("rank ", rank(), " on host ", name_of(rank())))),
+        abort_state_(std::make_shared<AbortState>(local_, concat("rank ", rank(), " on host ", name_of(rank())))),
         on_host_(local_->device() < 0),
         forks_(forks_so_far()),
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); },
@@ -42,9 +42,9 @@ class HostsEngine final : public Engine {
       return true;
     });
     wire_->on_failure(
-        [this](const WireFailure& failure) { give_up(explain("a call in flight", failure), code_of(failure)); });
+        [this](const WireFailure& failure) { fail_group(explain("a call in flight", failure), code_of(failure)); });
   }
-  ~HostsEngine() override {
+  ~HierarchicalEngine() override {
     if (forked()) {  // the threads exist in the parent only, which may have held a lock when it forked
       queue_.release();
       new std::shared_ptr<Wire>(wire_);
@@ -91,7 +91,7 @@ class HostsEngine final : public Engine {
     const std::lock_guard<std::mutex> lock(mutex_);
     call.stream = wire_->fork(call.stream);
     run_now(call);
-    const auto verify = [local = local_, op = call.op, who = ": " + fate_->who()] {
+    const auto verify = [local = local_, op = call.op, who = ": " + abort_state_->who()] {
       if (!local->aborted()) return;
       const std::string why = local->why_aborted();  // called first: it waits until the reason is known
       fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
@@ -109,19 +109,19 @@ class HostsEngine final : public Engine {
 
   void abort(const std::string& reason, ErrorCode code) override {
     if (forked()) return;
-    fate_->seal(reason, code);
+    abort_state_->record(reason, code);
     local_->abort(reason, code);
     wire_->abort();
   }
-  bool aborted() const override { return fate_->ended(); }
-  std::string why_aborted() const override { return fate_->why(); }
-  ErrorCode aborted_as() const override { return fate_->code(); }
+  bool aborted() const override { return abort_state_->ended(); }
+  std::string why_aborted() const override { return abort_state_->why(); }
+  ErrorCode aborted_as() const override { return abort_state_->code(); }
   void set_timeout(std::int64_t timeout_ms) override { local_->set_timeout(timeout_ms); }
   std::int64_t timeout() const override { return local_->timeout(); }
 
   void close() override {
     if (forked() || closed_.exchange(true)) return;
-    fate_->close();
+    abort_state_->close();
     if (signals_.runs_this()) interrupt("close");
     queue_->stop();
     wire_->close();
@@ -151,7 +151,7 @@ class HostsEngine final : public Engine {
            "start it with spawn");
     check_call(call, rank(), world_size());
     check_no_copy_engine(call, rank());
-    fate_->check(call.op);
+    abort_state_->check(call.op);
   }
 
   std::int64_t limit_of(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout(); }
@@ -161,7 +161,7 @@ class HostsEngine final : public Engine {
   [[noreturn]] void report(const Call& call, const WireFailure& failure);
   void hear_of(const std::exception_ptr& error);
   std::string explain(const std::string& what, const WireFailure& failure) const;
-  void give_up(const std::string& reason, ErrorCode code) {
+  void fail_group(const std::string& reason, ErrorCode code) {
     if (aborted())
       wire_->abort();  // a local rank's abort does not end waits for another host
     else
@@ -171,7 +171,7 @@ class HostsEngine final : public Engine {
   const std::shared_ptr<Engine> local_;
   const std::shared_ptr<Wire> wire_;
   Collectives collectives_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<AbortState> abort_state_;
   const bool on_host_;
   trace::Origin origin_;
   std::atomic<bool> closed_{false};
@@ -182,9 +182,9 @@ class HostsEngine final : public Engine {
 };
 
 // Starts a message of the user: within the host through its engine, to another host over the wire.
-std::shared_ptr<Request> HostsEngine::message(const Call& call) {
+std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
   if (call.root == kAnySource)
-    fail(ErrorCode::kUnsupported, "recv: ", fate_->who(),
+    fail(ErrorCode::kUnsupported, "recv: ", abort_state_->who(),
          " asked for a message of any rank, which a communicator of several hosts cannot wait for; name the source");
   const bool far = topology().host_of(call.root) != topology().host();
   Call inside = call;
@@ -192,29 +192,29 @@ std::shared_ptr<Request> HostsEngine::message(const Call& call) {
   auto message = far ? wire_->message(call, limit_of(call)) : local_->submit(std::move(inside));
   if (!on_host_) return message;  // a device's wire reports errors itself
   if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
-  return std::make_shared<Told>(std::move(message), fate_, call.op);
+  return std::make_shared<MessageRequest>(std::move(message), abort_state_, call.op);
 }
 
 // A message that fails ends the communicator, as it does inside a host.
-void HostsEngine::hear_of(const std::exception_ptr& error) {
+void HierarchicalEngine::hear_of(const std::exception_ptr& error) {
   if (!error || closed_.load()) return;
   try {
     std::rethrow_exception(error);
   } catch (const Error& each) {
     const bool lost = each.code() == ErrorCode::kAborted || each.code() == ErrorCode::kRankLost;
-    if (lost) fate_->await();
-    if (lost || each.code() == ErrorCode::kTimeout) give_up(each.what(), each.code());
+    if (lost) abort_state_->await();
+    if (lost || each.code() == ErrorCode::kTimeout) fail_group(each.what(), each.code());
   } catch (...) {
   }
 }
 
-void HostsEngine::interrupt(const char* call) {
-  abort(concat(fate_->who(), " was interrupted by a signal in ", call), ErrorCode::kAborted);
+void HierarchicalEngine::interrupt(const char* call) {
+  abort(concat(abort_state_->who(), " was interrupted by a signal in ", call), ErrorCode::kAborted);
 }
 
-void HostsEngine::run_now(const Call& call) {
+void HierarchicalEngine::run_now(const Call& call) {
   const trace::CallSpan span(origin_, static_cast<std::int64_t>(collectives_.calls()), call);
-  fate_->check(call.op);
+  abort_state_->check(call.op);
   const std::int64_t limit_ms = limit_of(call);
   try {
     wire_->enter(call.stream);  // may reject the stream, before anything has happened
@@ -227,34 +227,34 @@ void HostsEngine::run_now(const Call& call) {
   } catch (const WireFailure& failure) {
     report(call, failure);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::kAborted) fate_->check(call.op);
-    give_up(error.what(), error.code());
+    if (error.code() == ErrorCode::kAborted) abort_state_->check(call.op);
+    fail_group(error.what(), error.code());
     throw;
   } catch (const std::exception& error) {  // for instance out of memory
-    give_up(concat(name(call.op), ": ", fate_->who(), " gave up: ", error.what()), ErrorCode::kAborted);
+    fail_group(concat(name(call.op), ": ", abort_state_->who(), " gave up: ", error.what()), ErrorCode::kAborted);
     throw;
   }
 }
 
 // Ends the communicator because of the wire's error, unless the error is a consequence of an earlier end.
-void HostsEngine::report(const Call& call, const WireFailure& failure) {
-  if (!failure.late) fate_->await();
-  fate_->check(call.op);
+void HierarchicalEngine::report(const Call& call, const WireFailure& failure) {
+  if (!failure.late) abort_state_->await();
+  abort_state_->check(call.op);
   const std::string reason = explain(name(call.op), failure);
-  give_up(reason, code_of(failure));
+  fail_group(reason, code_of(failure));
   fail(code_of(failure), reason);
 }
 
-std::string HostsEngine::explain(const std::string& what, const WireFailure& failure) const {
+std::string HierarchicalEngine::explain(const std::string& what, const WireFailure& failure) const {
   if (!failure.theirs.empty()) return collectives_.difference(failure.peer, failure.mine, failure.theirs);
-  const std::string here = concat(what, ": ", fate_->who());
+  const std::string here = concat(what, ": ", abort_state_->who());
   const std::string peer =
       failure.peer < 0 ? "the other hosts" : concat("rank ", failure.peer, " on host ", name_of(failure.peer));
   return concat(here, failure.late ? " waited in vain for " : " lost ", peer, " over ", wire_->kind(), " (",
                 failure.what, "); look at what happened there, and create a new communicator");
 }
 
-std::vector<std::pair<std::string, std::string>> HostsEngine::describe() const {
+std::vector<std::pair<std::string, std::string>> HierarchicalEngine::describe() const {
   auto facts = local_->describe();
   std::string hosts;
   for (int h = 0; h < topology().num_hosts(); ++h)
@@ -264,18 +264,19 @@ std::vector<std::pair<std::string, std::string>> HostsEngine::describe() const {
     if (fact == "order") value = topology().canonical() ? "canonical" : "canonical over hosts";
   facts.insert(facts.begin() + 1, {"hosts", hosts});
   facts.insert(facts.begin() + 2, {"between_hosts", wire_->kind()});
-  facts.emplace_back("schedule_between_hosts", topology().in_order() == Between::kButterfly ? "butterfly" : "direct");
+  facts.emplace_back("schedule_between_hosts",
+                     topology().in_order() == InterHostSchedule::kButterfly ? "butterfly" : "direct");
   facts.emplace_back("sent_between_hosts_bytes", std::to_string(wire_->sent_bytes()));
   for (const auto& fact : wire_->describe()) facts.push_back(fact);
   return facts;
 }
 
 }  // namespace
-}  // namespace hosts
+}  // namespace hierarchy
 
-std::unique_ptr<Engine> make_hosts_engine(int rank, const HostsOfRanks& hosts, std::shared_ptr<Engine> local,
-                                          std::shared_ptr<Wire> wire, const hosts::HostsOptions& options) {
-  hosts::Topology topology(rank, hosts);
+std::unique_ptr<Engine> make_hierarchical_engine(int rank, const HostsOfRanks& hosts, std::shared_ptr<Engine> local,
+                                                 std::shared_ptr<Wire> wire, const hierarchy::Options& options) {
+  hierarchy::Topology topology(rank, hosts);
   if (topology.num_hosts() < 2)
     fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected two hosts or more, got ", topology.num_hosts(),
          "; use the engine of the host alone");
@@ -292,7 +293,8 @@ std::unique_ptr<Engine> make_hosts_engine(int rank, const HostsOfRanks& hosts, s
   if (options.slice_bytes % 64 != 0)
     fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected slices of a multiple of 64 bytes, got ",
          options.slice_bytes);
-  return std::make_unique<hosts::HostsEngine>(std::move(topology), std::move(local), std::move(wire), options);
+  return std::make_unique<hierarchy::HierarchicalEngine>(std::move(topology), std::move(local), std::move(wire),
+                                                         options);
 }
 
 }  // namespace ringcomm

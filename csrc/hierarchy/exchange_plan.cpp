@@ -5,7 +5,7 @@
 #include "core/parts.h"
 #include "runtime/trace.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 namespace {
 
@@ -53,42 +53,42 @@ Part Chunks::at(int chunk, std::size_t window) const {
 
 namespace {
 
-// Builds the walk of one window: every round's messages and the local steps before and after them.
+// Builds the plan of one window: every round's messages and the local steps before and after them.
 class Builder {
  public:
-  Builder(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream)
+  Builder(const Topology& topology, const Rail& rail, std::size_t window, char* scratch, std::uintptr_t stream)
       : topology_(topology),
-        lane_(lane),
+        rail_(rail),
         window_(window),
         scratch_(scratch),
         stream_(stream),
         hosts_(topology.num_hosts()),
         me_(topology.host()),
-        half_(reducing_rounds(lane.schedule, hosts_)),
-        sum_wire_(lane.types.of(lane.types.sum)),
-        result_wire_(lane.types.of(lane.types.result)) {}
+        half_(reducing_rounds(rail.schedule, hosts_)),
+        sum_wire_(rail.types.of(rail.types.sum)),
+        result_wire_(rail.types.of(rail.types.result)) {}
 
-  Walk build() {
-    if (lane_.gathers && packs_results())
+  ExchangePlan build() {
+    if (rail_.gathers && packs_results())
       for (int c = 0; c < hosts_; ++c) packed_.push_back(take(result(c).count, result_wire_));
-    Walk walk;
-    if (lane_.reduces) {
-      for (int round = 0; round < half_; ++round) walk.push_back(reducing(round));
-      finish(walk.back().after);
+    ExchangePlan plan;
+    if (rail_.reduces) {
+      for (int round = 0; round < half_; ++round) plan.push_back(reducing(round));
+      finish(plan.back().after);
     }
-    if (lane_.gathers)
-      for (int round = half_; round < 2 * half_; ++round) walk.push_back(gathering(round));
-    return walk;
+    if (rail_.gathers)
+      for (int round = half_; round < 2 * half_; ++round) plan.push_back(gathering(round));
+    return plan;
   }
 
  private:
-  Part sum(int chunk) const { return lane_.sums.at(chunk, window_); }
-  Part result(int chunk) const { return lane_.results.at(chunk, window_); }
-  int owned() const { return owned_chunk(lane_.schedule, hosts_, me_); }
-  bool packs_sums() const { return sum_wire_ != lane_.types.sum; }
-  bool packs_results() const { return result_wire_ != lane_.types.result; }
-  bool joins_sums() const { return lane_.sums.in_one_piece() && !packs_sums(); }
-  bool joins_results() const { return lane_.results.in_one_piece() && !packs_results(); }
+  Part sum(int chunk) const { return rail_.sums.at(chunk, window_); }
+  Part result(int chunk) const { return rail_.results.at(chunk, window_); }
+  int owned() const { return owned_chunk(rail_.schedule, hosts_, me_); }
+  bool packs_sums() const { return sum_wire_ != rail_.types.sum; }
+  bool packs_results() const { return result_wire_ != rail_.types.result; }
+  bool joins_sums() const { return rail_.sums.in_one_piece() && !packs_sums(); }
+  bool joins_results() const { return rail_.results.in_one_piece() && !packs_results(); }
 
   char* take(std::size_t count, DType type) {
     char* const memory = scratch_;
@@ -107,58 +107,58 @@ class Builder {
 
   void combine(LocalSteps& steps, const void* first, const void* second, const Part& output, bool last) const {
     Combining combining;
-    combining.dtype = lane_.types.sum;
-    combining.op = last ? lane_.op : combine_of(lane_.op);
+    combining.dtype = rail_.types.sum;
+    combining.op = last ? rail_.op : combine_of(rail_.op);
     combining.first = first;
     combining.second = second;
     combining.output = output.data;
     combining.count = output.count;
-    combining.divisor = last ? lane_.divisor : 1;
+    combining.divisor = last ? rail_.divisor : 1;
     combining.stream = stream_;
     steps.push_back(combining);
   }
 
-  void send_sums(WalkRound& r, const Hop& hop) {
+  void send_sums(ExchangeRound& r, const Hop& hop) {
     for (int c = hop.first; c < hop.last; ++c) {
       const Part part = sum(c);
       void* data = part.data;
       if (packs_sums() && part.count) {
         data = take(part.count, sum_wire_);
-        convert(r.before, lane_.types.sum, sum_wire_, part.data, data, part.count);
+        convert(r.before, rail_.types.sum, sum_wire_, part.data, data, part.count);
       }
-      add(r.messages.sends, lane_.drivers[hop.peer], data, part.count * element_bytes(sum_wire_), joins_sums());
+      add(r.messages.sends, rail_.ranks[hop.peer], data, part.count * element_bytes(sum_wire_), joins_sums());
     }
   }
 
   // Returns where a peer's part of a chunk will be after the round, in the type of the sums.
-  char* receive_sum(WalkRound& r, int peer, std::size_t count) {
+  char* receive_sum(ExchangeRound& r, int peer, std::size_t count) {
     char* const arrived = take(count, sum_wire_);
-    add(r.messages.recvs, lane_.drivers[peer], arrived, count * element_bytes(sum_wire_), joins_sums());
+    add(r.messages.recvs, rail_.ranks[peer], arrived, count * element_bytes(sum_wire_), joins_sums());
     if (!packs_sums()) return arrived;
-    char* const widened = take(count, lane_.types.sum);
-    convert(r.after, sum_wire_, lane_.types.sum, arrived, widened, count);
+    char* const widened = take(count, rail_.types.sum);
+    convert(r.after, sum_wire_, rail_.types.sum, arrived, widened, count);
     return widened;
   }
 
-  WalkRound reducing(int round) {
-    WalkRound r;
+  ExchangeRound reducing(int round) {
+    ExchangeRound r;
     std::vector<char*> parts(hosts_, nullptr);  // direct: every host's part of the chunk that this host owns
-    for (int i = 0; i < num_hops(lane_.schedule, hosts_); ++i) {
-      send_sums(r, sent(lane_.schedule, hosts_, me_, round, i));
-      const Hop hop = received(lane_.schedule, hosts_, me_, round, i);
+    for (int i = 0; i < num_hops(rail_.schedule, hosts_); ++i) {
+      send_sums(r, sent(rail_.schedule, hosts_, me_, round, i));
+      const Hop hop = received(rail_.schedule, hosts_, me_, round, i);
       for (int c = hop.first; c < hop.last; ++c) {
         const Part mine = sum(c);
         if (mine.count == 0) continue;
         char* const theirs = receive_sum(r, hop.peer, mine.count);
-        if (lane_.schedule == Between::kDirect)
+        if (rail_.schedule == InterHostSchedule::kDirect)
           parts[hop.peer] = theirs;
-        else if (received_first(lane_.schedule, me_, hop.peer))
+        else if (received_first(rail_.schedule, me_, hop.peer))
           combine(r.after, theirs, mine.data, mine, round + 1 == half_);
         else
           combine(r.after, mine.data, theirs, mine, round + 1 == half_);
       }
     }
-    if (lane_.schedule == Between::kDirect) merge(r.after, parts);
+    if (rail_.schedule == InterHostSchedule::kDirect) merge(r.after, parts);
     return r;
   }
 
@@ -181,36 +181,36 @@ class Builder {
   void finish(LocalSteps& steps) {
     const Part from = sum(owned()), to = result(owned());
     if (from.count == 0) return;
-    if (lane_.gathers && packs_results()) {
+    if (rail_.gathers && packs_results()) {
       char* const packed = packed_[owned()];
-      convert(steps, lane_.types.sum, result_wire_, from.data, packed, from.count);
-      convert(steps, result_wire_, lane_.types.result, packed, to.data, to.count);
+      convert(steps, rail_.types.sum, result_wire_, from.data, packed, from.count);
+      convert(steps, result_wire_, rail_.types.result, packed, to.data, to.count);
     } else if (from.data != to.data) {
-      convert(steps, lane_.types.sum, lane_.types.result, from.data, to.data, from.count);
+      convert(steps, rail_.types.sum, rail_.types.result, from.data, to.data, from.count);
     }
   }
 
-  WalkRound gathering(int round) {
-    WalkRound r;
+  ExchangeRound gathering(int round) {
+    ExchangeRound r;
     const std::size_t element = element_bytes(result_wire_);
     const auto place = [&](int chunk) { return packs_results() ? packed_[chunk] : result(chunk).data; };
-    for (int i = 0; i < num_hops(lane_.schedule, hosts_); ++i) {
-      const Hop out = sent(lane_.schedule, hosts_, me_, round, i);
+    for (int i = 0; i < num_hops(rail_.schedule, hosts_); ++i) {
+      const Hop out = sent(rail_.schedule, hosts_, me_, round, i);
       for (int c = out.first; c < out.last; ++c)
-        add(r.messages.sends, lane_.drivers[out.peer], place(c), result(c).count * element, joins_results());
-      const Hop in = received(lane_.schedule, hosts_, me_, round, i);
+        add(r.messages.sends, rail_.ranks[out.peer], place(c), result(c).count * element, joins_results());
+      const Hop in = received(rail_.schedule, hosts_, me_, round, i);
       for (int c = in.first; c < in.last; ++c) {
         const Part part = result(c);
-        add(r.messages.recvs, lane_.drivers[in.peer], place(c), part.count * element, joins_results());
+        add(r.messages.recvs, rail_.ranks[in.peer], place(c), part.count * element, joins_results());
         if (packs_results() && part.count)
-          convert(r.after, result_wire_, lane_.types.result, packed_[c], part.data, part.count);
+          convert(r.after, result_wire_, rail_.types.result, packed_[c], part.data, part.count);
       }
     }
     return r;
   }
 
   const Topology& topology_;
-  const Lane& lane_;
+  const Rail& rail_;
   const std::size_t window_;
   char* scratch_;
   const std::uintptr_t stream_;
@@ -221,34 +221,35 @@ class Builder {
 
 }  // namespace
 
-std::size_t scratch_bytes(const Lane& lane) {
-  const std::size_t hosts = lane.drivers.size();
+std::size_t scratch_bytes(const Rail& rail) {
+  const std::size_t hosts = rail.ranks.size();
   const auto chunk = [&](const Chunks& chunks, DType type) {
     return aligned(chunks.slice_elements() * element_bytes(type));
   };
-  const DType sum_wire = lane.types.of(lane.types.sum), result_wire = lane.types.of(lane.types.result);
+  const DType sum_wire = rail.types.of(rail.types.sum), result_wire = rail.types.of(rail.types.result);
   std::size_t nbytes = 0;
-  if (lane.reduces) {
-    nbytes += (hosts - 1) * chunk(lane.sums, sum_wire);
-    if (sum_wire != lane.types.sum)
-      nbytes += (hosts - 1) * (chunk(lane.sums, sum_wire) + chunk(lane.sums, lane.types.sum));
+  if (rail.reduces) {
+    nbytes += (hosts - 1) * chunk(rail.sums, sum_wire);
+    if (sum_wire != rail.types.sum)
+      nbytes += (hosts - 1) * (chunk(rail.sums, sum_wire) + chunk(rail.sums, rail.types.sum));
   }
-  if (lane.gathers && result_wire != lane.types.result) nbytes += hosts * chunk(lane.results, result_wire);
+  if (rail.gathers && result_wire != rail.types.result) nbytes += hosts * chunk(rail.results, result_wire);
   return nbytes;
 }
 
-Walk build_walk(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream) {
-  return Builder(topology, lane, window, scratch, stream).build();
+ExchangePlan build_plan(const Topology& topology, const Rail& rail, std::size_t window, char* scratch,
+                        std::uintptr_t stream) {
+  return Builder(topology, rail, window, scratch, stream).build();
 }
 
-Walk build_chain(const Topology& topology, const std::vector<int>& drivers, int root_host, void* data,
-                 std::size_t nbytes) {
+ExchangePlan build_chain(const Topology& topology, const std::vector<int>& rail_ranks, int root_host, void* data,
+                         std::size_t nbytes) {
   const int hosts = topology.num_hosts(), me = topology.host();
   const int position = chain_position(hosts, me, root_host);
-  Walk walk(2);  // a round to receive, and a round to send
-  if (position > 0) add(walk[0].messages.recvs, drivers[ring_prev(me, hosts)], data, nbytes);
-  if (position + 1 < hosts) add(walk[1].messages.sends, drivers[ring_next(me, hosts)], data, nbytes);
-  return walk;
+  ExchangePlan plan(2);  // a round to receive, and a round to send
+  if (position > 0) add(plan[0].messages.recvs, rail_ranks[ring_prev(me, hosts)], data, nbytes);
+  if (position + 1 < hosts) add(plan[1].messages.sends, rail_ranks[ring_next(me, hosts)], data, nbytes);
+  return plan;
 }
 
 namespace {
@@ -262,52 +263,52 @@ void compute(Engine& local, const LocalSteps& steps) {
   }
 }
 
-// A walk in flight.
-class Underway {
+// A plan in flight.
+class PlanInFlight {
  public:
-  Underway(Engine& local, Walk walk, std::unique_ptr<WireWalk> wire, int lane, std::size_t window)
+  PlanInFlight(Engine& local, ExchangePlan plan, std::unique_ptr<WireExchange> wire, int rail, std::size_t window)
       : local_(local),
-        walk_(std::move(walk)),
+        plan_(std::move(plan)),
         wire_(std::move(wire)),
-        lane_(lane),
+        rail_(rail),
         window_(static_cast<std::int64_t>(window)) {}
 
   void start(int round) {
-    traced(trace::What::kCompute, round, [&] { compute(local_, walk_[round].before); });
+    traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].before); });
     traced(trace::What::kStartMessages, round, [&] { wire_->start(round); });
   }
   void finish(int round) {
     traced(trace::What::kWaitMessages, round, [&] { wire_->finish(round); });
-    traced(trace::What::kCompute, round, [&] { compute(local_, walk_[round].after); });
+    traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].after); });
   }
 
  private:
   template <typename Do>
   void traced(trace::What what, int round, const Do& act) const {
     trace::Probe probe(what, -1, window_);
-    probe.at_round(round, lane_);
+    probe.at_round(round, rail_);
     act();
   }
 
   Engine& local_;
-  const Walk walk_;
-  const std::unique_ptr<WireWalk> wire_;
-  const int lane_;
+  const ExchangePlan plan_;
+  const std::unique_ptr<WireExchange> wire_;
+  const int rail_;
   const std::int64_t window_;
 };
 
 }  // namespace
 
-void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, char* scratch,
+void run_plans(Engine& local, Wire& wire, const std::vector<RailPlans>& lists, char* scratch,
                WireClock::time_point limit, std::uintptr_t stream) {
   std::size_t windows = 0;
   int rounds = 0;
-  std::vector<std::vector<std::unique_ptr<Underway>>> underway(lists.size());
+  std::vector<std::vector<std::unique_ptr<PlanInFlight>>> in_flight(lists.size());
   std::vector<char*> memory;
   for (std::size_t i = 0; i < lists.size(); ++i) {
     windows = larger(windows, lists[i].windows);
     rounds = std::max(rounds, lists[i].rounds);
-    underway[i].resize(kSlots);
+    in_flight[i].resize(kSlots);
     memory.push_back(scratch);
     scratch += kSlots * lists[i].scratch_bytes;
   }
@@ -315,24 +316,24 @@ void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, ch
     const std::size_t slot = window % kSlots;
     for (std::size_t i = 0; i < lists.size(); ++i) {
       if (window >= lists[i].windows) continue;
-      std::unique_ptr<Underway>& walk = underway[i][slot];
+      std::unique_ptr<PlanInFlight>& plan = in_flight[i][slot];
       if (round == 0) {
-        if (walk) walk->finish(rounds - 1);
-        Walk built = lists[i].build(window, memory[i] + slot * lists[i].scratch_bytes);
+        if (plan) plan->finish(rounds - 1);
+        ExchangePlan built = lists[i].build(window, memory[i] + slot * lists[i].scratch_bytes);
         std::vector<Round> messages;
-        for (const WalkRound& each : built) messages.push_back(each.messages);
-        const int place = lists[i].lane * kSlots + static_cast<int>(slot);
-        walk = std::make_unique<Underway>(local, std::move(built), wire.open(place, std::move(messages), limit, stream),
-                                          lists[i].lane, window);
+        for (const ExchangeRound& each : built) messages.push_back(each.messages);
+        const int place = lists[i].rail * kSlots + static_cast<int>(slot);
+        plan = std::make_unique<PlanInFlight>(
+            local, std::move(built), wire.open(place, std::move(messages), limit, stream), lists[i].rail, window);
       } else {
-        walk->finish(round - 1);
+        plan->finish(round - 1);
       }
-      walk->start(round);
+      plan->start(round);
     }
   });
   for (std::size_t slot = 0; slot < kSlots; ++slot)
-    for (auto& of_list : underway)
+    for (auto& of_list : in_flight)
       if (of_list[slot]) of_list[slot]->finish(rounds - 1);
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -1,5 +1,5 @@
 // The work of one rank between hosts in a call, in rounds: local steps, and messages to send and receive. Built from
-// the schedules of core/inter_host_schedule.h; executed by run_walks.
+// the schedules of core/inter_host_schedule.h; executed by run_plans.
 #pragma once
 
 #include <functional>
@@ -12,9 +12,9 @@
 #include "hierarchy/topology.h"
 #include "hierarchy/transport.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
-inline constexpr int kSlots = kSlicing.slots;  // walks of a lane that are in flight at once
+inline constexpr int kSlots = kSlicing.slots;  // plans of a rail that are in flight at once
 
 // Rounds a size up, such that what follows begins at a cache line.
 inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
@@ -22,15 +22,15 @@ inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 6
 // The local computations of this rank, in order.
 using LocalSteps = std::vector<std::variant<Packing, Combining>>;
 
-struct WalkRound {
+struct ExchangeRound {
   LocalSteps before;
   Round messages;
   LocalSteps after;
 };
 
-using Walk = std::vector<WalkRound>;
+using ExchangePlan = std::vector<ExchangeRound>;
 
-// A lane of a message: the locations of its chunks, one chunk for each host.
+// A rail of a message: the locations of its chunks, one chunk for each host.
 class Chunks {
  public:
   Chunks() = default;
@@ -65,11 +65,11 @@ struct WireTypes {
   }
 };
 
-// One lane's share of a reduction or an all-gather.
-struct Lane {
+// One rail's share of a reduction or an all-gather.
+struct Rail {
   int number;
-  std::vector<int> drivers;  // one rank for each host
-  Between schedule;
+  std::vector<int> ranks;  // one for each host
+  InterHostSchedule schedule;
   bool reduces, gathers;
   ReduceOp op = ReduceOp::kSum;
   int divisor = 1;
@@ -78,24 +78,25 @@ struct Lane {
   Chunks results;  // memory of the results, of type `types.result`; the same memory if the types are equal
 };
 
-// The scratch memory that a walk of the lane needs, in bytes; the same for every window.
-std::size_t scratch_bytes(const Lane& lane);
-Walk build_walk(const Topology& topology, const Lane& lane, std::size_t window, char* scratch, std::uintptr_t stream);
+// The scratch memory that a plan of the rail needs, in bytes; the same for every window.
+std::size_t scratch_bytes(const Rail& rail);
+ExchangePlan build_plan(const Topology& topology, const Rail& rail, std::size_t window, char* scratch,
+                        std::uintptr_t stream);
 // One window of an undivided message, which travels along the hosts from `root_host` on.
-Walk build_chain(const Topology& topology, const std::vector<int>& drivers, int root_host, void* data,
-                 std::size_t nbytes);
+ExchangePlan build_chain(const Topology& topology, const std::vector<int>& rail_ranks, int root_host, void* data,
+                         std::size_t nbytes);
 
-struct WalkList {
-  int lane;
+struct RailPlans {
+  int rail;
   std::size_t windows;
   int rounds;
-  std::size_t scratch_bytes;  // for each walk
-  std::function<Walk(std::size_t window, char* scratch)> build;
+  std::size_t scratch_bytes;  // for each plan
+  std::function<ExchangePlan(std::size_t window, char* scratch)> build;
 };
 
-// Executes lists of walks that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
+// Executes lists of plans that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
 // scratch_bytes for each list in turn.
-void run_walks(Engine& local, Wire& wire, const std::vector<WalkList>& lists, char* scratch,
+void run_plans(Engine& local, Wire& wire, const std::vector<RailPlans>& lists, char* scratch,
                WireClock::time_point limit, std::uintptr_t stream);
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -1,27 +1,27 @@
 // all_gather, broadcast, gather, scatter, all_to_all and barrier over several hosts.
 #include "hierarchy/collectives.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 void Collectives::all_gather(const Scope& scope) {
   const Call& call = scope.call;
   const Parts output = output_parts(call);
   const int here = topology_.local_world_size();
-  agree(scope, partners(scope.schedule, part_drivers()));
+  agree(scope, partners(scope.schedule, part_rail_ranks()));
   copy(scope, call.input, output.data(topology_.rank()), output.count(topology_.rank()));
 
-  std::vector<Lane> lanes;
-  for (int l = topology_.local_rank(); l < topology_.lanes(); l += here) {
+  std::vector<Rail> rails;
+  for (int l = topology_.local_rank(); l < topology_.rails(); l += here) {
     std::vector<Part> of_host;
     for (int h = 0; h < topology_.num_hosts(); ++h) {
       const int rank = l < topology_.num_ranks(h) ? topology_.ranks(h)[l] : -1;
       of_host.push_back(rank < 0 ? Part{nullptr, 0} : Part{output.data(rank), output.count(rank)});
     }
-    Lane lane{l, part_drivers(l), scope.schedule, false, true, scope.op, 1, scope.types, {}, {}};
-    lane.results = part_chunks(scope.schedule, of_host, scope.element);
-    lanes.push_back(std::move(lane));
+    Rail rail{l, part_rail_ranks(l), scope.schedule, false, true, scope.op, 1, scope.types, {}, {}};
+    rail.results = part_chunks(scope.schedule, of_host, scope.element);
+    rails.push_back(std::move(rail));
   }
-  run_lanes(scope, lanes, scratch(scratch_for(lanes)));
+  run_rails(scope, rails, scratch(scratch_for(rails)));
   if (here == 1) return;
 
   std::vector<Call> calls;
@@ -41,7 +41,7 @@ void Collectives::all_gather(const Scope& scope) {
   run_inside(calls);
 }
 
-// On the root's host every rank gets the complete message and sends its lanes on; on the other hosts the lanes are
+// On the root's host every rank gets the complete message and sends its rails on; on the other hosts the rails are
 // gathered.
 void Collectives::broadcast(const Scope& scope) {
   const Call& call = scope.call;
@@ -49,7 +49,7 @@ void Collectives::broadcast(const Scope& scope) {
   const int root_host = topology_.host_of(call.root);
   const bool with_root = root_host == topology_.host(), is_root = call.root == topology_.rank();
   const Cut cut(topology_, call.count, scope.element);
-  agree(scope, partners(Between::kRing, cut.drivers()));
+  agree(scope, partners(InterHostSchedule::kRing, cut.rail_ranks()));
   char* const data = at(is_root ? call.input : call.output, 0, scope.element);
   if (is_root && call.output) copy(scope, call.input, call.output, call.count);
   if (with_root && here > 1) {
@@ -59,17 +59,17 @@ void Collectives::broadcast(const Scope& scope) {
     inside.count = call.count;
     run_inside({inside});
   }
-  std::vector<WalkList> lists;
+  std::vector<RailPlans> lists;
   for (int l = cut.first(); l < cut.last(); ++l) {
-    const Slice lane = cut.lane(l);
-    const std::size_t slice = slice_elements(lane.count, 1, scope.element);
-    const Chunks chunks = Chunks::whole(at(data, lane.offset, scope.element), lane.count, 1, slice, scope.element);
-    lists.push_back({l, chunks.windows(), 2, 0, [=, drivers = cut.drivers(l)](std::size_t window, char*) {
+    const Slice rail = cut.rail(l);
+    const std::size_t slice = slice_elements(rail.count, 1, scope.element);
+    const Chunks chunks = Chunks::whole(at(data, rail.offset, scope.element), rail.count, 1, slice, scope.element);
+    lists.push_back({l, chunks.windows(), 2, 0, [=, rail_ranks = cut.rail_ranks(l)](std::size_t window, char*) {
                        const Part part = chunks.at(0, window);
-                       return build_chain(topology_, drivers, root_host, part.data, part.count * scope.element);
+                       return build_chain(topology_, rail_ranks, root_host, part.data, part.count * scope.element);
                      }});
   }
-  run_walks(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
+  run_plans(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
   if (!with_root) gather_inside(scope, cut, data);
 }
 
@@ -110,7 +110,7 @@ void Collectives::exchange(const Scope& scope) {
       memory += part.count * scope.element;
     }
   }
-  WalkRound round;
+  ExchangeRound round;
   for (const int peer : peers) {
     if (sends[peer].count) round.messages.sends.push_back({peer, sends[peer].data, sends[peer].count * scope.element});
     if (recvs[peer].count) round.messages.recvs.push_back({peer, recvs[peer].data, recvs[peer].count * scope.element});
@@ -133,27 +133,27 @@ void Collectives::barrier(const Scope& scope) {
   local_->run(local_call(scope, Op::kBarrier));
   if (topology_.local_rank() == 0) {
     const auto first_of = [&](int host) { return topology_.ranks(host)[0]; };
-    Walk walk;
+    ExchangePlan plan;
     std::vector<int> peers;
     char* memory = scratch(2 * 32);
     for (int far = 1; far < hosts; far *= 2) {
       const int next = me + far < hosts ? me + far : me + far - hosts, prev = me >= far ? me - far : me - far + hosts;
-      WalkRound round;
+      ExchangeRound round;
       round.messages.sends.push_back({first_of(next), memory++, 1});
       round.messages.recvs.push_back({first_of(prev), memory++, 1});
-      walk.push_back(std::move(round));
+      plan.push_back(std::move(round));
       for (const int host : {next, prev}) peers.push_back(first_of(host));
     }
     std::sort(peers.begin(), peers.end());
     peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
     agree(scope, peers);
-    const int rounds = static_cast<int>(walk.size());
-    const WalkList once{0, 1, rounds, 0, [&](std::size_t, char*) { return walk; }};
-    run_walks(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
+    const int rounds = static_cast<int>(plan.size());
+    const RailPlans once{0, 1, rounds, 0, [&](std::size_t, char*) { return plan; }};
+    run_plans(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
   } else {
     agree(scope, {});
   }
   local_->run(local_call(scope, Op::kBarrier));
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

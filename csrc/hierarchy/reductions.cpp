@@ -3,9 +3,9 @@
 
 #include "hierarchy/collectives.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
-// Sums up, over this host's ranks, the elements that this rank drives; puts the sums into `sums` at their places in the
+// Sums up, over this host's ranks, the elements of this rank's rails; puts the sums into `sums` at their places in the
 // message.
 void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* input, char* sums) {
   Call call = local_call(scope, Op::kReduceScatter);
@@ -30,22 +30,22 @@ void Collectives::widen(const Scope& scope, const void* source, void* target, st
   if (count) local_->pack(packing);
 }
 
-// Returns the lanes that this rank drives, of a message whose elements are all in `sums` and `results`.
-std::vector<Lane> Collectives::lanes_of(const Scope& scope, const Cut& cut, char* sums, char* results) const {
+// Returns the rails of this rank, of a message whose elements are all in `sums` and `results`.
+std::vector<Rail> Collectives::rails_of(const Scope& scope, const Cut& cut, char* sums, char* results) const {
   const int hosts = topology_.num_hosts();
-  std::vector<Lane> lanes;
+  std::vector<Rail> rails;
   for (int l = cut.first(); l < cut.last(); ++l) {
-    const Slice s = cut.lane(l);
+    const Slice s = cut.rail(l);
     const std::size_t slice = slice_elements(s.count, hosts, scope.sum_element);
-    Lane lane{l, cut.drivers(l), scope.schedule, true, true, scope.op, scope.divisor, scope.types, {}, {}};
-    lane.sums = Chunks::whole(at(sums, s.offset, scope.sum_element), s.count, hosts, slice, scope.sum_element);
-    lane.results = Chunks::whole(at(results, s.offset, scope.element), s.count, hosts, slice, scope.element);
-    lanes.push_back(std::move(lane));
+    Rail rail{l, cut.rail_ranks(l), scope.schedule, true, true, scope.op, scope.divisor, scope.types, {}, {}};
+    rail.sums = Chunks::whole(at(sums, s.offset, scope.sum_element), s.count, hosts, slice, scope.sum_element);
+    rail.results = Chunks::whole(at(results, s.offset, scope.element), s.count, hosts, slice, scope.element);
+    rails.push_back(std::move(rail));
   }
-  return lanes;
+  return rails;
 }
 
-// A short message follows the terms completely, from each host's first rank to those of the others: one round.
+// A short message follows the signature completely, from each host's first rank to those of the others: one round.
 void Collectives::all_reduce_at_once(const Scope& scope) {
   const Call& call = scope.call;
   const int hosts = topology_.num_hosts(), me = topology_.host();
@@ -100,16 +100,16 @@ void Collectives::all_reduce(const Scope& scope) {
   const bool in_order = call.algorithm != Algorithm::kRing;
   if (call.count && in_order && !options_.compressed && call.count * scope.sum_element <= wire_->inline_bytes())
     return all_reduce_at_once(scope);
-  agree(scope, partners(scope.schedule, Cut(topology_, call.count, scope.element).drivers()));
+  agree(scope, partners(scope.schedule, Cut(topology_, call.count, scope.element).rail_ranks()));
   const std::size_t wave = scope.wider() ? wave_elements(scope, call.count, 1) : call.count;
   for (std::size_t begin = 0; begin < call.count; begin += wave) {
     const Cut cut(topology_, smaller(wave, call.count - begin), scope.element);
     char* const output = at(call.output, begin, scope.element);
     const std::size_t sum_bytes = scope.wider() ? aligned(cut.count() * scope.sum_element) : 0;
-    char* const memory = scratch(sum_bytes + scratch_for(lanes_of(scope, cut, output, output)));
+    char* const memory = scratch(sum_bytes + scratch_for(rails_of(scope, cut, output, output)));
     char* const sums = scope.wider() ? memory : output;
     reduce_inside(scope, cut, at(call.input, begin, scope.element), sums);
-    run_lanes(scope, lanes_of(scope, cut, sums, output), memory + sum_bytes);
+    run_rails(scope, rails_of(scope, cut, sums, output), memory + sum_bytes);
     gather_inside(scope, cut, output);
   }
 }
@@ -120,11 +120,11 @@ void Collectives::reduce(const Scope& scope) {
   const Call& call = scope.call;
   const int hosts = topology_.num_hosts(), root_host = topology_.host_of(call.root);
   const bool here = root_host == topology_.host();
-  const auto drivers = Cut(topology_, call.count, scope.element).drivers();
-  std::vector<int> peers = partners(scope.schedule, drivers);
-  for (const auto& lane : drivers)
+  const auto rail_ranks = Cut(topology_, call.count, scope.element).rail_ranks();
+  std::vector<int> peers = partners(scope.schedule, rail_ranks);
+  for (const auto& rail : rail_ranks)
     for (int h = 0; h < hosts; ++h)
-      if (here ? h != root_host : h == root_host) peers.push_back(lane[h]);
+      if (here ? h != root_host : h == root_host) peers.push_back(rail[h]);
   std::sort(peers.begin(), peers.end());
   peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
   agree(scope, peers);
@@ -134,24 +134,24 @@ void Collectives::reduce(const Scope& scope) {
     const Cut cut(topology_, smaller(wave, call.count - begin), scope.element);
     const std::size_t sum_bytes = aligned(cut.count() * scope.sum_element),
                       result_bytes = scope.wider() ? aligned(cut.count() * scope.element) : 0;
-    std::vector<Lane> lanes = lanes_of(scope, cut, nullptr, nullptr);
-    for (Lane& lane : lanes) lane.gathers = false;
-    char* const sums = scratch(sum_bytes + result_bytes + scratch_for(lanes));
+    std::vector<Rail> rails = rails_of(scope, cut, nullptr, nullptr);
+    for (Rail& rail : rails) rail.gathers = false;
+    char* const sums = scratch(sum_bytes + result_bytes + scratch_for(rails));
     char* const results = scope.wider() ? sums + sum_bytes : sums;
     reduce_inside(scope, cut, at(call.input, begin, scope.element), sums);
-    lanes = lanes_of(scope, cut, sums, results);
-    for (Lane& lane : lanes) lane.gathers = false;
-    run_lanes(scope, lanes, sums + sum_bytes + result_bytes);
-    WalkRound round;
-    for (const Lane& lane : lanes)
+    rails = rails_of(scope, cut, sums, results);
+    for (Rail& rail : rails) rail.gathers = false;
+    run_rails(scope, rails, sums + sum_bytes + result_bytes);
+    ExchangeRound round;
+    for (const Rail& rail : rails)
       for (int h = 0; h < hosts; ++h) {
         if (h == root_host || (!here && h != topology_.host())) continue;
-        const int chunk = owned_chunk(lane.schedule, hosts, h);
-        for (std::size_t w = 0; w < lane.results.windows(); ++w) {
-          const Part part = lane.results.at(chunk, w);
+        const int chunk = owned_chunk(rail.schedule, hosts, h);
+        for (std::size_t w = 0; w < rail.results.windows(); ++w) {
+          const Part part = rail.results.at(chunk, w);
           if (part.count == 0) continue;
           auto& list = here ? round.messages.recvs : round.messages.sends;
-          list.push_back({lane.drivers[here ? h : root_host], part.data, part.count * scope.element});
+          list.push_back({rail.ranks[here ? h : root_host], part.data, part.count * scope.element});
         }
       }
     run_round(scope, std::move(round));
@@ -159,7 +159,7 @@ void Collectives::reduce(const Scope& scope) {
   }
 }
 
-// On the root's host: sends the elements that each rank drives to the root.
+// On the root's host: sends the elements of each rank's rails to the root.
 void Collectives::collect(const Scope& scope, const Cut& cut, char* results, char* output) {
   const bool at_root = scope.call.root == topology_.rank();
   const int root = topology_.local_of(scope.call.root);
@@ -174,7 +174,7 @@ void Collectives::collect(const Scope& scope, const Cut& cut, char* results, cha
 void Collectives::reduce_scatter(const Scope& scope) {
   const Call& call = scope.call;
   const Parts input = input_parts(call);
-  agree(scope, partners(scope.schedule, part_drivers()));
+  agree(scope, partners(scope.schedule, part_rail_ranks()));
   const std::size_t longest = input.longest(topology_.world_size());
   const std::size_t wave = wave_elements(scope, longest, topology_.world_size());
   for (std::size_t begin = 0; begin < longest; begin += wave) scatter_sums(scope, input, begin, wave);
@@ -188,33 +188,33 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
     return {begin < count ? at(input.data(rank), begin, scope.element) : nullptr,
             begin < count ? smaller(wave, count - begin) : 0};
   };
-  // Scratch memory: this rank's sums, lane by lane; then the input in the wider type.
+  // Scratch memory: this rank's sums, rail by rail; then the input in the wider type.
   std::size_t sum_bytes = 0, wide_bytes = 0;
   for (int r = 0; r < topology_.world_size(); ++r) {
     const std::size_t nbytes = aligned(piece(r).count * scope.sum_element);
     if (topology_.local_of(r) % here == topology_.local_rank()) sum_bytes += nbytes;
     if (scope.wider()) wide_bytes += nbytes;
   }
-  std::vector<Lane> lanes;
-  std::vector<std::vector<Part>> sums;  // by lane, then by host
+  std::vector<Rail> rails;
+  std::vector<std::vector<Part>> sums;  // by rail, then by host
   const auto lay_out = [&](char* memory) {
-    lanes.clear();
+    rails.clear();
     sums.clear();
-    for (int l = topology_.local_rank(); l < topology_.lanes(); l += here) {
+    for (int l = topology_.local_rank(); l < topology_.rails(); l += here) {
       std::vector<Part> of_host;
       for (int h = 0; h < hosts; ++h) {
         const std::size_t count = l < topology_.num_ranks(h) ? piece(topology_.ranks(h)[l]).count : 0;
         of_host.push_back({memory, count});
         if (memory) memory += aligned(count * scope.sum_element);
       }
-      Lane lane{l, part_drivers(l), scope.schedule, true, false, scope.op, scope.divisor, scope.types, {}, {}};
-      lane.sums = lane.results = part_chunks(scope.schedule, of_host, scope.sum_element);
-      lanes.push_back(std::move(lane));
+      Rail rail{l, part_rail_ranks(l), scope.schedule, true, false, scope.op, scope.divisor, scope.types, {}, {}};
+      rail.sums = rail.results = part_chunks(scope.schedule, of_host, scope.sum_element);
+      rails.push_back(std::move(rail));
       sums.push_back(std::move(of_host));
     }
   };
   lay_out(nullptr);
-  char* const memory = scratch(sum_bytes + wide_bytes + scratch_for(lanes));
+  char* const memory = scratch(sum_bytes + wide_bytes + scratch_for(rails));
   lay_out(memory);
 
   std::vector<Part> pieces;
@@ -236,18 +236,18 @@ void Collectives::scatter_sums(const Scope& scope, const Parts& input, std::size
       call.input_parts.resize(here);
       for (int i = 0; i < here && first + i < topology_.num_ranks(h); ++i)
         call.input_parts[i] = pieces[topology_.ranks(h)[first + i]];
-      const std::size_t lane = static_cast<std::size_t>(first / here);
-      call.output = lane < sums.size() ? sums[lane][h].data : nullptr;  // null where the last turn has none
+      const std::size_t rail = static_cast<std::size_t>(first / here);
+      call.output = rail < sums.size() ? sums[rail][h].data : nullptr;  // null where the last turn has none
       call.count = call.input_parts[topology_.local_rank()].count;
       calls.push_back(std::move(call));
     }
   run_inside(calls);
-  // The result of the first lane is this rank's own part, in the output; the other lanes' results are other ranks'
+  // The result of the first rail is this rank's own part, in the output; the other rails' results are other ranks'
   // parts.
   std::vector<Part> results = sums[0];
   results[topology_.host()].data = at(scope.call.output, begin, scope.element);
-  lanes[0].results = by_chunk(scope.schedule, results, lanes[0].sums.slice_elements(), scope.element);
-  run_lanes(scope, lanes, memory + sum_bytes + wide_bytes);
+  rails[0].results = by_chunk(scope.schedule, results, rails[0].sums.slice_elements(), scope.element);
+  run_rails(scope, rails, memory + sum_bytes + wide_bytes);
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -6,7 +6,7 @@
 #include "core/parts.h"
 #include "hierarchy/exchange_plan.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 inline std::size_t align_of(std::size_t element) { return 64 / element; }
 inline char* at(const void* data, std::size_t elements, std::size_t element) {
@@ -18,7 +18,7 @@ struct Scope {
   WireClock::time_point limit;
   WireTypes types;
   std::size_t element, sum_element;
-  Between schedule;
+  InterHostSchedule schedule;
   ReduceOp op;  // between hosts
   int divisor;
 
@@ -26,36 +26,36 @@ struct Scope {
   bool wider() const { return types.sum != types.result; }
 };
 
-// A contiguous message, cut into lanes.
+// A contiguous message, cut into rails.
 class Cut {
  public:
   Cut(const Topology& topology, std::size_t count, std::size_t element)
       : topology_(topology), count_(count), align_(align_of(element)) {}
 
   std::size_t count() const { return count_; }
-  Slice lane(int number) const { return shard_of(count_, topology_.lanes(), number, align_); }
-  // The elements that a local rank of this host drives; lanes [first, last) are this rank's.
+  Slice rail(int number) const { return shard_of(count_, topology_.rails(), number, align_); }
+  // The elements of a local rank's rails on this host; rails [first, last) are this rank's.
   Slice of_local(int local) const {
-    const Slice begin = lane(topology_.first_lane(topology_.host(), local)),
-                end = lane(topology_.last_lane(topology_.host(), local) - 1);
+    const Slice begin = rail(topology_.first_rail(topology_.host(), local)),
+                end = rail(topology_.last_rail(topology_.host(), local) - 1);
     return {begin.offset, end.offset + end.count - begin.offset};
   }
   Slice mine() const { return of_local(topology_.local_rank()); }
-  int first() const { return topology_.first_lane(topology_.host(), topology_.local_rank()); }
-  int last() const { return topology_.last_lane(topology_.host(), topology_.local_rank()); }
+  int first() const { return topology_.first_rail(topology_.host(), topology_.local_rank()); }
+  int last() const { return topology_.last_rail(topology_.host(), topology_.local_rank()); }
 
-  // The lane's driver on every host; and those of all lanes of this rank.
-  std::vector<int> drivers(int number) const {
+  // The rail's rank on every host; and those of all rails of this rank.
+  std::vector<int> rail_ranks(int number) const {
     std::vector<int> ranks;
-    for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.driver(h, number));
+    for (int h = 0; h < topology_.num_hosts(); ++h) ranks.push_back(topology_.rail_rank(h, number));
     return ranks;
   }
-  std::vector<std::vector<int>> drivers() const {
+  std::vector<std::vector<int>> rail_ranks() const {
     std::vector<std::vector<int>> all;
-    for (int l = first(); l < last(); ++l) all.push_back(drivers(l));
+    for (int l = first(); l < last(); ++l) all.push_back(rail_ranks(l));
     return all;
   }
-  // The elements that each local rank drives, of a message at `data`.
+  // The elements of each local rank's rails, of a message at `data`.
   std::vector<Part> parts(const void* data, std::size_t element) const {
     std::vector<Part> parts;
     for (int i = 0; i < topology_.local_world_size(); ++i) {
@@ -70,4 +70,4 @@ class Cut {
   const std::size_t count_, align_;
 };
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

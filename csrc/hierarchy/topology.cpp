@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 namespace {
 
@@ -47,7 +47,7 @@ Topology::Topology(int rank, std::vector<std::vector<int>> hosts)
       host_of_[r] = h;
       local_of_[r] = i;
     }
-    lanes_ = std::max(lanes_, num_ranks(h));
+    rails_ = std::max(rails_, num_ranks(h));
   }
   if (rank < 0 || rank >= world_size())
     fail(ErrorCode::kInvalid, "hosts: expected a rank below ", world_size(), ", got ", rank);
@@ -60,9 +60,9 @@ Topology::Topology(int rank, std::vector<std::vector<int>> hosts)
   butterfly_ = is_power_of_two(num_hosts()) && tree_ == even;
 }
 
-int Topology::driver(int host, int lane) const {
+int Topology::rail_rank(int host, int rail) const {
   int local = 0;
-  while (lane >= last_lane(host, local)) ++local;
+  while (rail >= last_rail(host, local)) ++local;
   return hosts_[host][local];
 }
 
@@ -83,4 +83,4 @@ int Topology::grow_tree(int first, int last) {
   return into;
 }
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

@@ -1,7 +1,7 @@
 // A wire carries bytes between hosts. The engine over hosts decides which messages go when; a wire moves them by
 // send and receive of another library, in which every rank of the communicator takes part (bind/c10d/, nccl/).
 //
-// On the host a walk's functions block until their work is done. A device's wire enqueues the work on `stream`, in
+// On the host an exchange's functions block until their work is done. A device's wire enqueues the work on `stream`, in
 // order, and returns; it reports later errors to the failure handler.
 #pragma once
 
@@ -37,21 +37,21 @@ struct __attribute__((visibility("default"))) WireFailure {
   int peer;          // rank that did not answer; -1: no particular rank
   bool late;         // the limit has passed
   std::string what;  // the library's message
-  // Where terms differ: those of this rank and of the peer, as exchanged.
+  // Where signatures differ: those of this rank and of the peer, as exchanged.
   std::string mine = {}, theirs = {};
 };
 
-// The rounds of one walk, in order: start(0), finish(0), start(1), ...
-class WireWalk {
+// The rounds of one exchange, in order: start(0), finish(0), start(1), ...
+class WireExchange {
  public:
-  virtual ~WireWalk() = default;
+  virtual ~WireExchange() = default;
   virtual void start(int round) = 0;
   // Afterwards received data can be read, and sent data overwritten.
   virtual void finish(int round) = 0;
 };
 
 // The properties of a call that two ranks must agree on before a message of the call goes between them.
-struct Terms {
+struct CallSignature {
   int peer;
   // Opaque bytes, followed by at most inline_bytes() of a message.
   std::string mine;
@@ -62,18 +62,18 @@ class Wire {
   virtual ~Wire() = default;
   virtual const char* kind() const = 0;  // such as "gloo" or "nccl"
 
-  // The largest message that may follow the terms; 0 for wires that do not return the peers' terms.
+  // The largest message that may follow the signature; 0 for wires that do not return the peers' signatures.
   virtual std::size_t inline_bytes() const { return 0; }
-  // Exchanges terms with each peer and returns theirs, in the order given. A device's wire may return before it has
-  // them: then the result is empty, and it reports a difference to the failure handler.
-  virtual std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit,
+  // Exchanges signatures with each peer and returns theirs, in the order given. A device's wire may return before it
+  // has them: then the result is empty, and it reports a difference to the failure handler.
+  virtual std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
                                         std::uintptr_t stream) = 0;
 
-  // Opens a walk whose messages match those of the walks that its peers open in the same `slot`, in the order of
-  // opening. Walks in different slots may be in flight at once; where two ranks share several walks, both start their
-  // rounds in the same order. Receives may begin as soon as the walk is open.
-  virtual std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                         std::uintptr_t stream) = 0;
+  // Opens an exchange whose messages match those of the exchanges that its peers open in the same `slot`, in the order
+  // of opening. Exchanges in different slots may be in flight at once; where two ranks share several exchanges, both
+  // start their rounds in the same order. Receives may begin as soon as the exchange is open.
+  virtual std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
+                                             std::uintptr_t stream) = 0;
 
   // Starts a message of the user: Op::kSend or Op::kRecv, with a peer on another host. Messages between two ranks stay
   // in order per tag. Throws kUnsupported for calls that the library cannot do.

@@ -8,7 +8,7 @@
 
 #include "core/engine.h"
 
-namespace ringcomm::hosts {
+namespace ringcomm::hierarchy {
 
 // A device's call is over once its last transfer is; `verify` asks the host's engine whether this host's ranks did
 // their part.
@@ -49,4 +49,4 @@ class Verified final : public Request, public std::enable_shared_from_this<Verif
   std::atomic<bool> ended_well_{false};
 };
 
-}  // namespace ringcomm::hosts
+}  // namespace ringcomm::hierarchy

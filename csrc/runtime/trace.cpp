@@ -159,10 +159,10 @@ void Probe::at_step(int step, int send_chunk, int recv_chunk) {
   span_->details.recv_chunk = recv_chunk;
 }
 
-void Probe::at_round(int round, int lane) {
+void Probe::at_round(int round, int rail) {
   if (!span_) return;
   span_->details.step = round;
-  span_->details.lane = lane;
+  span_->details.rail = rail;
 }
 
 void set_algorithm(const char* algorithm) {

@@ -58,7 +58,7 @@ struct Details {
   int peer = -1;
   std::int64_t ticket = -1, nbytes = -1;
   int step = -1, send_chunk = -1, recv_chunk = -1;
-  int lane = -1;
+  int rail = -1;
 };
 
 struct CallFacts {
@@ -123,7 +123,7 @@ class Probe {
   Probe& operator=(const Probe&) = delete;
 
   void at_step(int step, int send_chunk, int recv_chunk);
-  void at_round(int round, int lane);
+  void at_round(int round, int rail);
 
  private:
   void begin(const Origin* origin, What what, int peer, std::int64_t ticket, std::int64_t nbytes);

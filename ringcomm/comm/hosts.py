@@ -205,7 +205,7 @@ class Network:
         return agree
 
     def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
-        """Returns this rank's inter-host transport, for `_C.hosts_engine`; a collective."""
+        """Returns this rank's inter-host transport, for `_C.hierarchical_engine`; a collective."""
         kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
         if not isinstance(kind, str):
             return _over_group(kind, rank, world_size, device)
@@ -354,7 +354,7 @@ class Span:
         wire_dtype = self._network.wire_dtype_number()
         wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
         hosts = self._hosts
-        engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        engine = _C.hierarchical_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
         engine.connect(handles)
         self.engine = engine
         self._warn_of_time_slices()

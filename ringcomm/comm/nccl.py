@@ -54,7 +54,7 @@ def facts() -> tuple[bool, str]:
 
 def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
     """
-    Returns this rank's transport over NCCL, for `_C.hosts_engine`; a collective of all ranks.
+    Returns this rank's transport over NCCL, for `_C.hierarchical_engine`; a collective of all ranks.
 
     Args:
         store: a torch.distributed store, restricted to this communicator's keys. Rank 0 writes the ids there.

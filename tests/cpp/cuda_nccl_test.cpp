@@ -175,10 +175,10 @@ void expect_error(ErrorCode code, const std::string& text, const Function& funct
 
 // ---- rounds
 
-// An all-reduce of int32 between all ranks by a schedule: `windows` walks of one chunk per member, `slots` at once.
+// An all-reduce of int32 between all ranks by a schedule: `windows` exchanges of one chunk per member, `slots` at once.
 class AllReduce {
  public:
-  AllReduce(Rank& rank, Between kind, int members, std::size_t chunk, std::size_t windows, int slots)
+  AllReduce(Rank& rank, InterHostSchedule kind, int members, std::size_t chunk, std::size_t windows, int slots)
       : rank_(rank), kind_(kind), members_(members), chunk_(chunk), windows_(windows), slots_(slots) {
     local_ = make_cuda_engine(0, 1, EngineOptions());
     local_->connect({local_->handle()});
@@ -196,16 +196,17 @@ class AllReduce {
     const int rounds = num_rounds(kind_, members_);
     interleave(windows_, rounds, slots_, [&](std::size_t window, int round) {
       Underway& here = underway[window % slots_];
-      if (here.walk) finish(here);
+      if (here.exchange) finish(here);
       if (round == 0)
-        here.walk = rank_.wire.open(static_cast<int>(window % slots_), rounds_of(window), in(20000), rank_.stream());
-      here.walk->start(round);
+        here.exchange =
+            rank_.wire.open(static_cast<int>(window % slots_), rounds_of(window), in(20000), rank_.stream());
+      here.exchange->start(round);
       here.window = window;
       here.round = round;
       expected.push_back(text_of(round));
     });
     for (Underway& here : underway)
-      if (here.walk) finish(here);
+      if (here.exchange) finish(here);
     rank_.synchronize();
     for (std::size_t i = 0; i < windows_ * members_ * chunk_; ++i) {
       std::int32_t want = 0;
@@ -218,7 +219,7 @@ class AllReduce {
 
  private:
   struct Underway {
-    std::unique_ptr<WireWalk> walk;
+    std::unique_ptr<WireExchange> exchange;
     std::size_t window = 0;
     int round = 0;  // the last one that was started
   };
@@ -255,7 +256,7 @@ class AllReduce {
     return text;
   }
   void finish(const Underway& here) {
-    here.walk->finish(here.round);
+    here.exchange->finish(here.round);
     if (!reduces(here.round)) return;
     for (int i = 0; i < num_hops(kind_, members_); ++i) {
       const Hop hop = received(kind_, members_, rank_.rank, here.round, i);
@@ -270,7 +271,7 @@ class AllReduce {
   }
 
   Rank& rank_;
-  const Between kind_;
+  const InterHostSchedule kind_;
   const int members_;
   const std::size_t chunk_, windows_;
   const int slots_;
@@ -279,9 +280,10 @@ class AllReduce {
 };
 
 void schedules() {
-  for (const Between kind : {Between::kRing, Between::kButterfly, Between::kDirect})
+  for (const InterHostSchedule kind :
+       {InterHostSchedule::kRing, InterHostSchedule::kButterfly, InterHostSchedule::kDirect})
     for (int members = 2; members <= 4; ++members) {
-      if (kind == Between::kButterfly && !is_power_of_two(members)) continue;
+      if (kind == InterHostSchedule::kButterfly && !is_power_of_two(members)) continue;
       for (const int slots : {1, 3}) {
         std::vector<std::vector<std::string>> expected(members);
         std::atomic<std::uint64_t> sent{0};
@@ -311,9 +313,9 @@ Round with_all(const Rank& rank, int world_size, std::int32_t* data, std::size_t
 }
 void exchange(Rank& rank, int world_size, int limit_ms = 20000) {
   std::int32_t* const data = device_memory<std::int32_t>(rank.wire, 100 * (world_size + 1));
-  const auto walk = rank.wire.open(0, {with_all(rank, world_size, data, 100)}, in(limit_ms), rank.stream());
-  walk->start(0);
-  walk->finish(0);
+  const auto opened = rank.wire.open(0, {with_all(rank, world_size, data, 100)}, in(limit_ms), rank.stream());
+  opened->start(0);
+  opened->finish(0);
   rank.synchronize();
   rank.wire.release(data);
 }
@@ -397,34 +399,34 @@ void captures() {
   end_of_section("captures");
 }
 
-// ---- terms
+// ---- signatures
 
-void terms() {
+void signatures() {
   with_ranks(3, [](Rank& rank) {
     Heard heard;
     heard.listen(rank.wire);
     for (int i = 0; i < 20; ++i) {  // more than there is room for at first
-      std::vector<Terms> same;
+      std::vector<CallSignature> same;
       for (int p = 0; p < 3; ++p)
         if (p != rank.rank) same.push_back({p, concat("call ", i, std::string(50, 'x'))});
-      require(rank.wire.swap(same, in(20000), rank.stream()).empty(), "a device's wire does not wait for terms");
+      require(rank.wire.swap(same, in(20000), rank.stream()).empty(), "a device's wire does not wait for signatures");
     }
     exchange(rank, 3);
-    require(!heard.await(20), "equal terms are no failure");
-    std::vector<Terms> mine;
+    require(!heard.await(20), "equal signatures are no failure");
+    std::vector<CallSignature> mine;
     for (int p = 0; p < 3; ++p)
       if (p != rank.rank) mine.push_back({p, rank.rank == 2 ? "broadcast" : "allreduce"});
     rank.wire.swap(mine, in(20000), rank.stream());
     const auto failure = heard.await();
     require(failure && !failure->late && failure->mine == mine[0].mine && failure->theirs != failure->mine,
-            "different terms");
-    require(rank.rank == 2 ? failure->peer < 2 : failure->peer == 2, "who came with other terms");
-    expect_error(ErrorCode::kSystem, "other terms", [&] {
+            "different signatures");
+    require(rank.rank == 2 ? failure->peer < 2 : failure->peer == 2, "who made another call");
+    expect_error(ErrorCode::kSystem, "another call", [&] {
       Call call;
       rank.wire.join(call, rank.stream())->wait(0);
     });
   });
-  end_of_section("terms");
+  end_of_section("signatures");
 }
 
 // ---- what goes wrong
@@ -460,13 +462,13 @@ void stuck() {
     std::int32_t* const data = device_memory<std::int32_t>(rank.wire, 400);
     Call call;
     call.op = Op::kBroadcast;
-    std::unique_ptr<WireWalk> walk;
+    std::unique_ptr<WireExchange> opened;
     if (rank.rank == 0) {
       rank.wire.enter(rank.stream());
       const Round with_one = {{{1, data, 400}}, {}};
-      walk = rank.wire.open(0, {with_one}, in(300), rank.stream());
-      walk->start(0);
-      walk->finish(0);
+      opened = rank.wire.open(0, {with_one}, in(300), rank.stream());
+      opened->start(0);
+      opened->finish(0);
       rank.wire.leave(rank.stream(), call, 200);
       const auto request = rank.wire.join(call, rank.stream());
       const auto failure = heard.await();
@@ -475,7 +477,7 @@ void stuck() {
       require(request->done(), "an abort ends a request");
       expect_error(ErrorCode::kTimeout, "rank 1", [&] { request->wait(0); });
       failure_of("a call after an abort", [&] { exchange(rank, 3); });
-      failure_of("terms after an abort", [&] { rank.wire.swap({{1, "x"}}, in(1000), rank.stream()); });
+      failure_of("signatures after an abort", [&] { rank.wire.swap({{1, "x"}}, in(1000), rank.stream()); });
       rank.wire.abort();
       over = true;
     }
@@ -633,7 +635,7 @@ constexpr Section kSections[] = {
     {"streams", streams},
     {"asynchronous", asynchronous},
     {"captures", captures},
-    {"terms", terms},
+    {"signatures", signatures},
     {"nobody_comes", nobody_comes},
     {"stuck", stuck},
     {"errors", errors},

@@ -31,7 +31,7 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
 }
 
-// Returns a wire in a capsule, for `_C.hosts_engine`.
+// Returns a wire in a capsule, for `_C.hierarchical_engine`.
 py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
   return py::capsule(
       new std::shared_ptr<Wire>(make_group_wire(group, name, first_tag)), "ringcomm.Wire", [](PyObject* capsule) {

@@ -101,11 +101,11 @@ void GroupLink::abort() {
 
 namespace {
 
-// ---- walks
+// ---- exchanges
 
-class GroupWalk final : public WireWalk {
+class GroupExchange final : public WireExchange {
  public:
-  GroupWalk(GroupLink& link, int slot, std::vector<Round> rounds, WireClock::time_point limit)
+  GroupExchange(GroupLink& link, int slot, std::vector<Round> rounds, WireClock::time_point limit)
       : link_(link), tag_(GroupLink::kFirstSlot + slot), limit_(limit), rounds_(std::move(rounds)) {
     for (const Round& round : rounds_) {
       std::vector<GroupWork> works;
@@ -133,12 +133,12 @@ class GroupWalk final : public WireWalk {
 };
 
 constexpr std::size_t kInlineBytes = 8 << 10;
-constexpr std::size_t kTermsBytes = 512;
+constexpr std::size_t kSignatureBytes = 512;
 
-// Terms and the bytes that follow them. Some backends end the process if a message is longer than its receive.
+// A call signature and the bytes that follow it. Some backends end the process if a message is longer than its receive.
 struct Letter {
   std::uint64_t nbytes;
-  char text[kTermsBytes + kInlineBytes];
+  char text[kSignatureBytes + kInlineBytes];
 };
 struct Expected {
   std::unique_ptr<Letter> letter;
@@ -157,35 +157,36 @@ class GroupWire final : public Wire {
 
   std::size_t inline_bytes() const override { return kInlineBytes; }
 
-  std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
+                                std::uintptr_t) override {
     std::deque<Letter> letters;
     std::vector<GroupWork> sends;  // destroyed before the letters that they send
-    for (const Terms& each : terms) expect(each.peer);
-    for (const Terms& each : terms) {
+    for (const CallSignature& each : signatures) expect(each.peer);
+    for (const CallSignature& each : signatures) {
       Letter& letter = letters.emplace_back();
       letter.nbytes = each.mine.size();
       std::memcpy(letter.text, each.mine.data(), each.mine.size());
       const std::size_t used = offsetof(Letter, text) + each.mine.size();
-      sends.push_back(link_->send({each.peer, &letter, short_letters_ ? used : sizeof letter}, GroupLink::kTerms));
+      sends.push_back(link_->send({each.peer, &letter, short_letters_ ? used : sizeof letter}, GroupLink::kSignature));
     }
     std::vector<std::string> theirs;
-    for (const Terms& each : terms) {
+    for (const CallSignature& each : signatures) {
       const Expected expected = std::move(expected_.at(each.peer));
       expected_.erase(each.peer);
       link_->wait(expected.work, each.peer, limit);
       theirs.emplace_back(expected.letter->text, smaller(expected.letter->nbytes, sizeof expected.letter->text));
     }
-    for (std::size_t i = 0; i < terms.size(); ++i) link_->wait(sends[i], terms[i].peer, limit);
-    for (const Terms& each : terms) try {
+    for (std::size_t i = 0; i < signatures.size(); ++i) link_->wait(sends[i], signatures[i].peer, limit);
+    for (const CallSignature& each : signatures) try {
         expect(each.peer);
       } catch (const WireFailure&) {  // a peer may leave after its last call; the next call with it, if any, fails
       }
     return theirs;
   }
 
-  std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                 std::uintptr_t) override {
-    return std::make_unique<GroupWalk>(*link_, slot, std::move(rounds), limit);
+  std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
+                                     std::uintptr_t) override {
+    return std::make_unique<GroupExchange>(*link_, slot, std::move(rounds), limit);
   }
   std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override {
     return messages_.submit(call, limit_ms);
@@ -205,11 +206,11 @@ class GroupWire final : public Wire {
   std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
 
  private:
-  // Posts a receive of the peer's next terms, of any length. It is posted early, so that they are received at once.
+  // Posts a receive of the peer's next signature, of any length. It is posted early, so that it is received at once.
   void expect(int peer) {
     if (expected_.count(peer)) return;
     Expected expected{std::make_unique<Letter>(), nullptr};
-    expected.work = link_->recv({peer, expected.letter.get(), sizeof(Letter)}, GroupLink::kTerms);
+    expected.work = link_->recv({peer, expected.letter.get(), sizeof(Letter)}, GroupLink::kSignature);
     expected_.emplace(peer, std::move(expected));
   }
 

@@ -11,7 +11,7 @@ namespace ringcomm {
 
 void define_simulate(pybind11::module_& m);
 void define_trace(pybind11::module_& m);
-void define_hosts(pybind11::module_& m);
+void define_hierarchy(pybind11::module_& m);
 void define_nccl(pybind11::module_& m);
 void define_pool(pybind11::module_& m);
 void define_record(pybind11::module_& m);

@@ -474,7 +474,7 @@ PYBIND11_MODULE(_C, m) {
   define_norm(m);
   define_simulate(m);
   define_trace(m);
-  define_hosts(m);
+  define_hierarchy(m);
   define_nccl(m);
   define_pool(m);
   define_record(m);

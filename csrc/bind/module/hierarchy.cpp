@@ -17,31 +17,31 @@ std::shared_ptr<Wire> wire_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Wire"));
 }
 
-std::shared_ptr<Engine> hosts_engine(const std::shared_ptr<Engine>& local, const py::capsule& wire, int rank,
-                                     const HostsOfRanks& hosts, const std::vector<std::string>& names, int wire_dtype,
-                                     std::size_t slice_bytes) {
-  hosts::HostsOptions options;
+std::shared_ptr<Engine> hierarchical_engine(const std::shared_ptr<Engine>& local, const py::capsule& wire, int rank,
+                                            const HostsOfRanks& hosts, const std::vector<std::string>& names,
+                                            int wire_dtype, std::size_t slice_bytes) {
+  hierarchy::Options options;
   options.compressed = wire_dtype >= 0;
   if (options.compressed) options.wire = static_cast<DType>(wire_dtype);
   options.names = names;
   options.slice_bytes = slice_bytes;
-  return share_beside_python(record(make_hosts_engine(rank, hosts, unrecorded(local), wire_of(wire), options)));
+  return share_beside_python(record(make_hierarchical_engine(rank, hosts, unrecorded(local), wire_of(wire), options)));
 }
 
 // Returns (order, schedule, tree): how the ranks' values are added by default.
 py::tuple order_over(const HostsOfRanks& hosts) {
-  const hosts::Topology topology(0, hosts);
+  const hierarchy::Topology topology(0, hosts);
   py::list tree;
-  for (const hosts::Merge& merge : topology.tree()) tree.append(py::make_tuple(merge.into, merge.from));
+  for (const hierarchy::Merge& merge : topology.tree()) tree.append(py::make_tuple(merge.into, merge.from));
   return py::make_tuple(topology.canonical() ? "canonical" : "canonical over hosts",
-                        topology.in_order() == Between::kButterfly ? "butterfly" : "direct", tree);
+                        topology.in_order() == InterHostSchedule::kButterfly ? "butterfly" : "direct", tree);
 }
 
 }  // namespace
 
-void define_hosts(py::module_& m) {
+void define_hierarchy(py::module_& m) {
   m.def(
-      "hosts_engine", &hosts_engine, py::arg("local"), py::arg("wire"), py::arg("rank"), py::arg("hosts"),
+      "hierarchical_engine", &hierarchical_engine, py::arg("local"), py::arg("wire"), py::arg("rank"), py::arg("hosts"),
       py::arg("names"), py::arg("wire_dtype") = -1, py::arg("slice_bytes") = 0,
       "An engine of all ranks, of the ranks' engine on this host and a wire between hosts. `hosts`: the ranks of each, "
       "in the order of their lowest ranks; `names` likewise; `wire_dtype`: what floats are sent as, -1: as they are.");

@@ -36,8 +36,9 @@ constexpr std::pair<const char*, Collective> kCollectives[] = {{"all_reduce", Co
                                                                {"all_gather", Collective::kAllGather},
                                                                {"broadcast", Collective::kBroadcast},
                                                                {"all_to_all", Collective::kAllToAll}};
-constexpr std::pair<const char*, Between> kBetween[] = {
-    {"ring", Between::kRing}, {"butterfly", Between::kButterfly}, {"direct", Between::kDirect}};
+constexpr std::pair<const char*, InterHostSchedule> kBetween[] = {{"ring", InterHostSchedule::kRing},
+                                                                  {"butterfly", InterHostSchedule::kButterfly},
+                                                                  {"direct", InterHostSchedule::kDirect}};
 constexpr std::pair<const char*, Inside> kInside[] = {
     {"ring", Inside::kRing}, {"direct", Inside::kDirect}, {"oneshot", Inside::kOneshot}};
 

@@ -45,7 +45,7 @@ py::tuple describe(const trace::Span& span) {
   add(args, "step", span.details.step);
   add(args, "send_chunk", span.details.send_chunk);
   add(args, "recv_chunk", span.details.recv_chunk);
-  add(args, "lane", span.details.lane);
+  add(args, "rail", span.details.rail);
   add(args, "bytes", span.details.nbytes);
   const std::string title = whole ? std::string("ringcomm:") + name(span.call.op) : trace::name(span.what);
   return py::make_tuple(title, trace::category(span.what), span.begin_ns, span.end_ns, args);

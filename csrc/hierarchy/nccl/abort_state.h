@@ -10,13 +10,13 @@
 
 namespace ringcomm::nccl {
 
-class Fate {
+class AbortState {
  public:
   // Ends the wire. Returns false if it had ended before.
   bool end() { return !ended_.exchange(true); }
   bool ended() const { return ended_.load(); }
   // Whether the wire has ended or failed, so that waiting is useless.
-  bool sealed() const { return ended() || failed_.load(); }
+  bool is_over() const { return ended() || failed_.load(); }
 
   // Keeps the first failure, and passes it to the handler.
   void fail(const WireFailure& failure) {

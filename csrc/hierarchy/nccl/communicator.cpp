@@ -54,9 +54,9 @@ std::string text_of(const Round& round) {
                 ranks_of(round.recvs));
 }
 
-Communicator::Communicator(const Library& library, const Fate& fate, const Place& place, const std::string& id,
-                           WireClock::time_point limit)
-    : library_(library), fate_(fate), place_(place) {
+Communicator::Communicator(const Library& library, const AbortState& abort_state, const Place& place,
+                           const std::string& id, WireClock::time_point limit)
+    : library_(library), abort_state_(abort_state), place_(place) {
   UniqueId unique{};
   if (id.size() != sizeof unique.bytes)
     fail(ErrorCode::kInvalid, "NCCL: rank ", place.rank, " expected an id of ", sizeof unique.bytes, " bytes, got ",
@@ -97,7 +97,7 @@ Result Communicator::state() {
 
 void Communicator::begin(const Round& round, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!comm_ || fate_.ended()) throw WireFailure{-1, false, "the communicator of NCCL is closed"};
+  if (!comm_ || abort_state_.ended()) throw WireFailure{-1, false, "the communicator of NCCL is closed"};
   const auto must = [&](const char* call, int peer, Result result) {
     if (result == kSuccess || result == kInProgress) return;
     library_.group_end();  // closes the group, whose calls fail as well
@@ -114,7 +114,7 @@ void Communicator::begin(const Round& round, cudaStream_t stream) {
 
 bool Communicator::settled(const Round& round) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!comm_ || fate_.ended()) throw WireFailure{-1, false, "the communicator of NCCL was aborted"};
+  if (!comm_ || abort_state_.ended()) throw WireFailure{-1, false, "the communicator of NCCL was aborted"};
   const Result now = state();
   if (now == kInProgress) return false;
   if (now != kSuccess) lose("ncclGroupEnd", only_peer(round), now);
@@ -142,7 +142,7 @@ bool Communicator::close(WireClock::time_point limit) {
   Result result = library_.finalize(comm_);
   const bool ended = poll_until(limit, [&] {
     if (result == kInProgress) result = state();
-    return result != kInProgress || fate_.ended();
+    return result != kInProgress || abort_state_.ended();
   });
   if (!ended || result != kSuccess) return false;
   library_.destroy(comm_);

@@ -24,7 +24,7 @@ std::string text_of(const Round& round);
 class Communicator {
  public:
   // Makes a communicator of all ranks, each of which passes the same id. Throws kTimeout, kSystem.
-  Communicator(const Library& library, const Fate& fate, const Place& place, const std::string& id,
+  Communicator(const Library& library, const AbortState& abort_state, const Place& place, const std::string& id,
                WireClock::time_point limit);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -52,7 +52,7 @@ class Communicator {
   Result state();
 
   const Library& library_;
-  const Fate& fate_;
+  const AbortState& abort_state_;
   const Place place_;
   std::mutex turn_;   // for one group at a time
   std::mutex mutex_;  // for calls on comm_, which are short

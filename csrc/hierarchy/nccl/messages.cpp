@@ -10,28 +10,28 @@ namespace {
 constexpr auto kGather = std::chrono::milliseconds(1);  // time to collect a group while no thread waits
 }
 
-MessageLane::MessageLane(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
-                         WireClock::time_point limit)
+MessageQueue::MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
+                           WireClock::time_point limit)
     : shared_(std::move(shared)),
       stream_(shared_->place.device, shared_->place.rank),
-      communicator_(library, *shared_->fate, shared_->place, id, limit) {}
+      communicator_(library, *shared_->abort_state, shared_->place, id, limit) {}
 
-void MessageLane::post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
-                       std::shared_ptr<WireRequest> request) {
+void MessageQueue::post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
+                        std::shared_ptr<WireRequest> request) {
   Event ready = shared_->events->record(caller);
   const std::lock_guard<std::mutex> lock(mutex_);
   posted_.push_back({message, sends, limit_ms, std::move(ready), WireClock::now(), std::move(request)});
 }
 
-bool MessageLane::idle() const {
+bool MessageQueue::idle() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return posted_.empty() && group_.empty();
 }
 
-bool MessageLane::advance(bool hurry) {
+bool MessageQueue::advance(bool hurry) {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock) return true;  // another thread is advancing it
-  if (shared_->fate->sealed()) {
+  if (shared_->abort_state->is_over()) {
     posted_.clear();
     group_.clear();
     return false;
@@ -45,7 +45,7 @@ bool MessageLane::advance(bool hurry) {
   return true;
 }
 
-void MessageLane::begin() {
+void MessageQueue::begin() {
   round_ = {};
   limit_ms_ = 0;
   group_.assign(std::make_move_iterator(posted_.begin()), std::make_move_iterator(posted_.end()));
@@ -60,7 +60,7 @@ void MessageLane::begin() {
   communicator_.begin(round_, stream_);
 }
 
-bool MessageLane::conclude() {
+bool MessageQueue::conclude() {
   if (!communicator_.settled(round_)) {
     if (WireClock::now() >= since_ + std::chrono::milliseconds(limit_ms_))
       throw WireFailure{only_peer(round_), true, text_of(round_)};

@@ -9,10 +9,10 @@
 namespace ringcomm::nccl {
 
 // The messages of one communicator, in groups that run one after the other.
-class MessageLane {
+class MessageQueue {
  public:
-  MessageLane(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
-              WireClock::time_point limit);
+  MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
+               WireClock::time_point limit);
 
   void post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
             std::shared_ptr<WireRequest> request);

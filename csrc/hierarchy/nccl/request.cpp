@@ -29,14 +29,14 @@ bool WireRequest::over() const {
   if (ended_well_.load()) return true;
   const Event end = event();
   try {
-    if (end && shared_->events->reached(end) && !shared_->fate->sealed()) {
+    if (end && shared_->events->reached(end) && !shared_->abort_state->is_over()) {
       ended_well_.store(true);
       return true;
     }
   } catch (const Error& error) {
-    shared_->fate->fail({-1, false, error.what()});
+    shared_->abort_state->fail({-1, false, error.what()});
   }
-  return shared_->fate->sealed();
+  return shared_->abort_state->is_over();
 }
 
 bool WireRequest::done() const {
@@ -58,7 +58,7 @@ bool WireRequest::await(WireClock::time_point limit) const {
 }
 
 void WireRequest::raise() const {
-  const std::optional<WireFailure> failure = shared_->fate->failure();
+  const std::optional<WireFailure> failure = shared_->abort_state->failure();
   const int rank = shared_->place.rank;
   if (!failure)
     fail(ErrorCode::kAborted, name(op_), ": rank ", rank,
@@ -80,13 +80,13 @@ void WireRequest::wait(std::int64_t timeout_ms) {
 void WireRequest::join(std::uintptr_t stream) {
   for (int idle = 0; !event(); ++idle) {
     if (hurry_) hurry_();
-    if (shared_->fate->sealed()) raise();
+    if (shared_->abort_state->is_over()) raise();
     if (idle < kYields)
       sched_yield();
     else
       usleep(50);
   }
-  if (shared_->fate->sealed() && !ended_well_.load()) raise();
+  if (shared_->abort_state->is_over() && !ended_well_.load()) raise();
   const OnDevice on(shared_->place.device, shared_->place.rank);
   shared_->events->follow(reinterpret_cast<cudaStream_t>(stream), event());
 }

@@ -12,7 +12,7 @@ namespace ringcomm::nccl {
 struct Shared {
   Place place;
   std::shared_ptr<Events> events;
-  std::shared_ptr<Fate> fate;
+  std::shared_ptr<AbortState> abort_state;
   std::shared_ptr<Watcher> watcher;
 };
 

@@ -1,5 +1,5 @@
-// Memory for the exchange of terms: this rank's terms, followed by room for those of the peers, on the host and on the
-// device.
+// Memory for the exchange of signatures: this rank's signatures, followed by room for those of the peers, on the host
+// and on the device.
 #pragma once
 
 #include <list>

@@ -12,20 +12,20 @@ namespace ringcomm::nccl {
 
 namespace {
 
-constexpr std::size_t kTermAlign = 16;
+constexpr std::size_t kSignatureAlign = 16;
 constexpr auto kGrace = std::chrono::seconds(10);
 
 cudaStream_t to_stream(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-std::size_t room_of(const Terms& terms) { return round_up(terms.mine.size(), kTermAlign); }
+std::size_t room_of(const CallSignature& signature) { return round_up(signature.mine.size(), kSignatureAlign); }
 std::size_t bytes_of(const std::vector<Message>& messages) {
   std::size_t nbytes = 0;
   for (const Message& message : messages) nbytes += message.nbytes;
   return nbytes;
 }
 
-class NcclWalk final : public WireWalk {
+class NcclExchange final : public WireExchange {
  public:
-  NcclWalk(NcclWire& wire, std::vector<Round> rounds, WireClock::time_point limit, cudaStream_t stream)
+  NcclExchange(NcclWire& wire, std::vector<Round> rounds, WireClock::time_point limit, cudaStream_t stream)
       : wire_(wire), rounds_(std::move(rounds)), ends_(rounds_.size()), limit_(limit), stream_(stream) {}
   void start(int round) override { ends_.at(round) = wire_.start(rounds_.at(round), limit_, stream_); }
   void finish(int round) override {
@@ -45,8 +45,8 @@ std::shared_ptr<Shared> shared_of(const NcclOptions& options, std::function<bool
   auto shared = std::make_shared<Shared>();
   shared->place = {options.device, options.rank, options.world_size};
   shared->events = std::make_shared<Events>(options.device, options.rank);
-  shared->fate = std::make_shared<Fate>();
-  shared->watcher = std::make_shared<Watcher>(shared->events, shared->fate, std::move(tick));
+  shared->abort_state = std::make_shared<AbortState>();
+  shared->watcher = std::make_shared<Watcher>(shared->events, shared->abort_state, std::move(tick));
   return shared;
 }
 
@@ -72,14 +72,14 @@ WireClock::time_point end_of(const NcclOptions& options) {
 NcclWire::NcclWire(const NcclOptions& options)
     : library_(Library::load(checked(options).path)),
       shared_(shared_of(options, [this] { return tick(); })),
-      communicator_(library_, *shared_->fate, shared_->place, options.unique_ids[0], end_of(options)),
+      communicator_(library_, *shared_->abort_state, shared_->place, options.unique_ids[0], end_of(options)),
       transfers_(options.device, options.rank),
-      lanes_(std::make_shared<Lanes>()),
+      queues_(std::make_shared<Queues>()),
       stagings_(options.device, options.rank),
       longest_ms_(options.timeout_ms) {
   const OnDevice on = on_device();
   for (std::size_t i = 1; i < kNcclIds; ++i)
-    lanes_->all.push_back(std::make_unique<MessageLane>(library_, shared_, options.unique_ids[i], end_of(options)));
+    queues_->all.push_back(std::make_unique<MessageQueue>(library_, shared_, options.unique_ids[i], end_of(options)));
 }
 
 NcclWire::~NcclWire() {
@@ -97,8 +97,8 @@ NcclWire::~NcclWire() {
 
 void NcclWire::check_open() const {
   if (closed_.load()) throw WireFailure{-1, false, "the wire is closed"};
-  if (shared_->fate->ended()) throw WireFailure{-1, false, "the wire was aborted"};
-  if (const auto failure = shared_->fate->failure()) throw *failure;
+  if (shared_->abort_state->ended()) throw WireFailure{-1, false, "the wire was aborted"};
+  if (const auto failure = shared_->abort_state->failure()) throw *failure;
 }
 
 void NcclWire::check_stream(const char* call, cudaStream_t stream) const {
@@ -137,26 +137,27 @@ void NcclWire::finish(const Event& end, cudaStream_t stream) {
   shared_->events->follow(stream, end);
 }
 
-std::unique_ptr<WireWalk> NcclWire::open(int, std::vector<Round> rounds, WireClock::time_point limit,
-                                         std::uintptr_t stream) {
+std::unique_ptr<WireExchange> NcclWire::open(int, std::vector<Round> rounds, WireClock::time_point limit,
+                                             std::uintptr_t stream) {
   check_open();
-  return std::make_unique<NcclWalk>(*this, std::move(rounds), limit, to_stream(stream));
+  return std::make_unique<NcclExchange>(*this, std::move(rounds), limit, to_stream(stream));
 }
 
-// ---- terms
+// ---- signatures
 
-// Terms are sent at once, before the messages, and do not wait for the work on the caller's stream.
-std::vector<std::string> NcclWire::swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) {
+// CallSignature are sent at once, before the messages, and do not wait for the work on the caller's stream.
+std::vector<std::string> NcclWire::swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
+                                        std::uintptr_t) {
   check_open();
   const OnDevice on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
   std::size_t half = 0;
-  for (const Terms& each : terms) half += room_of(each);
+  for (const CallSignature& each : signatures) half += room_of(each);
   if (half == 0) return {};
   Staging* const staging = stagings_.take(2 * half);
   Round round;
   std::size_t at = 0;
-  for (const Terms& each : terms) {
+  for (const CallSignature& each : signatures) {
     std::memcpy(staging->host() + at, each.mine.data(), each.mine.size());
     round.sends.push_back({each.peer, staging->device() + at, each.mine.size()});
     round.recvs.push_back({each.peer, staging->device() + half + at, each.mine.size()});
@@ -164,33 +165,33 @@ std::vector<std::string> NcclWire::swap(const std::vector<Terms>& terms, WireClo
   }
   const Event begun = shared_->events->record(transfers_);
   check(cudaMemcpyAsync(staging->device(), staging->host(), half, cudaMemcpyHostToDevice, transfers_),
-        "cudaMemcpyAsync of a wire's terms", rank());
+        "cudaMemcpyAsync of a wire's signatures", rank());
   communicator_.group(round, transfers_, limit);
   check(cudaMemcpyAsync(staging->host() + half, staging->device() + half, half, cudaMemcpyDeviceToHost, transfers_),
-        "cudaMemcpyAsync of a wire's terms", rank());
+        "cudaMemcpyAsync of a wire's signatures", rank());
   const Event end = shared_->events->record(transfers_);
-  shared_->watcher->watch(
-      {begun, end, limit_ms, true, only_peer(round), "terms: " + text_of(round), [this, terms, staging, half] {
-         compare(terms, staging->host() + half);
-         stagings_.put_back(staging);
-       }});
+  shared_->watcher->watch({begun, end, limit_ms, true, only_peer(round), "signatures: " + text_of(round),
+                           [this, signatures, staging, half] {
+                             compare(signatures, staging->host() + half);
+                             stagings_.put_back(staging);
+                           }});
   return {};
 }
 
-void NcclWire::compare(const std::vector<Terms>& terms, const char* theirs) {
-  for (const Terms& each : terms) {
+void NcclWire::compare(const std::vector<CallSignature>& signatures, const char* theirs) {
+  for (const CallSignature& each : signatures) {
     if (std::memcmp(theirs, each.mine.data(), each.mine.size()) != 0)
-      shared_->fate->fail({each.peer, false, concat("rank ", each.peer, " came with other terms"), each.mine,
-                           std::string(theirs, each.mine.size())});
+      shared_->abort_state->fail({each.peer, false, concat("rank ", each.peer, " made another call"), each.mine,
+                                  std::string(theirs, each.mine.size())});
     theirs += room_of(each);
   }
 }
 
 // ---- messages
 
-bool NcclWire::Lanes::advance(bool hurry) {
+bool NcclWire::Queues::advance(bool hurry) {
   bool more = false;
-  for (const auto& lane : all) more = lane->advance(hurry) || more;
+  for (const auto& queue : all) more = queue->advance(hurry) || more;
   return more;
 }
 
@@ -209,18 +210,18 @@ std::shared_ptr<Request> NcclWire::message(const Call& call, std::int64_t limit_
   const bool sends = call.op == Op::kSend;
   const std::size_t nbytes = call.count * element_bytes(call.dtype);
   void* const data = sends ? const_cast<void*>(call.input) : call.output;
-  const auto hurry = [lanes = std::weak_ptr<Lanes>(lanes_), fate = shared_->fate] {
+  const auto hurry = [queues = std::weak_ptr<Queues>(queues_), abort_state = shared_->abort_state] {
     try {
-      if (const auto all = lanes.lock()) all->advance(true);
+      if (const auto all = queues.lock()) all->advance(true);
     } catch (const WireFailure& failure) {
-      fate->fail(failure);
+      abort_state->fail(failure);
     } catch (const Error& error) {
-      fate->fail({-1, false, error.what()});
+      abort_state->fail({-1, false, error.what()});
     }
   };
   auto request = std::make_shared<WireRequest>(shared_, call.op, call.root, hurry);
   const bool up = sends == (call.root > rank());  // from a lower to a higher rank
-  lanes_->all[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
+  queues_->all[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
   if (sends) sent_bytes_ += nbytes;
   shared_->watcher->wake();
   return request;
@@ -290,19 +291,19 @@ void NcclWire::release(void* data) {
 
 // Runs in the watcher's thread.
 bool NcclWire::tick() {
-  const bool more = lanes_->advance(false);
-  if (shared_->fate->sealed()) return false;
+  const bool more = queues_->advance(false);
+  if (shared_->abort_state->is_over()) return false;
   std::optional<WireFailure> trouble = communicator_.trouble();
-  for (const auto& lane : lanes_->all)
-    if (!trouble) trouble = lane->communicator().trouble();
+  for (const auto& queue : queues_->all)
+    if (!trouble) trouble = queue->communicator().trouble();
   if (trouble) throw *trouble;
   return more;
 }
 
 void NcclWire::abort() {
-  if (!shared_->fate->end()) return;
+  if (!shared_->abort_state->end()) return;
   communicator_.abort();
-  for (const auto& lane : lanes_->all) lane->communicator().abort();
+  for (const auto& queue : queues_->all) queue->communicator().abort();
   shared_->watcher->wake();
 }
 
@@ -311,13 +312,13 @@ bool NcclWire::await_idle() {
   const auto limit = WireClock::now() + std::chrono::milliseconds(2 * longest_ms_.load()) + kGrace;
   const auto idle = [&] {
     bool messages = true;
-    for (const auto& lane : lanes_->all) messages = messages && lane->idle();
+    for (const auto& queue : queues_->all) messages = messages && queue->idle();
     return messages && shared_->watcher->idle();
   };
   while (!idle()) {
-    if (shared_->fate->sealed() || WireClock::now() >= limit) return false;
+    if (shared_->abort_state->is_over() || WireClock::now() >= limit) return false;
     try {
-      lanes_->advance(true);
+      queues_->advance(true);
     } catch (const WireFailure&) {
       return false;
     }
@@ -333,7 +334,7 @@ void NcclWire::close() {
     bool good = !shared_->watcher->runs_this_thread() && await_idle();
     const auto limit = WireClock::now() + kGrace;
     good = good && communicator_.close(limit);
-    for (const auto& lane : lanes_->all) good = good && lane->communicator().close(limit);
+    for (const auto& queue : queues_->all) good = good && queue->communicator().close(limit);
     if (!good) abort();
   } catch (const Error&) {
     abort();  // the device is lost

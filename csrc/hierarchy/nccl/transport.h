@@ -1,6 +1,6 @@
 // The wire between GPUs: rounds of ncclSend and ncclRecv on a stream of its own. That stream waits for the caller's
-// stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of one walk
-// overlap with the arithmetic of another.
+// stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of one
+// exchange overlap with the arithmetic of another.
 #pragma once
 
 #include "hierarchy/nccl/messages.h"
@@ -14,10 +14,10 @@ class NcclWire final : public Wire {
   ~NcclWire() override;
 
   const char* kind() const override { return "nccl"; }
-  std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit,
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
                                 std::uintptr_t stream) override;
-  std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                 std::uintptr_t stream) override;
+  std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
+                                     std::uintptr_t stream) override;
   std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override;
   void* allocate(std::size_t nbytes) override;
   void release(void* data) override;
@@ -27,7 +27,7 @@ class NcclWire final : public Wire {
   void leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) override;
   void abort() override;
   void on_failure(std::function<void(const WireFailure&)> handler) override {
-    shared_->fate->on_failure(std::move(handler));
+    shared_->abort_state->on_failure(std::move(handler));
   }
   void close() override;
   bool runs_this_thread() const override { return shared_->watcher->runs_this_thread(); }
@@ -47,8 +47,8 @@ class NcclWire final : public Wire {
     bool released = false;
     Event behind = {};
   };
-  struct Lanes {
-    std::vector<std::unique_ptr<MessageLane>> all;
+  struct Queues {
+    std::vector<std::unique_ptr<MessageQueue>> all;
     bool advance(bool hurry);
   };
 
@@ -57,7 +57,7 @@ class NcclWire final : public Wire {
   void check_open() const;
   void check_stream(const char* call, cudaStream_t stream) const;
   std::int64_t left_ms(WireClock::time_point limit) const;
-  void compare(const std::vector<Terms>& terms, const char* theirs);
+  void compare(const std::vector<CallSignature>& signatures, const char* theirs);
   bool tick();
   bool await_idle();
 
@@ -65,7 +65,7 @@ class NcclWire final : public Wire {
   const std::shared_ptr<Shared> shared_;
   Communicator communicator_;
   Stream transfers_;
-  std::shared_ptr<Lanes> lanes_;
+  std::shared_ptr<Queues> queues_;
   Stagings stagings_;
   std::mutex mutex_;  // for the members below
   std::unique_ptr<Stream> async_;

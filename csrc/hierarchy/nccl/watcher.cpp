@@ -9,8 +9,8 @@ constexpr auto kTick = std::chrono::milliseconds(1);
 constexpr auto kNotBegun = WireClock::time_point::max();
 }  // namespace
 
-Watcher::Watcher(std::shared_ptr<Events> events, std::shared_ptr<Fate> fate, std::function<bool()> tick)
-    : events_(std::move(events)), fate_(std::move(fate)), tick_(std::move(tick)) {}
+Watcher::Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick)
+    : events_(std::move(events)), abort_state_(std::move(abort_state)), tick_(std::move(tick)) {}
 
 void Watcher::watch(Watched watched) {
   {
@@ -68,13 +68,13 @@ void Watcher::run() {
     awake_ = false;
     lock.unlock();
     bool more = false;
-    sweep();  // first: differing terms explain more than NCCL's error for the messages after them
+    sweep();  // first: differing signatures explain more than NCCL's error for the messages after them
     try {
       more = tick_();
     } catch (const WireFailure& failure) {
-      fate_->fail(failure);
+      abort_state_->fail(failure);
     } catch (const Error& error) {
-      fate_->fail({-1, false, error.what()});
+      abort_state_->fail({-1, false, error.what()});
     }
     look_back();
     lock.lock();
@@ -107,7 +107,7 @@ void Watcher::sweep() {
     sweeping_ = true;
   }
   for (auto watched = mine.begin(); watched != mine.end();)
-    watched = fate_->ended() || is_over(*watched) ? mine.erase(watched) : std::next(watched);
+    watched = abort_state_->ended() || is_over(*watched) ? mine.erase(watched) : std::next(watched);
   report_late(mine);
   const std::lock_guard<std::mutex> lock(mutex_);
   all_.splice(all_.begin(), mine);
@@ -117,14 +117,14 @@ void Watcher::sweep() {
 bool Watcher::is_over(Watched& watched) {
   try {
     if (events_->reached(watched.ended)) {
-      if (watched.on_end && !fate_->ended()) watched.on_end();
+      if (watched.on_end && !abort_state_->ended()) watched.on_end();
       return true;
     }
     if (watched.late == kNotBegun && events_->reached(watched.begun))
       watched.late = WireClock::now() + std::chrono::milliseconds(watched.limit_ms);
     return false;
   } catch (const Error& error) {
-    fate_->fail({-1, false, error.what()});
+    abort_state_->fail({-1, false, error.what()});
     return true;
   }
 }
@@ -139,7 +139,7 @@ void Watcher::report_late(const std::list<Watched>& all) {
   }
   if (!late) return;
   const Watched& why = transfer && !late->is_transfer ? *transfer : *late;
-  fate_->fail({why.peer, true, why.what});
+  abort_state_->fail({why.peer, true, why.what});
 }
 
 }  // namespace ringcomm::nccl

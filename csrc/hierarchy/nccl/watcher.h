@@ -23,7 +23,7 @@ struct Watched {
 class Watcher : public std::enable_shared_from_this<Watcher> {
  public:
   // `tick` runs in the thread regularly while there is work to watch or `tick` returns true.
-  Watcher(std::shared_ptr<Events> events, std::shared_ptr<Fate> fate, std::function<bool()> tick);
+  Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick);
   ~Watcher() { stop(); }
 
   void watch(Watched watched);
@@ -46,7 +46,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   void look_back();
 
   const std::shared_ptr<Events> events_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<AbortState> abort_state_;
   const std::function<bool()> tick_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
