@@ -44,7 +44,7 @@ def trace_stop() -> tuple[list[tuple[int, str, list[tuple[str, str, int, int, di
 def ring_step(rank: int, world_size: int, step: int) -> tuple[int, int, bool]: ...
 def hierarchical_engine(
     local: Engine,
-    wire: object,
+    transport: object,
     rank: int,
     hosts: Sequence[Sequence[int]],
     names: Sequence[str],
@@ -57,7 +57,7 @@ def why_no_cuda() -> str: ...
 
 NCCL_IDS: int
 
-def nccl_wire(
+def nccl_transport(
     path: str, rank: int, world_size: int, unique_ids: Sequence[bytes], device: int, timeout_ms: int = 0
 ) -> Any: ...
 def nccl_unique_id(path: str) -> bytes: ...

@@ -8,8 +8,8 @@ csrc/, by folder:
 | 1 | csrc/runtime | floor 0, the operating system |
 | 2 | csrc/cpu: kernels/, group/, collectives/; csrc/cuda | floors 0 and 1; and the CUDA runtime |
 | 2 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
-| 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a wire, whatever they are |
-| 3 | csrc/hierarchy/nccl | the interface of wires; the CUDA runtime (cuda/runtime.h) |
+| 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a transport, whatever they are |
+| 3 | csrc/hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
 | 4 | csrc/bind/module; csrc/bind/c10d | floors 0 to 3 and pybind11; interfaces and torch |
 
 ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.

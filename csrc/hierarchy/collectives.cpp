@@ -50,14 +50,18 @@ std::string describe(const std::string& bytes) {
 
 }  // namespace
 
-Collectives::Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options)
-    : topology_(std::move(topology)), local_(std::move(local)), wire_(std::move(wire)), options_(std::move(options)) {}
+Collectives::Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Transport> transport,
+                         Options options)
+    : topology_(std::move(topology)),
+      local_(std::move(local)),
+      transport_(std::move(transport)),
+      options_(std::move(options)) {}
 
 Collectives::~Collectives() {
-  if (scratch_) wire_->release(scratch_);
+  if (scratch_) transport_->release(scratch_);
 }
 
-void Collectives::run(const Call& call, WireClock::time_point limit) {
+void Collectives::run(const Call& call, TransportClock::time_point limit) {
   const DType sum = sum_type(call.dtype);
   const WireTypes types{sum, call.dtype, options_.compressed && reduces(call.op), options_.wire};
   const bool averages = call.reduce_op == ReduceOp::kAvg;
@@ -92,10 +96,10 @@ void Collectives::run(const Call& call, WireClock::time_point limit) {
 
 char* Collectives::scratch(std::size_t nbytes) {
   if (nbytes > scratch_bytes_) {
-    if (scratch_) wire_->release(std::exchange(scratch_, nullptr));
+    if (scratch_) transport_->release(std::exchange(scratch_, nullptr));
     scratch_bytes_ = 0;
     nbytes += nbytes / 2;  // so that messages that grow a little each time do not allocate each time
-    scratch_ = static_cast<char*>(wire_->allocate(nbytes));
+    scratch_ = static_cast<char*>(transport_->allocate(nbytes));
     scratch_bytes_ = nbytes;
   }
   return scratch_;
@@ -117,7 +121,7 @@ Call Collectives::local_call(const Scope& scope, Op op) const {
   call.factor = scope.call.factor;
   call.stream = scope.call.stream;
   // A local rank may wait for another host until the limit, and should be the one to report it: so others wait longer.
-  const auto left = duration_cast<milliseconds>(scope.limit - WireClock::now()) + kInsideLonger;
+  const auto left = duration_cast<milliseconds>(scope.limit - TransportClock::now()) + kInsideLonger;
   call.timeout_ms = std::max<std::int64_t>(1, left.count());
   return call;
 }
@@ -180,7 +184,7 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
     signatures.push_back({peer, std::string(reinterpret_cast<const char*>(&fields), sizeof fields) + payload});
   }
   const trace::Probe probe(trace::What::kAgree);
-  std::vector<std::string> theirs = wire_->swap(signatures, scope.limit, call.stream);
+  std::vector<std::string> theirs = transport_->swap(signatures, scope.limit, call.stream);
   for (std::size_t i = 0; i < theirs.size(); ++i) {
     if (theirs[i].size() != signatures[i].mine.size() ||
         std::memcmp(theirs[i].data(), signatures[i].mine.data(), sizeof fields))
@@ -208,13 +212,13 @@ RailPlans Collectives::plans_of(const Scope& scope, const Rail& rail) const {
 void Collectives::run_rails(const Scope& scope, const std::vector<Rail>& rails, char* scratch) {
   std::vector<RailPlans> lists;
   for (const Rail& rail : rails) lists.push_back(plans_of(scope, rail));
-  run_plans(*local_, *wire_, lists, scratch, scope.limit, scope.call.stream);
+  run_plans(*local_, *transport_, lists, scratch, scope.limit, scope.call.stream);
 }
 
 // Runs a single round of messages.
 void Collectives::run_round(const Scope& scope, ExchangeRound round) {
   const RailPlans once{0, 1, 1, 0, [&](std::size_t, char*) { return ExchangePlan{round}; }};
-  run_plans(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
+  run_plans(*local_, *transport_, {once}, nullptr, scope.limit, scope.call.stream);
 }
 
 // On this host: gathers the elements of each rank's rails on all of its ranks.

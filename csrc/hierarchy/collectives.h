@@ -1,4 +1,5 @@
-// The collectives of one rank over several hosts: inside the host through its engine, between hosts through the wire.
+// The collectives of one rank over several hosts: inside the host through its engine, between hosts through the
+// transport.
 #pragma once
 
 #include "hierarchy/options.h"
@@ -8,14 +9,14 @@ namespace ringcomm::hierarchy {
 
 class Collectives {
  public:
-  Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options);
+  Collectives(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Transport> transport, Options options);
   ~Collectives();
 
   const Topology& topology() const { return topology_; }
   const Options& options() const { return options_; }
   std::uint64_t calls() const { return calls_; }
-  // Runs one call at a time, in the order of the calls. Throws Error and WireFailure.
-  void run(const Call& call, WireClock::time_point limit);
+  // Runs one call at a time, in the order of the calls. Throws Error and TransportFailure.
+  void run(const Call& call, TransportClock::time_point limit);
   // Returns one sentence about how the calls of this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
@@ -29,7 +30,7 @@ class Collectives {
   void exchange(const Scope& scope);  // gather, scatter and all_to_all
   void barrier(const Scope& scope);
 
-  // Exchanges signatures with the peers, and sends `payload` to each; returns the peers' payloads where the wire
+  // Exchanges signatures with the peers, and sends `payload` to each; returns the peers' payloads where the transport
   // supports that.
   std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
   std::vector<int> partners(InterHostSchedule schedule, const std::vector<std::vector<int>>& rail_ranks) const;
@@ -57,7 +58,7 @@ class Collectives {
 
   const Topology topology_;
   const std::shared_ptr<Engine> local_;
-  const std::shared_ptr<Wire> wire_;
+  const std::shared_ptr<Transport> transport_;
   const Options options_;
   char* scratch_ = nullptr;
   std::size_t scratch_bytes_ = 0;

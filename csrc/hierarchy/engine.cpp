@@ -21,33 +21,35 @@ namespace ringcomm {
 namespace hierarchy {
 namespace {
 
-ErrorCode code_of(const WireFailure& failure) {
+ErrorCode code_of(const TransportFailure& failure) {
   return !failure.theirs.empty() ? ErrorCode::kMismatch : failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost;
 }
 
 class HierarchicalEngine final : public Engine {
  public:
-  HierarchicalEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Wire> wire, Options options)
+  HierarchicalEngine(Topology topology, std::shared_ptr<Engine> local, std::shared_ptr<Transport> transport,
+                     Options options)
       : local_(std::move(local)),
-        wire_(std::move(wire)),
-        collectives_(std::move(topology), local_, wire_, std::move(options)),
+        transport_(std::move(transport)),
+        collectives_(std::move(topology), local_, transport_, std::move(options)),
         abort_state_(std::make_shared<AbortState>(local_, concat("rank ", rank(), " on host ", name_of(rank())))),
         on_host_(local_->device() < 0),
         forks_(forks_so_far()),
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_now(call); },
                                            [this](const char* call) { interrupt(call); }, false)) {
-    wire_->on_wait([this](const char* call) {
+    transport_->on_wait([this](const char* call) {
       if (!signals_.interrupted()) return false;
       interrupt(call);
       return true;
     });
-    wire_->on_failure(
-        [this](const WireFailure& failure) { fail_group(explain("a call in flight", failure), code_of(failure)); });
+    transport_->on_failure([this](const TransportFailure& failure) {
+      fail_group(explain("a call in flight", failure), code_of(failure));
+    });
   }
   ~HierarchicalEngine() override {
     if (forked()) {  // the threads exist in the parent only, which may have held a lock when it forked
       queue_.release();
-      new std::shared_ptr<Wire>(wire_);
+      new std::shared_ptr<Transport>(transport_);
       return;
     }
     if (!closed_.load() && !queue_->idle())
@@ -89,7 +91,7 @@ class HierarchicalEngine final : public Engine {
     if (point_to_point(call.op)) return message(call);
     if (on_host_) return queue_->submit(std::move(call));
     const std::lock_guard<std::mutex> lock(mutex_);
-    call.stream = wire_->fork(call.stream);
+    call.stream = transport_->fork(call.stream);
     run_now(call);
     const auto verify = [local = local_, op = call.op, who = ": " + abort_state_->who()] {
       if (!local->aborted()) return;
@@ -97,7 +99,7 @@ class HierarchicalEngine final : public Engine {
       fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
            why.empty() ? "another of them gave up" : why, "; create a new communicator");
     };
-    return std::make_shared<Verified>(wire_->join(call, call.stream), verify);
+    return std::make_shared<Verified>(transport_->join(call, call.stream), verify);
   }
 
   void pack(const Packing& packing) override { local_->pack(packing); }
@@ -111,7 +113,7 @@ class HierarchicalEngine final : public Engine {
     if (forked()) return;
     abort_state_->record(reason, code);
     local_->abort(reason, code);
-    wire_->abort();
+    transport_->abort();
   }
   bool aborted() const override { return abort_state_->ended(); }
   std::string why_aborted() const override { return abort_state_->why(); }
@@ -124,13 +126,13 @@ class HierarchicalEngine final : public Engine {
     abort_state_->close();
     if (signals_.runs_this()) interrupt("close");
     queue_->stop();
-    wire_->close();
-    wire_->on_failure(nullptr);
+    transport_->close();
+    transport_->on_failure(nullptr);
     local_->close();
   }
   bool closed() const override { return closed_.load(); }
   bool runs_this_thread() const override {
-    return queue_->runs_this_thread() || wire_->runs_this_thread() || local_->runs_this_thread();
+    return queue_->runs_this_thread() || transport_->runs_this_thread() || local_->runs_this_thread();
   }
   void synchronize(std::uintptr_t stream) override { local_->synchronize(stream); }
 
@@ -158,18 +160,18 @@ class HierarchicalEngine final : public Engine {
   std::shared_ptr<Request> message(const Call& call);
   void interrupt(const char* call);
   void run_now(const Call& call);
-  [[noreturn]] void report(const Call& call, const WireFailure& failure);
+  [[noreturn]] void report(const Call& call, const TransportFailure& failure);
   void hear_of(const std::exception_ptr& error);
-  std::string explain(const std::string& what, const WireFailure& failure) const;
+  std::string explain(const std::string& what, const TransportFailure& failure) const;
   void fail_group(const std::string& reason, ErrorCode code) {
     if (aborted())
-      wire_->abort();  // a local rank's abort does not end waits for another host
+      transport_->abort();  // a local rank's abort does not end waits for another host
     else
       abort(reason, code);
   }
 
   const std::shared_ptr<Engine> local_;
-  const std::shared_ptr<Wire> wire_;
+  const std::shared_ptr<Transport> transport_;
   Collectives collectives_;
   const std::shared_ptr<AbortState> abort_state_;
   const bool on_host_;
@@ -181,7 +183,7 @@ class HierarchicalEngine final : public Engine {
   std::unique_ptr<WorkQueue> queue_;
 };
 
-// Starts a message of the user: within the host through its engine, to another host over the wire.
+// Starts a message of the user: within the host through its engine, to another host over the transport.
 std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
   if (call.root == kAnySource)
     fail(ErrorCode::kUnsupported, "recv: ", abort_state_->who(),
@@ -189,8 +191,8 @@ std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
   const bool far = topology().host_of(call.root) != topology().host();
   Call inside = call;
   if (!far) inside.root = topology().local_of(call.root);
-  auto message = far ? wire_->message(call, limit_of(call)) : local_->submit(std::move(inside));
-  if (!on_host_) return message;  // a device's wire reports errors itself
+  auto message = far ? transport_->message(call, limit_of(call)) : local_->submit(std::move(inside));
+  if (!on_host_) return message;  // a device's transport reports errors itself
   if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
   return std::make_shared<MessageRequest>(std::move(message), abort_state_, call.op);
 }
@@ -217,14 +219,14 @@ void HierarchicalEngine::run_now(const Call& call) {
   abort_state_->check(call.op);
   const std::int64_t limit_ms = limit_of(call);
   try {
-    wire_->enter(call.stream);  // may reject the stream, before anything has happened
-  } catch (const WireFailure& failure) {
+    transport_->enter(call.stream);  // may reject the stream, before anything has happened
+  } catch (const TransportFailure& failure) {
     report(call, failure);
   }
   try {
-    collectives_.run(call, WireClock::now() + std::chrono::milliseconds(limit_ms));
-    wire_->leave(call.stream, call, limit_ms);
-  } catch (const WireFailure& failure) {
+    collectives_.run(call, TransportClock::now() + std::chrono::milliseconds(limit_ms));
+    transport_->leave(call.stream, call, limit_ms);
+  } catch (const TransportFailure& failure) {
     report(call, failure);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kAborted) abort_state_->check(call.op);
@@ -236,8 +238,8 @@ void HierarchicalEngine::run_now(const Call& call) {
   }
 }
 
-// Ends the communicator because of the wire's error, unless the error is a consequence of an earlier end.
-void HierarchicalEngine::report(const Call& call, const WireFailure& failure) {
+// Ends the communicator because of the transport's error, unless the error is a consequence of an earlier end.
+void HierarchicalEngine::report(const Call& call, const TransportFailure& failure) {
   if (!failure.late) abort_state_->await();
   abort_state_->check(call.op);
   const std::string reason = explain(name(call.op), failure);
@@ -245,12 +247,12 @@ void HierarchicalEngine::report(const Call& call, const WireFailure& failure) {
   fail(code_of(failure), reason);
 }
 
-std::string HierarchicalEngine::explain(const std::string& what, const WireFailure& failure) const {
+std::string HierarchicalEngine::explain(const std::string& what, const TransportFailure& failure) const {
   if (!failure.theirs.empty()) return collectives_.difference(failure.peer, failure.mine, failure.theirs);
   const std::string here = concat(what, ": ", abort_state_->who());
   const std::string peer =
       failure.peer < 0 ? "the other hosts" : concat("rank ", failure.peer, " on host ", name_of(failure.peer));
-  return concat(here, failure.late ? " waited in vain for " : " lost ", peer, " over ", wire_->kind(), " (",
+  return concat(here, failure.late ? " waited in vain for " : " lost ", peer, " over ", transport_->kind(), " (",
                 failure.what, "); look at what happened there, and create a new communicator");
 }
 
@@ -263,11 +265,11 @@ std::vector<std::pair<std::string, std::string>> HierarchicalEngine::describe() 
   for (auto& [fact, value] : facts)
     if (fact == "order") value = topology().canonical() ? "canonical" : "canonical over hosts";
   facts.insert(facts.begin() + 1, {"hosts", hosts});
-  facts.insert(facts.begin() + 2, {"between_hosts", wire_->kind()});
+  facts.insert(facts.begin() + 2, {"between_hosts", transport_->kind()});
   facts.emplace_back("schedule_between_hosts",
                      topology().in_order() == InterHostSchedule::kButterfly ? "butterfly" : "direct");
-  facts.emplace_back("sent_between_hosts_bytes", std::to_string(wire_->sent_bytes()));
-  for (const auto& fact : wire_->describe()) facts.push_back(fact);
+  facts.emplace_back("sent_between_hosts_bytes", std::to_string(transport_->sent_bytes()));
+  for (const auto& fact : transport_->describe()) facts.push_back(fact);
   return facts;
 }
 
@@ -275,7 +277,8 @@ std::vector<std::pair<std::string, std::string>> HierarchicalEngine::describe() 
 }  // namespace hierarchy
 
 std::unique_ptr<Engine> make_hierarchical_engine(int rank, const HostsOfRanks& hosts, std::shared_ptr<Engine> local,
-                                                 std::shared_ptr<Wire> wire, const hierarchy::Options& options) {
+                                                 std::shared_ptr<Transport> transport,
+                                                 const hierarchy::Options& options) {
   hierarchy::Topology topology(rank, hosts);
   if (topology.num_hosts() < 2)
     fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected two hosts or more, got ", topology.num_hosts(),
@@ -293,7 +296,7 @@ std::unique_ptr<Engine> make_hierarchical_engine(int rank, const HostsOfRanks& h
   if (options.slice_bytes % 64 != 0)
     fail(ErrorCode::kInvalid, "hosts: rank ", rank, " expected slices of a multiple of 64 bytes, got ",
          options.slice_bytes);
-  return std::make_unique<hierarchy::HierarchicalEngine>(std::move(topology), std::move(local), std::move(wire),
+  return std::make_unique<hierarchy::HierarchicalEngine>(std::move(topology), std::move(local), std::move(transport),
                                                          options);
 }
 

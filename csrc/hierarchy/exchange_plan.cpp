@@ -266,19 +266,20 @@ void compute(Engine& local, const LocalSteps& steps) {
 // A plan in flight.
 class PlanInFlight {
  public:
-  PlanInFlight(Engine& local, ExchangePlan plan, std::unique_ptr<WireExchange> wire, int rail, std::size_t window)
+  PlanInFlight(Engine& local, ExchangePlan plan, std::unique_ptr<TransportExchange> transport, int rail,
+               std::size_t window)
       : local_(local),
         plan_(std::move(plan)),
-        wire_(std::move(wire)),
+        transport_(std::move(transport)),
         rail_(rail),
         window_(static_cast<std::int64_t>(window)) {}
 
   void start(int round) {
     traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].before); });
-    traced(trace::What::kStartMessages, round, [&] { wire_->start(round); });
+    traced(trace::What::kStartMessages, round, [&] { transport_->start(round); });
   }
   void finish(int round) {
-    traced(trace::What::kWaitMessages, round, [&] { wire_->finish(round); });
+    traced(trace::What::kWaitMessages, round, [&] { transport_->finish(round); });
     traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].after); });
   }
 
@@ -292,15 +293,15 @@ class PlanInFlight {
 
   Engine& local_;
   const ExchangePlan plan_;
-  const std::unique_ptr<WireExchange> wire_;
+  const std::unique_ptr<TransportExchange> transport_;
   const int rail_;
   const std::int64_t window_;
 };
 
 }  // namespace
 
-void run_plans(Engine& local, Wire& wire, const std::vector<RailPlans>& lists, char* scratch,
-               WireClock::time_point limit, std::uintptr_t stream) {
+void run_plans(Engine& local, Transport& transport, const std::vector<RailPlans>& lists, char* scratch,
+               TransportClock::time_point limit, std::uintptr_t stream) {
   std::size_t windows = 0;
   int rounds = 0;
   std::vector<std::vector<std::unique_ptr<PlanInFlight>>> in_flight(lists.size());
@@ -324,7 +325,7 @@ void run_plans(Engine& local, Wire& wire, const std::vector<RailPlans>& lists, c
         for (const ExchangeRound& each : built) messages.push_back(each.messages);
         const int place = lists[i].rail * kSlots + static_cast<int>(slot);
         plan = std::make_unique<PlanInFlight>(
-            local, std::move(built), wire.open(place, std::move(messages), limit, stream), lists[i].rail, window);
+            local, std::move(built), transport.open(place, std::move(messages), limit, stream), lists[i].rail, window);
       } else {
         plan->finish(round - 1);
       }

@@ -96,7 +96,7 @@ struct RailPlans {
 
 // Executes lists of plans that all have the same number of rounds, kSlots of each at once. `scratch` has kSlots *
 // scratch_bytes for each list in turn.
-void run_plans(Engine& local, Wire& wire, const std::vector<RailPlans>& lists, char* scratch,
-               WireClock::time_point limit, std::uintptr_t stream);
+void run_plans(Engine& local, Transport& transport, const std::vector<RailPlans>& lists, char* scratch,
+               TransportClock::time_point limit, std::uintptr_t stream);
 
 }  // namespace ringcomm::hierarchy

@@ -69,7 +69,7 @@ void Collectives::broadcast(const Scope& scope) {
                        return build_chain(topology_, rail_ranks, root_host, part.data, part.count * scope.element);
                      }});
   }
-  run_plans(*local_, *wire_, lists, nullptr, scope.limit, call.stream);
+  run_plans(*local_, *transport_, lists, nullptr, scope.limit, call.stream);
   if (!with_root) gather_inside(scope, cut, data);
 }
 
@@ -149,7 +149,7 @@ void Collectives::barrier(const Scope& scope) {
     agree(scope, peers);
     const int rounds = static_cast<int>(plan.size());
     const RailPlans once{0, 1, rounds, 0, [&](std::size_t, char*) { return plan; }};
-    run_plans(*local_, *wire_, {once}, nullptr, scope.limit, scope.call.stream);
+    run_plans(*local_, *transport_, {once}, nullptr, scope.limit, scope.call.stream);
   } else {
     agree(scope, {});
   }

@@ -1,4 +1,4 @@
-// Replaces the NCCL wire in builds without the CUDA engine.
+// Replaces the NCCL transport in builds without the CUDA engine.
 #include "core/engine.h"
 #include "core/error.h"
 #include "hierarchy/transport.h"
@@ -11,7 +11,7 @@ std::string nccl_version(const std::string& path) { fail(ErrorCode::kUnsupported
 
 std::string nccl_unique_id(const std::string& path) { fail(ErrorCode::kUnsupported, why_no_nccl(path)); }
 
-std::unique_ptr<Wire> make_nccl_wire(const NcclOptions& options) {
+std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
   fail(ErrorCode::kUnsupported, why_no_nccl(options.path));
 }
 

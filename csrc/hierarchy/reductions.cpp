@@ -98,7 +98,7 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
 void Collectives::all_reduce(const Scope& scope) {
   const Call& call = scope.call;
   const bool in_order = call.algorithm != Algorithm::kRing;
-  if (call.count && in_order && !options_.compressed && call.count * scope.sum_element <= wire_->inline_bytes())
+  if (call.count && in_order && !options_.compressed && call.count * scope.sum_element <= transport_->inline_bytes())
     return all_reduce_at_once(scope);
   agree(scope, partners(scope.schedule, Cut(topology_, call.count, scope.element).rail_ranks()));
   const std::size_t wave = scope.wider() ? wave_elements(scope, call.count, 1) : call.count;

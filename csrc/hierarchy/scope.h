@@ -15,7 +15,7 @@ inline char* at(const void* data, std::size_t elements, std::size_t element) {
 
 struct Scope {
   const Call& call;
-  WireClock::time_point limit;
+  TransportClock::time_point limit;
   WireTypes types;
   std::size_t element, sum_element;
   InterHostSchedule schedule;

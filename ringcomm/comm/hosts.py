@@ -204,7 +204,7 @@ class Network:
 
         return agree
 
-    def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+    def transport(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
         """Returns this rank's inter-host transport, for `_C.hierarchical_engine`; a collective."""
         kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
         if not isinstance(kind, str):
@@ -212,9 +212,9 @@ class Network:
         if kind == "gloo" and device.kind == "cpu":
             return _gloo(self.prefixed(), rank, world_size, limit_ms)
         if kind == "nccl" and device.kind == "cuda":
-            from ringcomm.comm.nccl import wire
+            from ringcomm.comm.nccl import transport
 
-            return wire(self.prefixed(), rank, world_size, device, limit_ms)
+            return transport(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
             f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected 'gloo' "
             "for the cpu or 'nccl' for cuda; pass one of them, or leave it out"
@@ -293,7 +293,7 @@ def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
             f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "
             "check that every host reaches every other, and name the interface in GLOO_SOCKET_IFNAME"
         ) from error
-    return _extension().wire_over(group, "gloo")
+    return _extension().transport_over(group, "gloo")
 
 
 def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
@@ -313,7 +313,7 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
     extension = _extension()
     uses = _USES.setdefault(group, count())  # all ranks of a group make their transports over it in the same order
     first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # outside the tags that the group's owner uses
-    return extension.wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
+    return extension.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
 class Span:
@@ -352,9 +352,9 @@ class Span:
             return
         assert self._network is not None
         wire_dtype = self._network.wire_dtype_number()
-        wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
+        transport = self._network.transport(self.rank, self.world_size, self.device, self.limit_ms)
         hosts = self._hosts
-        engine = _C.hierarchical_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        engine = _C.hierarchical_engine(self._inside, transport, self.rank, hosts.ranks, hosts.names, wire_dtype)
         engine.connect(handles)
         self.engine = engine
         self._warn_of_time_slices()

@@ -1,5 +1,5 @@
-// The engine over hosts: which tree the hosts' sums are added in, and every collective over a wire that is a few queues
-// in memory, with ranks as threads.
+// The engine over hosts: which tree the hosts' sums are added in, and every collective over a transport that is a few
+// queues in memory, with ranks as threads.
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -153,7 +153,7 @@ void refusals() {
   }
 }
 
-// ---- a wire in memory
+// ---- a transport in memory
 // -------------------------------------------------------------------------------------------------
 
 // What all ranks share: messages by (from, to, channel), in order.
@@ -165,12 +165,12 @@ class Mail {
     boxes_[{from, to, channel}].emplace_back(data, data + message.nbytes);
     came_.notify_all();
   }
-  void take(int from, int to, int channel, const Message& message, WireClock::time_point limit) {
+  void take(int from, int to, int channel, const Message& message, TransportClock::time_point limit) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto& box = boxes_[{from, to, channel}];
     // By the system's clock: ThreadSanitizer does not know a wait by the steady one.
-    const auto end = std::chrono::system_clock::now() + (limit - WireClock::now());
-    if (!came_.wait_until(lock, end, [&] { return !box.empty(); })) throw WireFailure{from, true, "nothing came"};
+    const auto end = std::chrono::system_clock::now() + (limit - TransportClock::now());
+    if (!came_.wait_until(lock, end, [&] { return !box.empty(); })) throw TransportFailure{from, true, "nothing came"};
     require(box.front().size() == message.nbytes,
             concat("a message from ", from, " to ", to, " on channel ", channel, " has ", box.front().size(),
                    " bytes, expected ", message.nbytes));
@@ -187,9 +187,9 @@ class Mail {
   std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> boxes_;
 };
 
-class MailExchange final : public WireExchange {
+class MailExchange final : public TransportExchange {
  public:
-  MailExchange(Mail& mail, int rank, int channel, std::vector<Round> rounds, WireClock::time_point limit)
+  MailExchange(Mail& mail, int rank, int channel, std::vector<Round> rounds, TransportClock::time_point limit)
       : mail_(mail), rank_(rank), channel_(channel), rounds_(std::move(rounds)), limit_(limit) {}
   void start(int round) override {
     require(round == started_++, "the rounds of an exchange start in order");
@@ -205,16 +205,17 @@ class MailExchange final : public WireExchange {
   Mail& mail_;
   const int rank_, channel_;
   const std::vector<Round> rounds_;
-  const WireClock::time_point limit_;
+  const TransportClock::time_point limit_;
   int started_ = 0, finished_ = 0;
 };
 
-class MailWire final : public Wire {
+class MailTransport final : public Transport {
  public:
-  MailWire(Mail& mail, int rank, std::size_t inline_bytes) : mail_(mail), rank_(rank), inline_bytes_(inline_bytes) {}
+  MailTransport(Mail& mail, int rank, std::size_t inline_bytes)
+      : mail_(mail), rank_(rank), inline_bytes_(inline_bytes) {}
   const char* kind() const override { return "mail"; }
   std::size_t inline_bytes() const override { return inline_bytes_; }
-  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
                                 std::uintptr_t) override {
     std::vector<std::string> theirs;
     for (const CallSignature& each : signatures) {
@@ -228,8 +229,8 @@ class MailWire final : public Wire {
     }
     return theirs;
   }
-  std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                     std::uintptr_t) override {
+  std::unique_ptr<TransportExchange> open(int slot, std::vector<Round> rounds, TransportClock::time_point limit,
+                                          std::uintptr_t) override {
     for (const Round& round : rounds)
       for (const Message& message : round.sends) sent_bytes_ += message.nbytes;
     return std::make_unique<MailExchange>(mail_, rank_, slot, std::move(rounds), limit);
@@ -248,7 +249,7 @@ class MailWire final : public Wire {
   void abort() override {}
   void close() override {}
   std::uint64_t sent_bytes() const override { return sent_bytes_; }
-  ~MailWire() override { require(allocated_ == 0, "what was allocated is released"); }
+  ~MailTransport() override { require(allocated_ == 0, "what was allocated is released"); }
 
  private:
   static constexpr int kSignature = -1;
@@ -277,8 +278,8 @@ void run_over(const HostsOfRanks& hosts, const Variant& variant, const RankFunct
     options.compressed = variant.compressed;
     for (int h = 0; h < topology.num_hosts(); ++h) options.names.push_back("host" + std::to_string(h));
     auto local = share(make_cpu_engine(topology.local_of(r), topology.num_ranks(topology.host_of(r)), short_timeout()));
-    engines.push_back(
-        make_hierarchical_engine(r, hosts, local, std::make_shared<MailWire>(mail, r, variant.inline_bytes), options));
+    engines.push_back(make_hierarchical_engine(
+        r, hosts, local, std::make_shared<MailTransport>(mail, r, variant.inline_bytes), options));
     handles.push_back(engines.back()->handle());
   }
   std::vector<std::thread> threads;

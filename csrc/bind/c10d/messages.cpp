@@ -21,7 +21,7 @@ struct Header {
 
 const char* title(const Call& call) { return call.op == Op::kSend ? "send" : "recv"; }
 
-std::exception_ptr error_of(const Call& call, const WireFailure& failure) {
+std::exception_ptr error_of(const Call& call, const TransportFailure& failure) {
   return std::make_exception_ptr(
       Error(failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost,
             concat(title(call), ": a message with tag ", call.tag, call.op == Op::kSend ? " to rank " : " from rank ",
@@ -36,11 +36,11 @@ class GroupMessages::Item final : public Request {
   Item(const Call& call, std::int64_t limit_ms, std::function<bool(const char*)> interrupted)
       : call_(call),
         interrupted_(std::move(interrupted)),
-        limit_(WireClock::now() + std::chrono::milliseconds(limit_ms)),
+        limit_(TransportClock::now() + std::chrono::milliseconds(limit_ms)),
         nbytes_(call.count * element_bytes(call.dtype)) {}
 
   const Call& call() const { return call_; }
-  WireClock::time_point limit() const { return limit_; }
+  TransportClock::time_point limit() const { return limit_; }
   std::size_t nbytes() const { return nbytes_; }
 
   bool done() const override {
@@ -52,11 +52,11 @@ class GroupMessages::Item final : public Request {
       ringcomm::fail(ErrorCode::kInvalid, title(call_),
                      ": was waited for in a process forked after it began; wait in the parent, and make a communicator "
                      "in the child, or start it with spawn");
-    const auto end = timeout_ms > 0 ? WireClock::now() + std::chrono::milliseconds(timeout_ms)
-                                    : WireClock::time_point::max();  // the message has its own limit
+    const auto end = timeout_ms > 0 ? TransportClock::now() + std::chrono::milliseconds(timeout_ms)
+                                    : TransportClock::time_point::max();  // the message has its own limit
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!changed_.wait_until(lock, std::min(WireClock::now() + kLookEvery, end), [&] { return done_; })) {
-      if (WireClock::now() >= end)
+    while (!changed_.wait_until(lock, std::min(TransportClock::now() + kLookEvery, end), [&] { return done_; })) {
+      if (TransportClock::now() >= end)
         ringcomm::fail(ErrorCode::kTimeout, title(call_), ": waited ", timeout_ms / 1000.0,
                        " s for a message with rank ", call_.root,
                        ", which is still in flight; wait longer, or abort the communicator");
@@ -97,7 +97,7 @@ class GroupMessages::Item final : public Request {
  private:
   const Call call_;
   const std::function<bool(const char*)> interrupted_;
-  const WireClock::time_point limit_;
+  const TransportClock::time_point limit_;
   const std::size_t nbytes_;
   const pid_t process_ = getpid();
   mutable std::mutex mutex_;
@@ -150,7 +150,7 @@ bool GroupMessages::runs_this_thread() {
 }
 
 // Ends all open messages with an error.
-void GroupMessages::fail(Way& way, const WireFailure& failure) {
+void GroupMessages::fail(Way& way, const TransportFailure& failure) {
   std::deque<ItemPtr> open;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -183,7 +183,7 @@ void GroupMessages::send_all(int peer, Way& way) {
         lock.unlock();
         batch[i]->end();
       }
-    } catch (const WireFailure& failure) {
+    } catch (const TransportFailure& failure) {
       works.clear();  // before the callers are told that their memory is free
       fail(way, failure);
     }
@@ -210,7 +210,7 @@ void GroupMessages::receive_all(int peer, Way& way) {
     for (const auto& [item, error] : served) item->end(error);
     if (served.empty()) try {
         read_one(peer, way, limit);
-      } catch (const WireFailure& failure) {
+      } catch (const TransportFailure& failure) {
         fail(way, failure);
       } catch (const std::exception& error) {  // such as no memory for a message without a receive
         fail(way, {peer, false, error.what()});
@@ -239,7 +239,7 @@ std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item)
 }
 
 // Receives the next message of the peer, into the oldest receive with its tag, or stores it.
-void GroupMessages::read_one(int peer, Way& way, WireClock::time_point limit) {
+void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limit) {
   Header header{};
   link_->wait(link_->recv({peer, &header, sizeof header}, GroupLink::kHeader), peer, limit);
   ItemPtr item;
@@ -257,7 +257,7 @@ void GroupMessages::read_one(int peer, Way& way, WireClock::time_point limit) {
   void* const target = fits ? item->call().output : aside.bytes.data();
   try {
     if (header.nbytes) link_->wait(link_->recv({peer, target, header.nbytes}, GroupLink::kPayload), peer, limit);
-  } catch (const WireFailure& failure) {
+  } catch (const TransportFailure& failure) {
     if (item) item->end(error_of(item->call(), failure));
     throw;
   }

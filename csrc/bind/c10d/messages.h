@@ -20,7 +20,7 @@ namespace ringcomm {
 class GroupMessages {
  public:
   explicit GroupMessages(std::shared_ptr<GroupLink> link) : link_(std::move(link)) {}
-  // See Wire::on_wait; call it before any message.
+  // See Transport::on_wait; call it before any message.
   void on_wait(std::function<bool(const char*)> interrupted) { interrupted_ = std::move(interrupted); }
   ~GroupMessages() { close(); }
 
@@ -47,8 +47,8 @@ class GroupMessages {
   // Copies the oldest stored message with the item's tag to the item. Returns the outcome; nothing if there is none.
   std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
   static std::exception_ptr other_length(const Item& item, std::uint64_t nbytes);
-  void read_one(int peer, Way& way, WireClock::time_point limit);
-  void fail(Way& way, const WireFailure& failure);
+  void read_one(int peer, Way& way, TransportClock::time_point limit);
+  void fail(Way& way, const TransportFailure& failure);
 
   const std::shared_ptr<GroupLink> link_;
   std::function<bool(const char*)> interrupted_ = [](const char*) { return false; };

@@ -31,14 +31,15 @@ std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
   return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
 }
 
-// Returns a wire in a capsule, for `_C.hierarchical_engine`.
-py::capsule wire_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
-  return py::capsule(
-      new std::shared_ptr<Wire>(make_group_wire(group, name, first_tag)), "ringcomm.Wire", [](PyObject* capsule) {
-        const auto* wire = static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule, "ringcomm.Wire"));
-        const py::gil_scoped_release release;
-        delete wire;
-      });
+// Returns a transport in a capsule, for `_C.hierarchical_engine`.
+py::capsule transport_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
+  return py::capsule(new std::shared_ptr<Transport>(make_group_transport(group, name, first_tag)), "ringcomm.Transport",
+                     [](PyObject* capsule) {
+                       const auto* transport = static_cast<std::shared_ptr<Transport>*>(
+                           PyCapsule_GetPointer(capsule, "ringcomm.Transport"));
+                       const py::gil_scoped_release release;
+                       delete transport;
+                     });
 }
 
 // Wraps a ringcomm.backend.DeviceMaker, so that it can be called and destroyed without the GIL.
@@ -68,9 +69,9 @@ PYBIND11_MODULE(_c10d, m) {
   py::register_exception_translator(ringcomm::translate);
   m.attr("built_for") = TORCH_VERSION;
 
-  m.attr("TAGS") = ringcomm::kTags;  // number of tags that a wire uses
-  m.def("wire_over", &ringcomm::wire_over, py::arg("group"), py::arg("name"), py::arg("first_tag") = 0,
-        "A wire between hosts over the sends and receives of a process group's backend, as a capsule for _C.");
+  m.attr("TAGS") = ringcomm::kTags;  // number of tags that a transport uses
+  m.def("transport_over", &ringcomm::transport_over, py::arg("group"), py::arg("name"), py::arg("first_tag") = 0,
+        "A transport between hosts over the sends and receives of a process group's backend, as a capsule for _C.");
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>> backend(m, "Backend");
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(backend, "Options")

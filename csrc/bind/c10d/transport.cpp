@@ -50,7 +50,7 @@ class GroupLink::Registered {
   const GroupWork& work_;
 };
 
-void GroupLink::refuse(int peer) const { throw WireFailure{peer, false, "the communicator was aborted"}; }
+void GroupLink::refuse(int peer) const { throw TransportFailure{peer, false, "the communicator was aborted"}; }
 
 GroupWork GroupLink::send(const Message& message, int tag) {
   if (aborted()) refuse(message.peer);
@@ -59,7 +59,7 @@ GroupWork GroupLink::send(const Message& message, int tag) {
   try {
     return backend_->send(tensors, message.peer, first_tag_ + tag);
   } catch (const std::exception& error) {
-    throw WireFailure{message.peer, false, first_line(error.what())};
+    throw TransportFailure{message.peer, false, first_line(error.what())};
   }
 }
 
@@ -69,23 +69,24 @@ GroupWork GroupLink::recv(const Message& message, int tag) {
   try {
     return backend_->recv(tensors, message.peer, first_tag_ + tag);
   } catch (const std::exception& error) {
-    throw WireFailure{message.peer, false, first_line(error.what())};
+    throw TransportFailure{message.peer, false, first_line(error.what())};
   }
 }
 
-void GroupLink::wait(const GroupWork& work, int peer, WireClock::time_point limit) {
+void GroupLink::wait(const GroupWork& work, int peer, TransportClock::time_point limit) {
   const Registered registered(*this, work);
   if (aborted()) refuse(peer);
   using std::chrono::duration_cast;
   using std::chrono::milliseconds;
   // Rounded up, since a wait that ends slightly early would not count as late.
-  const auto left = std::max(milliseconds(0), duration_cast<milliseconds>(limit - WireClock::now())) + milliseconds(1);
+  const auto left =
+      std::max(milliseconds(0), duration_cast<milliseconds>(limit - TransportClock::now())) + milliseconds(1);
   bool done = false;
   try {
     done = work->wait(left);
   } catch (const std::exception& error) {
     if (aborted()) refuse(peer);
-    throw WireFailure{peer, WireClock::now() >= limit, first_line(error.what())};
+    throw TransportFailure{peer, TransportClock::now() >= limit, first_line(error.what())};
   }
   if (!done) refuse(peer);
 }
@@ -103,9 +104,9 @@ namespace {
 
 // ---- exchanges
 
-class GroupExchange final : public WireExchange {
+class GroupExchange final : public TransportExchange {
  public:
-  GroupExchange(GroupLink& link, int slot, std::vector<Round> rounds, WireClock::time_point limit)
+  GroupExchange(GroupLink& link, int slot, std::vector<Round> rounds, TransportClock::time_point limit)
       : link_(link), tag_(GroupLink::kFirstSlot + slot), limit_(limit), rounds_(std::move(rounds)) {
     for (const Round& round : rounds_) {
       std::vector<GroupWork> works;
@@ -126,7 +127,7 @@ class GroupExchange final : public WireExchange {
  private:
   GroupLink& link_;
   const int tag_;
-  const WireClock::time_point limit_;
+  const TransportClock::time_point limit_;
   const std::vector<Round> rounds_;
   std::vector<std::vector<GroupWork>> receiving_;
   std::vector<GroupWork> sending_;
@@ -145,9 +146,9 @@ struct Expected {
   GroupWork work;
 };
 
-class GroupWire final : public Wire {
+class GroupTransport final : public Transport {
  public:
-  GroupWire(BackendPtr backend, std::string name, int first_tag)
+  GroupTransport(BackendPtr backend, std::string name, int first_tag)
       : link_(std::make_shared<GroupLink>(std::move(backend), first_tag)),
         name_(std::move(name)),
         short_letters_(name_ == "gloo"),
@@ -157,7 +158,7 @@ class GroupWire final : public Wire {
 
   std::size_t inline_bytes() const override { return kInlineBytes; }
 
-  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
                                 std::uintptr_t) override {
     std::deque<Letter> letters;
     std::vector<GroupWork> sends;  // destroyed before the letters that they send
@@ -179,13 +180,13 @@ class GroupWire final : public Wire {
     for (std::size_t i = 0; i < signatures.size(); ++i) link_->wait(sends[i], signatures[i].peer, limit);
     for (const CallSignature& each : signatures) try {
         expect(each.peer);
-      } catch (const WireFailure&) {  // a peer may leave after its last call; the next call with it, if any, fails
+      } catch (const TransportFailure&) {  // a peer may leave after its last call; the next call with it, if any, fails
       }
     return theirs;
   }
 
-  std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                     std::uintptr_t) override {
+  std::unique_ptr<TransportExchange> open(int slot, std::vector<Round> rounds, TransportClock::time_point limit,
+                                          std::uintptr_t) override {
     return std::make_unique<GroupExchange>(*link_, slot, std::move(rounds), limit);
   }
   std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override {
@@ -223,8 +224,8 @@ class GroupWire final : public Wire {
 
 }  // namespace
 
-std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name, int first_tag) {
-  return std::make_shared<GroupWire>(std::move(backend), std::move(name), first_tag);
+std::shared_ptr<Transport> make_group_transport(BackendPtr backend, std::string name, int first_tag) {
+  return std::make_shared<GroupTransport>(std::move(backend), std::move(name), first_tag);
 }
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-// A wire over send and receive of any backend of torch.distributed, such as Gloo, for host memory.
+// A transport over send and receive of any backend of torch.distributed, such as Gloo, for host memory.
 #pragma once
 
 #include <atomic>
@@ -27,8 +27,8 @@ class GroupLink {
 
   GroupWork send(const Message& message, int tag);
   GroupWork recv(const Message& message, int tag);
-  // Blocks until the work is done. Throws WireFailure; after a time limit has passed, the backend may be unusable.
-  void wait(const GroupWork& work, int peer, WireClock::time_point limit);
+  // Blocks until the work is done. Throws TransportFailure; after a time limit has passed, the backend may be unusable.
+  void wait(const GroupWork& work, int peer, TransportClock::time_point limit);
   void abort();
   bool aborted() const { return aborted_.load(); }
   std::uint64_t sent_bytes() const { return sent_bytes_.load(); }
@@ -45,8 +45,8 @@ class GroupLink {
   std::set<GroupWork> waited_for_;
 };
 
-// `name`: the backend's name in messages; `first_tag`: this wire uses kTags tags of the backend from there on.
+// `name`: the backend's name in messages; `first_tag`: this transport uses kTags tags of the backend from there on.
 inline constexpr int kTags = 4096;
-std::shared_ptr<Wire> make_group_wire(BackendPtr backend, std::string name, int first_tag);
+std::shared_ptr<Transport> make_group_transport(BackendPtr backend, std::string name, int first_tag);
 
 }  // namespace ringcomm

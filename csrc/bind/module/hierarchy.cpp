@@ -1,4 +1,4 @@
-// Engines over several hosts, made of an engine inside this host and a wire between hosts.
+// Engines over several hosts, made of an engine inside this host and a transport between hosts.
 #include <pybind11/stl.h>
 
 #include "bind/module/define.h"
@@ -13,19 +13,20 @@ namespace ringcomm {
 
 namespace {
 
-std::shared_ptr<Wire> wire_of(const py::capsule& capsule) {
-  return *static_cast<std::shared_ptr<Wire>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Wire"));
+std::shared_ptr<Transport> transport_of(const py::capsule& capsule) {
+  return *static_cast<std::shared_ptr<Transport>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Transport"));
 }
 
-std::shared_ptr<Engine> hierarchical_engine(const std::shared_ptr<Engine>& local, const py::capsule& wire, int rank,
-                                            const HostsOfRanks& hosts, const std::vector<std::string>& names,
+std::shared_ptr<Engine> hierarchical_engine(const std::shared_ptr<Engine>& local, const py::capsule& transport,
+                                            int rank, const HostsOfRanks& hosts, const std::vector<std::string>& names,
                                             int wire_dtype, std::size_t slice_bytes) {
   hierarchy::Options options;
   options.compressed = wire_dtype >= 0;
   if (options.compressed) options.wire = static_cast<DType>(wire_dtype);
   options.names = names;
   options.slice_bytes = slice_bytes;
-  return share_beside_python(record(make_hierarchical_engine(rank, hosts, unrecorded(local), wire_of(wire), options)));
+  return share_beside_python(
+      record(make_hierarchical_engine(rank, hosts, unrecorded(local), transport_of(transport), options)));
 }
 
 // Returns (order, schedule, tree): how the ranks' values are added by default.
@@ -41,10 +42,11 @@ py::tuple order_over(const HostsOfRanks& hosts) {
 
 void define_hierarchy(py::module_& m) {
   m.def(
-      "hierarchical_engine", &hierarchical_engine, py::arg("local"), py::arg("wire"), py::arg("rank"), py::arg("hosts"),
-      py::arg("names"), py::arg("wire_dtype") = -1, py::arg("slice_bytes") = 0,
-      "An engine of all ranks, of the ranks' engine on this host and a wire between hosts. `hosts`: the ranks of each, "
-      "in the order of their lowest ranks; `names` likewise; `wire_dtype`: what floats are sent as, -1: as they are.");
+      "hierarchical_engine", &hierarchical_engine, py::arg("local"), py::arg("transport"), py::arg("rank"),
+      py::arg("hosts"), py::arg("names"), py::arg("wire_dtype") = -1, py::arg("slice_bytes") = 0,
+      "An engine of all ranks, of the ranks' engine on this host and a transport between hosts. `hosts`: the ranks of "
+      "each, in the order of their lowest ranks; `names` likewise; `wire_dtype`: what floats are sent as, -1: as they "
+      "are.");
   m.def("order_over", &order_over, py::arg("hosts"),
         "(order, schedule between hosts, additions of hosts in turn) that ranks on these hosts get.");
 }

@@ -1,4 +1,4 @@
-// The end of a wire: an abort, or the first failure that no call was there to throw.
+// The end of a transport: an abort, or the first failure that no call was there to throw.
 #pragma once
 
 #include <atomic>
@@ -12,15 +12,15 @@ namespace ringcomm::nccl {
 
 class AbortState {
  public:
-  // Ends the wire. Returns false if it had ended before.
+  // Ends the transport. Returns false if it had ended before.
   bool end() { return !ended_.exchange(true); }
   bool ended() const { return ended_.load(); }
-  // Whether the wire has ended or failed, so that waiting is useless.
+  // Whether the transport has ended or failed, so that waiting is useless.
   bool is_over() const { return ended() || failed_.load(); }
 
   // Keeps the first failure, and passes it to the handler.
-  void fail(const WireFailure& failure) {
-    std::function<void(const WireFailure&)> handler;
+  void fail(const TransportFailure& failure) {
+    std::function<void(const TransportFailure&)> handler;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (failure_ || ended()) return;
@@ -30,8 +30,8 @@ class AbortState {
     }
     if (handler) handler(failure);
   }
-  void on_failure(std::function<void(const WireFailure&)> handler) {
-    std::optional<WireFailure> failure;
+  void on_failure(std::function<void(const TransportFailure&)> handler) {
+    std::optional<TransportFailure> failure;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       failure = failure_;
@@ -39,7 +39,7 @@ class AbortState {
     }
     if (failure && handler) handler(*failure);
   }
-  std::optional<WireFailure> failure() const {
+  std::optional<TransportFailure> failure() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return failure_;
   }
@@ -47,8 +47,8 @@ class AbortState {
  private:
   std::atomic<bool> ended_{false}, failed_{false};
   mutable std::mutex mutex_;
-  std::function<void(const WireFailure&)> handler_;
-  std::optional<WireFailure> failure_;
+  std::function<void(const TransportFailure&)> handler_;
+  std::optional<TransportFailure> failure_;
 };
 
 }  // namespace ringcomm::nccl

@@ -14,14 +14,14 @@ namespace {
 
 // Polls `done` until it returns true. Returns false if it does not within `limit`.
 template <typename Done>
-bool poll_until(WireClock::time_point limit, const Done& done) {
+bool poll_until(TransportClock::time_point limit, const Done& done) {
   constexpr int kYields = 100;
   for (int looks = 0; !done(); ++looks) {
     if (looks < kYields) {
       sched_yield();
       continue;
     }
-    if (WireClock::now() >= limit) return false;
+    if (TransportClock::now() >= limit) return false;
     usleep(50);
   }
   return true;
@@ -55,7 +55,7 @@ std::string text_of(const Round& round) {
 }
 
 Communicator::Communicator(const Library& library, const AbortState& abort_state, const Place& place,
-                           const std::string& id, WireClock::time_point limit)
+                           const std::string& id, TransportClock::time_point limit)
     : library_(library), abort_state_(abort_state), place_(place) {
   UniqueId unique{};
   if (id.size() != sizeof unique.bytes)
@@ -86,7 +86,7 @@ Communicator::~Communicator() {
 }
 
 void Communicator::lose(const char* call, int peer, Result result) const {
-  throw WireFailure{peer, false, concat(call, ": ", library_.explain(result, comm_))};
+  throw TransportFailure{peer, false, concat(call, ": ", library_.explain(result, comm_))};
 }
 
 Result Communicator::state() {
@@ -97,7 +97,7 @@ Result Communicator::state() {
 
 void Communicator::begin(const Round& round, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!comm_ || abort_state_.ended()) throw WireFailure{-1, false, "the communicator of NCCL is closed"};
+  if (!comm_ || abort_state_.ended()) throw TransportFailure{-1, false, "the communicator of NCCL is closed"};
   const auto must = [&](const char* call, int peer, Result result) {
     if (result == kSuccess || result == kInProgress) return;
     library_.group_end();  // closes the group, whose calls fail as well
@@ -114,29 +114,29 @@ void Communicator::begin(const Round& round, cudaStream_t stream) {
 
 bool Communicator::settled(const Round& round) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!comm_ || abort_state_.ended()) throw WireFailure{-1, false, "the communicator of NCCL was aborted"};
+  if (!comm_ || abort_state_.ended()) throw TransportFailure{-1, false, "the communicator of NCCL was aborted"};
   const Result now = state();
   if (now == kInProgress) return false;
   if (now != kSuccess) lose("ncclGroupEnd", only_peer(round), now);
   return true;
 }
 
-void Communicator::group(const Round& round, cudaStream_t stream, WireClock::time_point limit) {
+void Communicator::group(const Round& round, cudaStream_t stream, TransportClock::time_point limit) {
   const std::lock_guard<std::mutex> lock(turn_);
   begin(round, stream);
   if (!poll_until(limit, [&] { return settled(round); }))
-    throw WireFailure{only_peer(round), true, concat("ncclGroupEnd did not end: ", text_of(round))};
+    throw TransportFailure{only_peer(round), true, concat("ncclGroupEnd did not end: ", text_of(round))};
 }
 
-std::optional<WireFailure> Communicator::trouble() {
+std::optional<TransportFailure> Communicator::trouble() {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || !comm_) return std::nullopt;
   const Result now = state();
   if (now == kSuccess || now == kInProgress) return std::nullopt;
-  return WireFailure{-1, false, concat("NCCL found ", library_.explain(now, comm_))};
+  return TransportFailure{-1, false, concat("NCCL found ", library_.explain(now, comm_))};
 }
 
-bool Communicator::close(WireClock::time_point limit) {
+bool Communicator::close(TransportClock::time_point limit) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!comm_) return true;
   Result result = library_.finalize(comm_);

@@ -25,25 +25,25 @@ class Communicator {
  public:
   // Makes a communicator of all ranks, each of which passes the same id. Throws kTimeout, kSystem.
   Communicator(const Library& library, const AbortState& abort_state, const Place& place, const std::string& id,
-               WireClock::time_point limit);
+               TransportClock::time_point limit);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
   // Enqueues the messages of a round as one group. The first round with a peer blocks until the peer has reached it
-  // too. Throws WireFailure.
-  void group(const Round& round, cudaStream_t stream, WireClock::time_point limit);
+  // too. Throws TransportFailure.
+  void group(const Round& round, cudaStream_t stream, TransportClock::time_point limit);
   // The same in two steps: the round has been enqueued once `settled` returns true, and no other group may begin
   // before.
   void begin(const Round& round, cudaStream_t stream);
   bool settled(const Round& round);
 
   // Returns an error that NCCL has detected by itself; nothing if the communicator is busy.
-  std::optional<WireFailure> trouble();
+  std::optional<TransportFailure> trouble();
 
   // Closes it, after all sent data has been delivered. Returns false if that was not done within `limit`; then abort
   // it.
-  bool close(WireClock::time_point limit);
+  bool close(TransportClock::time_point limit);
   // Ends its kernels; local. Idempotent.
   void abort();
 

@@ -1,4 +1,4 @@
-// The parts of the CUDA runtime that the wire uses: events are reused, streams are its own.
+// The parts of the CUDA runtime that the transport uses: events are reused, streams are its own.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// The functions of NCCL that the wire needs: loaded at run time, never linked. The declarations are our own, for the
-// few functions whose binary interface has not changed since 2.18.
+// The functions of NCCL that the transport needs: loaded at run time, never linked. The declarations are our own, for
+// the few functions whose binary interface has not changed since 2.18.
 #pragma once
 
 #include <cuda_runtime.h>

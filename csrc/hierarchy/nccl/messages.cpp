@@ -11,16 +11,16 @@ constexpr auto kGather = std::chrono::milliseconds(1);  // time to collect a gro
 }
 
 MessageQueue::MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
-                           WireClock::time_point limit)
+                           TransportClock::time_point limit)
     : shared_(std::move(shared)),
       stream_(shared_->place.device, shared_->place.rank),
       communicator_(library, *shared_->abort_state, shared_->place, id, limit) {}
 
 void MessageQueue::post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
-                        std::shared_ptr<WireRequest> request) {
+                        std::shared_ptr<TransportRequest> request) {
   Event ready = shared_->events->record(caller);
   const std::lock_guard<std::mutex> lock(mutex_);
-  posted_.push_back({message, sends, limit_ms, std::move(ready), WireClock::now(), std::move(request)});
+  posted_.push_back({message, sends, limit_ms, std::move(ready), TransportClock::now(), std::move(request)});
 }
 
 bool MessageQueue::idle() const {
@@ -39,7 +39,7 @@ bool MessageQueue::advance(bool hurry) {
   const OnDevice on(shared_->place.device, shared_->place.rank);
   if (!group_.empty() && !conclude()) return true;
   if (posted_.empty()) return false;
-  if (!hurry && WireClock::now() < posted_.front().since + kGather) return true;
+  if (!hurry && TransportClock::now() < posted_.front().since + kGather) return true;
   begin();
   conclude();
   return true;
@@ -55,15 +55,15 @@ void MessageQueue::begin() {
     (posted.sends ? round_.sends : round_.recvs).push_back(posted.message);
     limit_ms_ = std::max(limit_ms_, posted.limit_ms);
   }
-  since_ = WireClock::now();
+  since_ = TransportClock::now();
   begun_ = shared_->events->record(stream_);
   communicator_.begin(round_, stream_);
 }
 
 bool MessageQueue::conclude() {
   if (!communicator_.settled(round_)) {
-    if (WireClock::now() >= since_ + std::chrono::milliseconds(limit_ms_))
-      throw WireFailure{only_peer(round_), true, text_of(round_)};
+    if (TransportClock::now() >= since_ + std::chrono::milliseconds(limit_ms_))
+      throw TransportFailure{only_peer(round_), true, text_of(round_)};
     return false;
   }
   const Event ended = shared_->events->record(stream_);

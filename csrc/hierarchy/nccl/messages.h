@@ -12,10 +12,10 @@ namespace ringcomm::nccl {
 class MessageQueue {
  public:
   MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
-               WireClock::time_point limit);
+               TransportClock::time_point limit);
 
   void post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
-            std::shared_ptr<WireRequest> request);
+            std::shared_ptr<TransportRequest> request);
   // Takes the next step if possible: finishes a group that has been enqueued, or begins the next one. `hurry`: does not
   // wait for more messages to join the group. Returns whether there is more to do.
   bool advance(bool hurry);
@@ -28,8 +28,8 @@ class MessageQueue {
     bool sends;
     std::int64_t limit_ms;
     Event ready;
-    WireClock::time_point since;
-    std::shared_ptr<WireRequest> request;
+    TransportClock::time_point since;
+    std::shared_ptr<TransportRequest> request;
   };
   bool conclude();
   void begin();
@@ -42,7 +42,7 @@ class MessageQueue {
   std::vector<Posted> group_;  // begun, not enqueued yet
   Round round_;                // of the same group
   Event begun_;
-  WireClock::time_point since_;
+  TransportClock::time_point since_;
   std::int64_t limit_ms_ = 0;
 };
 

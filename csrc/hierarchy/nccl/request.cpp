@@ -11,21 +11,21 @@ namespace ringcomm::nccl {
 
 namespace {
 constexpr int kYields = 32, kLongestNapUs = 500;
-constexpr auto kForEver = WireClock::time_point::max();
+constexpr auto kForEver = TransportClock::time_point::max();
 }  // namespace
 
-Event WireRequest::event() const {
+Event TransportRequest::event() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return event_;
 }
 
-void WireRequest::enqueued(Event event) {
+void TransportRequest::enqueued(Event event) {
   const std::lock_guard<std::mutex> lock(mutex_);
   event_ = std::move(event);
 }
 
 // An abort ends the device's work and its events: only a call that was seen to end before has succeeded.
-bool WireRequest::over() const {
+bool TransportRequest::over() const {
   if (ended_well_.load()) return true;
   const Event end = event();
   try {
@@ -39,26 +39,26 @@ bool WireRequest::over() const {
   return shared_->abort_state->is_over();
 }
 
-bool WireRequest::done() const {
+bool TransportRequest::done() const {
   if (hurry_ && !event()) hurry_();
   return over();
 }
 
-bool WireRequest::await(WireClock::time_point limit) const {
+bool TransportRequest::await(TransportClock::time_point limit) const {
   for (int idle = 0; !over(); ++idle) {
     if (hurry_ && !event()) hurry_();
     if (idle < kYields) {
       sched_yield();
       continue;
     }
-    if (limit != kForEver && WireClock::now() >= limit) return false;
+    if (limit != kForEver && TransportClock::now() >= limit) return false;
     usleep(std::min(kLongestNapUs, 10 * (idle - kYields + 1)));
   }
   return true;
 }
 
-void WireRequest::raise() const {
-  const std::optional<WireFailure> failure = shared_->abort_state->failure();
+void TransportRequest::raise() const {
+  const std::optional<TransportFailure> failure = shared_->abort_state->failure();
   const int rank = shared_->place.rank;
   if (!failure)
     fail(ErrorCode::kAborted, name(op_), ": rank ", rank,
@@ -69,15 +69,15 @@ void WireRequest::raise() const {
        "; look at what happened there, and create a new communicator");
 }
 
-void WireRequest::wait(std::int64_t timeout_ms) {
-  const auto limit = timeout_ms > 0 ? WireClock::now() + std::chrono::milliseconds(timeout_ms) : kForEver;
+void TransportRequest::wait(std::int64_t timeout_ms) {
+  const auto limit = timeout_ms > 0 ? TransportClock::now() + std::chrono::milliseconds(timeout_ms) : kForEver;
   if (!await(limit))
     fail(ErrorCode::kTimeout, name(op_), ": rank ", shared_->place.rank, " waited ", timeout_ms,
          " ms for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
   if (!ended_well_.load()) raise();
 }
 
-void WireRequest::join(std::uintptr_t stream) {
+void TransportRequest::join(std::uintptr_t stream) {
   for (int idle = 0; !event(); ++idle) {
     if (hurry_) hurry_();
     if (shared_->abort_state->is_over()) raise();
@@ -91,7 +91,7 @@ void WireRequest::join(std::uintptr_t stream) {
   shared_->events->follow(reinterpret_cast<cudaStream_t>(stream), event());
 }
 
-std::exception_ptr WireRequest::result() const {
+std::exception_ptr TransportRequest::result() const {
   if (ended_well_.load()) return nullptr;
   try {
     raise();
@@ -100,7 +100,7 @@ std::exception_ptr WireRequest::result() const {
   }
 }
 
-void WireRequest::on_done(std::function<void(std::exception_ptr)> callback) {
+void TransportRequest::on_done(std::function<void(std::exception_ptr)> callback) {
   if (over()) return callback(result());
   shared_->watcher->call_back([self = shared_from_this(), callback = std::move(callback)] {
     if (self->hurry_ && !self->event()) self->hurry_();

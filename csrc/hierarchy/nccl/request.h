@@ -8,7 +8,7 @@
 
 namespace ringcomm::nccl {
 
-// The state that the requests of a wire share with it, and which may outlive it.
+// The state that the requests of a transport share with it, and which may outlive it.
 struct Shared {
   Place place;
   std::shared_ptr<Events> events;
@@ -16,10 +16,10 @@ struct Shared {
   std::shared_ptr<Watcher> watcher;
 };
 
-class WireRequest final : public Request, public std::enable_shared_from_this<WireRequest> {
+class TransportRequest final : public Request, public std::enable_shared_from_this<TransportRequest> {
  public:
   // `hurry` is called while a thread waits for a call that has not been enqueued yet.
-  WireRequest(std::shared_ptr<const Shared> shared, Op op, int peer, std::function<void()> hurry = {})
+  TransportRequest(std::shared_ptr<const Shared> shared, Op op, int peer, std::function<void()> hurry = {})
       : shared_(std::move(shared)), op_(op), peer_(peer), hurry_(std::move(hurry)) {}
 
   bool done() const override;
@@ -35,7 +35,7 @@ class WireRequest final : public Request, public std::enable_shared_from_this<Wi
   Event event() const;
   // Whether the call is over, successfully or not.
   bool over() const;
-  bool await(WireClock::time_point limit) const;
+  bool await(TransportClock::time_point limit) const;
   [[noreturn]] void raise() const;
   std::exception_ptr result() const;
 

@@ -12,10 +12,10 @@ constexpr int kAtFirst = 4;
 }  // namespace
 
 Staging::Staging(std::size_t nbytes, int rank) : nbytes_(nbytes) {
-  check(cudaHostAlloc(&host_, nbytes, cudaHostAllocDefault), "cudaHostAlloc of a wire's signatures", rank);
+  check(cudaHostAlloc(&host_, nbytes, cudaHostAllocDefault), "cudaHostAlloc of a transport's signatures", rank);
   const cudaError_t status = cudaMalloc(&device_, nbytes);
   if (status != cudaSuccess) cudaFreeHost(host_);
-  check(status, "cudaMalloc of a wire's signatures", rank);
+  check(status, "cudaMalloc of a transport's signatures", rank);
 }
 
 Staging::~Staging() {

@@ -23,21 +23,22 @@ std::size_t bytes_of(const std::vector<Message>& messages) {
   return nbytes;
 }
 
-class NcclExchange final : public WireExchange {
+class NcclExchange final : public TransportExchange {
  public:
-  NcclExchange(NcclWire& wire, std::vector<Round> rounds, WireClock::time_point limit, cudaStream_t stream)
-      : wire_(wire), rounds_(std::move(rounds)), ends_(rounds_.size()), limit_(limit), stream_(stream) {}
-  void start(int round) override { ends_.at(round) = wire_.start(rounds_.at(round), limit_, stream_); }
+  NcclExchange(NcclTransport& transport, std::vector<Round> rounds, TransportClock::time_point limit,
+               cudaStream_t stream)
+      : transport_(transport), rounds_(std::move(rounds)), ends_(rounds_.size()), limit_(limit), stream_(stream) {}
+  void start(int round) override { ends_.at(round) = transport_.start(rounds_.at(round), limit_, stream_); }
   void finish(int round) override {
-    wire_.finish(ends_.at(round), stream_);
+    transport_.finish(ends_.at(round), stream_);
     ends_[round] = nullptr;
   }
 
  private:
-  NcclWire& wire_;
+  NcclTransport& transport_;
   const std::vector<Round> rounds_;
   std::vector<Event> ends_;
-  const WireClock::time_point limit_;
+  const TransportClock::time_point limit_;
   const cudaStream_t stream_;
 };
 
@@ -63,13 +64,13 @@ const NcclOptions& checked(const NcclOptions& options) {
   return options;
 }
 
-WireClock::time_point end_of(const NcclOptions& options) {
-  return WireClock::now() + std::chrono::milliseconds(options.timeout_ms);
+TransportClock::time_point end_of(const NcclOptions& options) {
+  return TransportClock::now() + std::chrono::milliseconds(options.timeout_ms);
 }
 
 }  // namespace
 
-NcclWire::NcclWire(const NcclOptions& options)
+NcclTransport::NcclTransport(const NcclOptions& options)
     : library_(Library::load(checked(options).path)),
       shared_(shared_of(options, [this] { return tick(); })),
       communicator_(library_, *shared_->abort_state, shared_->place, options.unique_ids[0], end_of(options)),
@@ -82,7 +83,7 @@ NcclWire::NcclWire(const NcclOptions& options)
     queues_->all.push_back(std::make_unique<MessageQueue>(library_, shared_, options.unique_ids[i], end_of(options)));
 }
 
-NcclWire::~NcclWire() {
+NcclTransport::~NcclTransport() {
   if (process_is_ending()) return;
   close();
   try {
@@ -95,28 +96,28 @@ NcclWire::~NcclWire() {
 
 // ---- checks
 
-void NcclWire::check_open() const {
-  if (closed_.load()) throw WireFailure{-1, false, "the wire is closed"};
-  if (shared_->abort_state->ended()) throw WireFailure{-1, false, "the wire was aborted"};
+void NcclTransport::check_open() const {
+  if (closed_.load()) throw TransportFailure{-1, false, "the transport is closed"};
+  if (shared_->abort_state->ended()) throw TransportFailure{-1, false, "the transport was aborted"};
   if (const auto failure = shared_->abort_state->failure()) throw *failure;
 }
 
-void NcclWire::check_stream(const char* call, cudaStream_t stream) const {
+void NcclTransport::check_stream(const char* call, cudaStream_t stream) const {
   if (is_capturing(stream, rank()))
     fail(ErrorCode::kUnsupported, call, ": rank ", rank(),
          " expected a stream that is not being captured, got one in the capture of a graph; calls between hosts cannot "
          "be captured, make them before or after");
 }
 
-std::int64_t NcclWire::left_ms(WireClock::time_point limit) const {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(limit - WireClock::now()).count();
-  if (left <= 0) throw WireFailure{-1, true, "the limit had passed before the round began"};
+std::int64_t NcclTransport::left_ms(TransportClock::time_point limit) const {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(limit - TransportClock::now()).count();
+  if (left <= 0) throw TransportFailure{-1, true, "the limit had passed before the round began"};
   return left;
 }
 
 // ---- rounds
 
-Event NcclWire::start(const Round& round, WireClock::time_point limit, cudaStream_t stream) {
+Event NcclTransport::start(const Round& round, TransportClock::time_point limit, cudaStream_t stream) {
   check_open();
   const OnDevice on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
@@ -132,13 +133,13 @@ Event NcclWire::start(const Round& round, WireClock::time_point limit, cudaStrea
   return end;
 }
 
-void NcclWire::finish(const Event& end, cudaStream_t stream) {
+void NcclTransport::finish(const Event& end, cudaStream_t stream) {
   const OnDevice on = on_device();
   shared_->events->follow(stream, end);
 }
 
-std::unique_ptr<WireExchange> NcclWire::open(int, std::vector<Round> rounds, WireClock::time_point limit,
-                                             std::uintptr_t stream) {
+std::unique_ptr<TransportExchange> NcclTransport::open(int, std::vector<Round> rounds, TransportClock::time_point limit,
+                                                       std::uintptr_t stream) {
   check_open();
   return std::make_unique<NcclExchange>(*this, std::move(rounds), limit, to_stream(stream));
 }
@@ -146,8 +147,8 @@ std::unique_ptr<WireExchange> NcclWire::open(int, std::vector<Round> rounds, Wir
 // ---- signatures
 
 // CallSignature are sent at once, before the messages, and do not wait for the work on the caller's stream.
-std::vector<std::string> NcclWire::swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
-                                        std::uintptr_t) {
+std::vector<std::string> NcclTransport::swap(const std::vector<CallSignature>& signatures,
+                                             TransportClock::time_point limit, std::uintptr_t) {
   check_open();
   const OnDevice on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
@@ -165,10 +166,10 @@ std::vector<std::string> NcclWire::swap(const std::vector<CallSignature>& signat
   }
   const Event begun = shared_->events->record(transfers_);
   check(cudaMemcpyAsync(staging->device(), staging->host(), half, cudaMemcpyHostToDevice, transfers_),
-        "cudaMemcpyAsync of a wire's signatures", rank());
+        "cudaMemcpyAsync of a transport's signatures", rank());
   communicator_.group(round, transfers_, limit);
   check(cudaMemcpyAsync(staging->host() + half, staging->device() + half, half, cudaMemcpyDeviceToHost, transfers_),
-        "cudaMemcpyAsync of a wire's signatures", rank());
+        "cudaMemcpyAsync of a transport's signatures", rank());
   const Event end = shared_->events->record(transfers_);
   shared_->watcher->watch({begun, end, limit_ms, true, only_peer(round), "signatures: " + text_of(round),
                            [this, signatures, staging, half] {
@@ -178,7 +179,7 @@ std::vector<std::string> NcclWire::swap(const std::vector<CallSignature>& signat
   return {};
 }
 
-void NcclWire::compare(const std::vector<CallSignature>& signatures, const char* theirs) {
+void NcclTransport::compare(const std::vector<CallSignature>& signatures, const char* theirs) {
   for (const CallSignature& each : signatures) {
     if (std::memcmp(theirs, each.mine.data(), each.mine.size()) != 0)
       shared_->abort_state->fail({each.peer, false, concat("rank ", each.peer, " made another call"), each.mine,
@@ -189,13 +190,13 @@ void NcclWire::compare(const std::vector<CallSignature>& signatures, const char*
 
 // ---- messages
 
-bool NcclWire::Queues::advance(bool hurry) {
+bool NcclTransport::Queues::advance(bool hurry) {
   bool more = false;
   for (const auto& queue : all) more = queue->advance(hurry) || more;
   return more;
 }
 
-std::shared_ptr<Request> NcclWire::message(const Call& call, std::int64_t limit_ms) {
+std::shared_ptr<Request> NcclTransport::message(const Call& call, std::int64_t limit_ms) {
   const OnDevice on = on_device();
   const cudaStream_t stream = to_stream(call.stream);
   if (call.root == kAnySource)
@@ -213,13 +214,13 @@ std::shared_ptr<Request> NcclWire::message(const Call& call, std::int64_t limit_
   const auto hurry = [queues = std::weak_ptr<Queues>(queues_), abort_state = shared_->abort_state] {
     try {
       if (const auto all = queues.lock()) all->advance(true);
-    } catch (const WireFailure& failure) {
+    } catch (const TransportFailure& failure) {
       abort_state->fail(failure);
     } catch (const Error& error) {
       abort_state->fail({-1, false, error.what()});
     }
   };
-  auto request = std::make_shared<WireRequest>(shared_, call.op, call.root, hurry);
+  auto request = std::make_shared<TransportRequest>(shared_, call.op, call.root, hurry);
   const bool up = sends == (call.root > rank());  // from a lower to a higher rank
   queues_->all[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
   if (sends) sent_bytes_ += nbytes;
@@ -229,7 +230,7 @@ std::shared_ptr<Request> NcclWire::message(const Call& call, std::int64_t limit_
 
 // ---- calls on streams
 
-std::uintptr_t NcclWire::fork(std::uintptr_t stream) {
+std::uintptr_t NcclTransport::fork(std::uintptr_t stream) {
   const OnDevice on = on_device();
   check_stream("an asynchronous call", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -238,14 +239,14 @@ std::uintptr_t NcclWire::fork(std::uintptr_t stream) {
   return reinterpret_cast<std::uintptr_t>(static_cast<cudaStream_t>(*async_));
 }
 
-std::shared_ptr<Request> NcclWire::join(const Call& call, std::uintptr_t stream) {
+std::shared_ptr<Request> NcclTransport::join(const Call& call, std::uintptr_t stream) {
   const OnDevice on = on_device();
-  auto request = std::make_shared<WireRequest>(shared_, call.op, -1);
+  auto request = std::make_shared<TransportRequest>(shared_, call.op, -1);
   request->enqueued(shared_->events->record(to_stream(stream)));
   return request;
 }
 
-void NcclWire::enter(std::uintptr_t stream) {
+void NcclTransport::enter(std::uintptr_t stream) {
   const OnDevice on = on_device();
   check_stream("a call between hosts", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -253,7 +254,7 @@ void NcclWire::enter(std::uintptr_t stream) {
   entered_ = shared_->events->record(to_stream(stream));
 }
 
-void NcclWire::leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) {
+void NcclTransport::leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) {
   const OnDevice on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = shared_->events->record(to_stream(stream));
@@ -265,7 +266,7 @@ void NcclWire::leave(std::uintptr_t stream, const Call& call, std::int64_t limit
 
 // ---- memory
 
-void* NcclWire::allocate(std::size_t nbytes) {
+void* NcclTransport::allocate(std::size_t nbytes) {
   const OnDevice on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Block& block : blocks_)
@@ -276,12 +277,12 @@ void* NcclWire::allocate(std::size_t nbytes) {
       return block.data;
     }
   void* data = nullptr;
-  check(cudaMalloc(&data, nbytes), "cudaMalloc of a wire's memory", rank());
+  check(cudaMalloc(&data, nbytes), "cudaMalloc of a transport's memory", rank());
   blocks_.push_back({data, nbytes});
   return data;
 }
 
-void NcclWire::release(void* data) {
+void NcclTransport::release(void* data) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Block& block : blocks_)
     if (block.data == data) block.released = true;
@@ -290,17 +291,17 @@ void NcclWire::release(void* data) {
 // ---- the end
 
 // Runs in the watcher's thread.
-bool NcclWire::tick() {
+bool NcclTransport::tick() {
   const bool more = queues_->advance(false);
   if (shared_->abort_state->is_over()) return false;
-  std::optional<WireFailure> trouble = communicator_.trouble();
+  std::optional<TransportFailure> trouble = communicator_.trouble();
   for (const auto& queue : queues_->all)
     if (!trouble) trouble = queue->communicator().trouble();
   if (trouble) throw *trouble;
   return more;
 }
 
-void NcclWire::abort() {
+void NcclTransport::abort() {
   if (!shared_->abort_state->end()) return;
   communicator_.abort();
   for (const auto& queue : queues_->all) queue->communicator().abort();
@@ -308,18 +309,18 @@ void NcclWire::abort() {
 }
 
 // Waits until all work that was started has ended; returns false if it does not.
-bool NcclWire::await_idle() {
-  const auto limit = WireClock::now() + std::chrono::milliseconds(2 * longest_ms_.load()) + kGrace;
+bool NcclTransport::await_idle() {
+  const auto limit = TransportClock::now() + std::chrono::milliseconds(2 * longest_ms_.load()) + kGrace;
   const auto idle = [&] {
     bool messages = true;
     for (const auto& queue : queues_->all) messages = messages && queue->idle();
     return messages && shared_->watcher->idle();
   };
   while (!idle()) {
-    if (shared_->abort_state->is_over() || WireClock::now() >= limit) return false;
+    if (shared_->abort_state->is_over() || TransportClock::now() >= limit) return false;
     try {
       queues_->advance(true);
-    } catch (const WireFailure&) {
+    } catch (const TransportFailure&) {
       return false;
     }
     usleep(100);
@@ -327,12 +328,12 @@ bool NcclWire::await_idle() {
   return true;
 }
 
-void NcclWire::close() {
+void NcclTransport::close() {
   if (closed_.exchange(true)) return;
   try {
     const OnDevice on = on_device();
     bool good = !shared_->watcher->runs_this_thread() && await_idle();
-    const auto limit = WireClock::now() + kGrace;
+    const auto limit = TransportClock::now() + kGrace;
     good = good && communicator_.close(limit);
     for (const auto& queue : queues_->all) good = good && queue->communicator().close(limit);
     if (!good) abort();
@@ -342,7 +343,7 @@ void NcclWire::close() {
   shared_->watcher->stop();
 }
 
-std::vector<std::pair<std::string, std::string>> NcclWire::describe() const {
+std::vector<std::pair<std::string, std::string>> NcclTransport::describe() const {
   return {{"nccl", library_.text()}, {"nccl_library", library_.where}};
 }
 
@@ -350,6 +351,8 @@ std::vector<std::pair<std::string, std::string>> NcclWire::describe() const {
 
 namespace ringcomm {
 
-std::unique_ptr<Wire> make_nccl_wire(const NcclOptions& options) { return std::make_unique<nccl::NcclWire>(options); }
+std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
+  return std::make_unique<nccl::NcclTransport>(options);
+}
 
 }  // namespace ringcomm

@@ -1,6 +1,6 @@
-// The wire between GPUs: rounds of ncclSend and ncclRecv on a stream of its own. That stream waits for the caller's
-// stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of one
-// exchange overlap with the arithmetic of another.
+// The transport between GPUs: rounds of ncclSend and ncclRecv on a stream of its own. That stream waits for the
+// caller's stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of
+// one exchange overlap with the arithmetic of another.
 #pragma once
 
 #include "hierarchy/nccl/messages.h"
@@ -8,16 +8,16 @@
 
 namespace ringcomm::nccl {
 
-class NcclWire final : public Wire {
+class NcclTransport final : public Transport {
  public:
-  explicit NcclWire(const NcclOptions& options);
-  ~NcclWire() override;
+  explicit NcclTransport(const NcclOptions& options);
+  ~NcclTransport() override;
 
   const char* kind() const override { return "nccl"; }
-  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, WireClock::time_point limit,
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
                                 std::uintptr_t stream) override;
-  std::unique_ptr<WireExchange> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                     std::uintptr_t stream) override;
+  std::unique_ptr<TransportExchange> open(int slot, std::vector<Round> rounds, TransportClock::time_point limit,
+                                          std::uintptr_t stream) override;
   std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override;
   void* allocate(std::size_t nbytes) override;
   void release(void* data) override;
@@ -26,7 +26,7 @@ class NcclWire final : public Wire {
   void enter(std::uintptr_t stream) override;
   void leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) override;
   void abort() override;
-  void on_failure(std::function<void(const WireFailure&)> handler) override {
+  void on_failure(std::function<void(const TransportFailure&)> handler) override {
     shared_->abort_state->on_failure(std::move(handler));
   }
   void close() override;
@@ -35,7 +35,7 @@ class NcclWire final : public Wire {
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
   // Enqueues a round after the present work of `stream`; returns the event of its end.
-  Event start(const Round& round, WireClock::time_point limit, cudaStream_t stream);
+  Event start(const Round& round, TransportClock::time_point limit, cudaStream_t stream);
   void finish(const Event& end, cudaStream_t stream);
 
  private:
@@ -56,7 +56,7 @@ class NcclWire final : public Wire {
   OnDevice on_device() const { return OnDevice(shared_->place.device, rank()); }
   void check_open() const;
   void check_stream(const char* call, cudaStream_t stream) const;
-  std::int64_t left_ms(WireClock::time_point limit) const;
+  std::int64_t left_ms(TransportClock::time_point limit) const;
   void compare(const std::vector<CallSignature>& signatures, const char* theirs);
   bool tick();
   bool await_idle();

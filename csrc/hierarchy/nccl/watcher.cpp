@@ -6,7 +6,7 @@ namespace ringcomm::nccl {
 
 namespace {
 constexpr auto kTick = std::chrono::milliseconds(1);
-constexpr auto kNotBegun = WireClock::time_point::max();
+constexpr auto kNotBegun = TransportClock::time_point::max();
 }  // namespace
 
 Watcher::Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick)
@@ -71,7 +71,7 @@ void Watcher::run() {
     sweep();  // first: differing signatures explain more than NCCL's error for the messages after them
     try {
       more = tick_();
-    } catch (const WireFailure& failure) {
+    } catch (const TransportFailure& failure) {
       abort_state_->fail(failure);
     } catch (const Error& error) {
       abort_state_->fail({-1, false, error.what()});
@@ -121,7 +121,7 @@ bool Watcher::is_over(Watched& watched) {
       return true;
     }
     if (watched.late == kNotBegun && events_->reached(watched.begun))
-      watched.late = WireClock::now() + std::chrono::milliseconds(watched.limit_ms);
+      watched.late = TransportClock::now() + std::chrono::milliseconds(watched.limit_ms);
     return false;
   } catch (const Error& error) {
     abort_state_->fail({-1, false, error.what()});
@@ -131,7 +131,7 @@ bool Watcher::is_over(Watched& watched) {
 
 // A late call is blamed on its oldest transfer that has not ended.
 void Watcher::report_late(const std::list<Watched>& all) {
-  const auto now = WireClock::now();
+  const auto now = TransportClock::now();
   const Watched *late = nullptr, *transfer = nullptr;
   for (const Watched& watched : all) {
     if (!late && now >= watched.late) late = &watched;

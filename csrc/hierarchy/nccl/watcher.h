@@ -1,4 +1,4 @@
-// The thread that watches the work that a wire has enqueued: it notices the end, and a time limit that has passed.
+// The thread that watches the work that a transport has enqueued: it notices the end, and a time limit that has passed.
 #pragma once
 
 #include <condition_variable>
@@ -16,8 +16,8 @@ struct Watched {
   bool is_transfer = false;
   int peer = -1;
   std::string what;                   // "1 message to rank 2, 1 from rank 3"
-  std::function<void()> on_end = {};  // called in the watcher's thread, unless the wire has ended before
-  WireClock::time_point late = WireClock::time_point::max();
+  std::function<void()> on_end = {};  // called in the watcher's thread, unless the transport has ended before
+  TransportClock::time_point late = TransportClock::time_point::max();
 };
 
 class Watcher : public std::enable_shared_from_this<Watcher> {
