@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_ranks
 from torch import nn
 
 import ringcomm
@@ -26,6 +25,7 @@ from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
+from tests.support import torch_ranks
 
 torch.set_num_threads(1)
 

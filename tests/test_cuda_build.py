@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import sass_lint
 
 import ringcomm
 from ringcomm import _C, errors
+from tests.support import sass_lint
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = _C.build_info()["cuda"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-from endurance import Held, endure, growth
+from benchmarks.endurance import Held, endure, growth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

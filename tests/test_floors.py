@@ -7,10 +7,11 @@ csrc/, by folder:
 | 0 | csrc/core | the C++ standard library |
 | 1 | csrc/runtime | floor 0, the operating system |
 | 2 | csrc/cpu: kernels/, group/, collectives/; csrc/cuda | floors 0 and 1; and the CUDA runtime |
-| 2 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a transport, whatever they are |
 | 3 | csrc/hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
 | 4 | csrc/bind/module; csrc/bind/c10d | floors 0 to 3 and pybind11; interfaces and torch |
+
+tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
 
 ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.
 """
@@ -27,7 +28,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NATIVE = sorted(path for suffix in (".h", ".cpp", ".cu") for path in (ROOT / "csrc").rglob(f"*{suffix}"))
+NATIVE = [
+    path
+    for folder in ("csrc", "tests/support/emulator")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".h", ".cpp", ".cu")
+]
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 FOREIGN = r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h"
@@ -40,10 +46,10 @@ FORBIDDEN_INCLUDES = {
     "hierarchy": rf"{FOREIGN}|(cpu|bind)/|hierarchy/nccl/",
     "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)|cuda/(?!runtime\.h)",
     "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|(cpu|hierarchy|bind)/",
-    "cuda/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
     "bind": r"torch|c10|ATen|cpu/|cuda",
     "bind/module": r"torch|c10|ATen|cpu/|cuda|bind/c10d/",
     "bind/c10d": r"cpu/|cuda/|cuda_runtime|bind/module/",
+    "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
     *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
@@ -113,7 +119,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_native_files_include_only_what_lies_below(path: Path) -> None:
-    folders = [folder.as_posix() for folder in path.relative_to(ROOT / "csrc").parents]
+    folders = [folder.as_posix().removeprefix("csrc/") for folder in path.relative_to(ROOT).parents]
     floor = next(folder for folder in folders if folder in FORBIDDEN_INCLUDES)
     breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
     assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
@@ -182,6 +188,20 @@ def test_arguments_are_typed(path: Path) -> None:
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         untyped = [arg.arg for arg in given if arg.annotation is None and arg.arg not in ("self", "cls")]
         assert not untyped, f"{path.name}: {node.name} leaves {untyped} without a type"
+
+
+CHANGES_THE_PATH = re.compile(
+    r"\bsys\.path(\[.*?\])?(\s*\+?=[^=]|\.(append|clear|extend|insert|pop|remove)\b)|\bsyspath_prepend"
+)
+OTHERS_TESTS = ROOT / "benchmarks" / "conformance_run.py"
+"""It runs test files of torch, which import their neighbours by name."""
+
+
+def test_no_file_changes_where_python_looks_for_modules() -> None:
+    """Tests, benchmarks and their helpers are modules of packages that lie at the root."""
+    folders = ("ringcomm", "tests", "benchmarks", "examples", "cmake")
+    files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    assert {path for path in files if CHANGES_THE_PATH.search(path.read_text())} == {OTHERS_TESTS}
 
 
 def run_python(program: str) -> str:

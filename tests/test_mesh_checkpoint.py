@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mesh_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_ranks
-from mesh_cases import Job, Net, make, pieces_of
 from torch import nn
 
 import ringcomm
@@ -20,6 +17,9 @@ from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
 from ringcomm.data_parallel.shard_spec import ShardSpec, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
+from tests.support import mesh_cases as cases
+from tests.support import torch_ranks
+from tests.support.mesh_cases import Job, Net, make, pieces_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

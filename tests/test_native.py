@@ -8,7 +8,8 @@ import re
 import subprocess
 
 import pytest
-from emulated import EMULATES, ROOT, build, module, run
+
+from tests.support.emulated import EMULATES, ROOT, build, module, run
 
 KINDS = {  # what to instrument: world sizes of engine_test
     "": ["1", "2", "3", "5", "8"],

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity import (
+
+from tests.support.parity import (
     BUCKETS_MB,
     OPTIMIZERS,
     Case,

@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
+
+from tests.support.third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
 
 
 def is_good(told: str) -> bool:

@@ -1,8 +1,8 @@
 """The native builds of the tests, once for each kind, and the emulated CUDA engine for Python tests: functions run in a
 Python that has it.
 
-As a module: `call("cuda_cases", "lists", 3)`. As a script, and in every process that such a script starts: puts the
-emulated `_C` in the place of the installed one before anything else imports it.
+As a module: `call("tests.support.cuda_cases", "lists", 3)`. As a program, and in every process that such a program
+starts: puts the emulated `_C` in the place of the installed one before anything else imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 MODULE = "RINGCOMM_TEST_MODULE"  # path of the emulated `_C`, for children
 # The core then takes half the time to compile and no more to run; the plain build is optimized as the installed one is.
 INSTRUMENTED = ("-DCMAKE_BUILD_TYPE=Instrumented", "-DCMAKE_CXX_FLAGS_INSTRUMENTED=-O1 -DNDEBUG")
@@ -110,10 +110,10 @@ def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **envi
         arguments: whatever JSON can carry.
         environment: variables for that Python.
     """
-    words = [sys.executable, "-X", "faulthandler", __file__, json.dumps([home, function, arguments])]
+    words = [sys.executable, "-X", "faulthandler", "-m", __name__, json.dumps([home, function, arguments])]
     told = {**os.environ, "RINGCOMM_EMULATED_SMS": "4", **environment, MODULE: str(module())}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, env=told, check=False)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, env=told, check=False)
     except subprocess.TimeoutExpired as error:
         output = b"".join(part or b"" for part in (error.stdout, error.stderr)).decode(errors="replace")
         raise AssertionError(f"{function}{arguments} did not end in {limit_s:g} s\n{output[-6000:]}") from None
