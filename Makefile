@@ -11,7 +11,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
+SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
 NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind) benchmarks/gpu/*.$(kind)))
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2

@@ -3,9 +3,10 @@ from Python.
 
     python -m benchmarks.signatures [--turns 81] [--rounds 8] [--write]
 
-Builds of this source take turns: one without the lines of csrc/cpu/stage.cpp that send, compare and log signatures
-(their contents are still prepared), one with them, one that also looks up each call's place in the user's code, and one
-with the flight recorder, too, which is the unchanged package. Needs the build/ of an installation from this folder.
+Builds of this source take turns: one without the lines of csrc/cpu/collectives/slot_stream.cpp that send, compare and
+log signatures (their contents are still prepared), one with them, one that also looks up each call's place in the
+user's code, and one with the flight recorder, too, which is the unchanged package. Needs the build/ of an installation
+from this folder.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from benchmarks.builds import ROOT, Build, end, in_turns, machine, ratio, times
 
 RESULT = ROOT / "benchmarks" / "results" / "signatures.md"
 SIZES = {8: 200, 1024: 200}  # bytes: calls per turn
-LINES = (  # of stage.cpp
+LINES = (  # of slot_stream.cpp
     "  group.begin_call(call, signature_);\n",
     "    header->signature = signature_;\n",
-    "  if (!(announced(peer).signature == signature_)) group_.differ();\n",
+    "  if (!(header_of(peer).signature == signature_)) group_.report_mismatch();\n",
     "  if (num_checked_ + 1 < group_.world_size()) group_.compare_calls();",
     "  progress_.history = signature_.hash();\n",
 )
@@ -38,7 +39,7 @@ Edit = Callable[[str], str]
 def without_signatures(stage: str) -> str:
     for line in LINES:
         if stage.count(line) != 1:
-            sys.exit(f"signatures.py: expected once {line.strip()!r} in stage.cpp, got {stage.count(line)}")
+            sys.exit(f"signatures.py: expected once {line.strip()!r} in slot_stream.cpp, got {stage.count(line)}")
         stage = stage.replace(line, "")
     return stage
 
@@ -102,10 +103,10 @@ def main() -> None:
     us: dict[tuple[int, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
-        places: dict[str, Edit] = {"csrc/bind/site.cpp": without_places}
+        places: dict[str, Edit] = {"csrc/bind/module/site.cpp": without_places}
         (folder / "bare").mkdir()
         (folder / "signed").mkdir()
-        bare = changed_build(folder / "bare", {"csrc/cpu/stage.cpp": without_signatures, **places})
+        bare = changed_build(folder / "bare", {"csrc/cpu/collectives/slot_stream.cpp": without_signatures, **places})
         signed = changed_build(folder / "signed", places)
         for number in range(a.rounds):
             builds = {

@@ -1,7 +1,7 @@
 # The CUDA engine: target ringcomm_cuda, and cuda_build, which says what it is; or neither, and no_cuda, which says why.
 # RINGCOMM_EMULATE compiles the very same sources, kernels too, with the host's compiler.
 # With it, what carries bytes between GPUs of several hosts: NCCL is loaded at run time, nothing of it is needed here.
-file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/nccl/*.cpp)
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/hierarchy/nccl/*.cpp)
 file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
 set(float8_sources ${kernel_sources})
 list(FILTER float8_sources INCLUDE REGEX "/(pack|[a-z]+_narrow_float)\\.cu$")
@@ -100,8 +100,8 @@ endif()
 
 # ---- what is compiled ------------------------------------------------------------------------------------------------
 if(NOT cuda_build)
-  target_sources(ringcomm_core PRIVATE ${no_cuda_source})
-  set_source_files_properties(${no_cuda_source} PROPERTIES COMPILE_DEFINITIONS "RINGCOMM_NO_CUDA=\"${no_cuda}\"")
+  target_sources(ringcomm_core PRIVATE ${no_cuda_sources})
+  set_source_files_properties(${no_cuda_sources} PROPERTIES COMPILE_DEFINITIONS "RINGCOMM_NO_CUDA=\"${no_cuda}\"")
   message(STATUS "CUDA engine: not built: ${no_cuda}")
   return()
 endif()

@@ -21,6 +21,7 @@ from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
 from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, Span, identity
+from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
@@ -199,9 +200,9 @@ def _exchange(
     # keys.
     count = generation(place, f"generation/{rank}", call, rank)
     keys = [f"handle/{count}/{peer}" for peer in range(world_size)]
-    place.set(keys[rank], frame(mine, world_size))
+    place.set(keys[rank], add_checksum(mine, world_size))
     _await(place, keys, rank, timeout, call)
-    values = [unframe(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
+    values = [strip_checksum(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
     return f"{prefix}/{count}", [value for _, value in values]
 
 

@@ -301,7 +301,7 @@ int main() {
 }
 """)
     words = ["c++", "-std=c++17", f"-I{ROOT / 'csrc'}", '-DRINGCOMM_NO_CUDA="no nvcc"', str(main)]
-    words += [str(ROOT / "csrc" / "core" / "no_cuda.cpp"), "-o", str(tmp_path / "main")]
+    words += [str(ROOT / "csrc" / "runtime" / "no_cuda.cpp"), "-o", str(tmp_path / "main")]
     subprocess.run(words, check=True, timeout=100)
     done = subprocess.run([tmp_path / "main"], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, done.stdout

@@ -5,9 +5,11 @@ csrc/, by folder:
 | floor | holds | may use |
 |---|---|---|
 | 0 | csrc/core | the C++ standard library |
-| 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime (cuda/runtime.h) |
-| 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
-| 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
+| 1 | csrc/runtime | floor 0, the operating system |
+| 2 | csrc/cpu: kernels/, group/, collectives/; csrc/cuda | floors 0 and 1; and the CUDA runtime |
+| 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a transport, whatever they are |
+| 3 | csrc/hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
+| 4 | csrc/bind/module; csrc/bind/c10d | floors 0 to 3 and pybind11; interfaces and torch |
 
 tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
 
@@ -35,13 +37,20 @@ NATIVE = [
 ]
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
+FOREIGN = r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h"
 FORBIDDEN_INCLUDES = {
-    "core": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
-    "cpu": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|bind/",
-    "hosts": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
-    "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/(?!runtime\.h)",
-    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
-    "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/",
+    "core": rf"{FOREIGN}|(runtime|cpu|hierarchy|bind)/|sys/|unistd|fcntl|pthread|time\.h",
+    "runtime": rf"{FOREIGN}|(cpu|hierarchy|bind)/",
+    "cpu/kernels": rf"{FOREIGN}|(runtime|hierarchy|bind)/|cpu/(?!kernels/)",
+    "cpu/group": rf"{FOREIGN}|(hierarchy|bind)/|cpu/(?!group/)",
+    "cpu": rf"{FOREIGN}|(hierarchy|bind)/",
+    "hierarchy": rf"{FOREIGN}|(cpu|bind)/|hierarchy/nccl/",
+    "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)|cuda/(?!runtime\.h)",
+    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|(cpu|hierarchy|bind)/",
+    "bind": r"torch|c10|ATen|cpu/|cuda",
+    "bind/module": r"torch|c10|ATen|cpu/|cuda|bind/c10d/",
+    "bind/c10d": r"cpu/|cuda/|cuda_runtime|bind/module/",
+    "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
     *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
@@ -66,13 +75,9 @@ MODULES = modules_of(ROOT / "ringcomm")
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_native_files_include_only_what_lies_below(path: Path) -> None:
-    floor = path.parent.name
-    if floor in FORBIDDEN_INCLUDES:
-        breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
-    elif path.name.startswith("c10d_"):
-        breaches = [name for name in includes(path) if re.match(r"cpu/|cuda/|cuda_runtime", name)]
-    else:
-        breaches = [name for name in includes(path) if re.match(r"torch|c10|ATen|cpu/|cuda", name)]
+    folders = [folder.as_posix().removeprefix("csrc/") for folder in path.relative_to(ROOT).parents]
+    floor = next(folder for folder in folders if folder in FORBIDDEN_INCLUDES)
+    breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
     assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
 
 

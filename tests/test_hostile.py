@@ -25,6 +25,7 @@ from ringcomm import _C, errors
 from ringcomm.comm import launch
 from ringcomm.comm.framing import frame, unframe
 from ringcomm.comm.hosts import identity
+from ringcomm.comm.store import add_checksum, strip_checksum
 from tests.support import emulated
 from tests.support.hostile import drawn, refusal
 
@@ -123,8 +124,8 @@ def test_handles_of_others_are_refused(kind: str) -> None:
     assert "its own handle" in refused(lambda mine, theirs: theirs)
 
 
-def resealed(handle: bytes, **words: Any) -> bytes:
-    """A handle of the cpu engine with other words in it, with a right header: from a rank that lies, or has gone."""
+def with_words(handle: bytes, **words: Any) -> bytes:
+    """A handle of the cpu engine with other words in it, with a right checksum: from a rank that lies, or has gone."""
     word, _, text = handle.decode().split(" ", 2)
     names = ("machine", "rank", "world_size", "pid", "fd", "nonce", "process", "slot_bytes", "p2p_slot_bytes")
     found = dict(zip(names, text.split(" "), strict=True)) | {name: str(value) for name, value in words.items()}
@@ -163,7 +164,7 @@ def descriptors(tmp_path: Path) -> Iterator[dict[str, int]]:
 def test_memory_that_is_not_what_a_handle_says_is_refused(descriptors: dict[str, int]) -> None:
     for what, fd in descriptors.items():
         ends = engines("cpu", 2)
-        lie = resealed(ends[1].handle(), process=1, fd=fd)
+        lie = with_words(ends[1].handle(), process=1, fd=fd)
         text = refusal(partial(ends[0].connect, [ends[0].handle(), lie]))
         assert "rank 0" in text or "process" in text, f"{what}: {text}"
 
@@ -171,7 +172,7 @@ def test_memory_that_is_not_what_a_handle_says_is_refused(descriptors: dict[str,
 @pytest.mark.parametrize("pid", [1, -1, 0, os.getppid(), 2**22 - 1, 2**31 - 1])
 def test_memory_of_another_process_is_refused(pid: int) -> None:
     ends = engines("cpu", 2)
-    lie = resealed(ends[1].handle(), process=1, pid=pid)
+    lie = with_words(ends[1].handle(), process=1, pid=pid)
     refusal(lambda: ends[0].connect([ends[0].handle(), lie]), errors.RankLostError)  # lost, if there is no such process
 
 
@@ -179,7 +180,7 @@ def test_memory_of_another_process_is_refused(pid: int) -> None:
 def test_slots_of_another_length_are_refused(nbytes: int) -> None:
     for which in ("slot_bytes", "p2p_slot_bytes"):
         ends = engines("cpu", 2)
-        lie = resealed(ends[1].handle(), **{which: nbytes})
+        lie = with_words(ends[1].handle(), **{which: nbytes})
         assert "same options" in refusal(partial(ends[0].connect, [ends[0].handle(), lie]))
 
 
@@ -202,7 +203,7 @@ def joins(store: Any, rank: int = 0, world_size: int = 2) -> Callable[[], Any]:
 @drawn(200)
 def test_a_changed_message_in_the_store_is_refused(what: str, change: Change) -> None:
     store, other = dist.HashStore(), _C.Engine("cpu", 1, 2, LIMIT_MS)
-    messages = {"host": frame(identity().encode(), 2), "init": frame(other.handle(), 2)}
+    messages = {"host": add_checksum(identity().encode(), 2), "init": add_checksum(other.handle(), 2)}
     messages[what] = changed(messages[what], change)
     for key, message in messages.items():
         store.set(f"ringcomm/{key}/1/1", message)
@@ -211,10 +212,10 @@ def test_a_changed_message_in_the_store_is_refused(what: str, change: Change) ->
 
 @given(st.binary(max_size=100), st.integers(1, 1 << 20), CHANGES)
 @drawn(200)
-def test_a_seal_opens_for_what_was_sealed_alone(payload: bytes, world_size: int, change: Change) -> None:
-    value = frame(payload, world_size)
-    assert unframe(value, "init", 0, 1) == (world_size, payload)
-    refusal(lambda: unframe(changed(value, change), "init", 0, 1))
+def test_a_checksum_matches_its_own_message_alone(payload: bytes, world_size: int, change: Change) -> None:
+    value = add_checksum(payload, world_size)
+    assert strip_checksum(value, "init", 0, 1) == (world_size, payload)
+    refusal(lambda: strip_checksum(changed(value, change), "init", 0, 1))
 
 
 @pytest.mark.parametrize("left", ["abc", "-5", "9" * 40, "\0", "-" + "9" * 40])
@@ -241,7 +242,7 @@ def test_a_changed_message_to_a_process_group_is_refused(change: Change) -> None
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, 0, 2
     options.timeout, options.group_id, options.global_ranks_in_group = dist.constants.default_pg_timeout, "g", [0, 1]
-    store.set("ringcomm/host/handle/1/1", changed(frame(identity().encode(), 2), change))
+    store.set("ringcomm/host/handle/1/1", changed(add_checksum(identity().encode(), 2), change))
     assert "rank 0" in refusal(lambda: backend.create(options))
 
 

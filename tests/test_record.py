@@ -1,4 +1,4 @@
-"""The flight recorder: what journals hold, whose can be read, and what errors and profiles say."""
+"""The flight recorder: what it holds, whose can be read, and what errors and profiles say."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def in_python(program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-# ---- what journals hold ----------------------------------------------------------------------------------------------
+# ---- what it holds ---------------------------------------------------------------------------------------------------
 
 
 def test_a_journal_has_each_kind_of_call() -> None:

@@ -322,7 +322,7 @@ def test_a_rank_that_has_done_its_part_is_not_blamed(tmp_path: Path) -> None:
 
 def meetings(world_size: int) -> list[Any]:
     store = memory_store()
-    return [Network(store, "world").regroup(rank, world_size) for rank in range(world_size)]
+    return [Network(store, "world").agree_on_shrink(rank, world_size) for rank in range(world_size)]
 
 
 def test_hosts_meet_again_after_an_attempt_that_failed_on_one() -> None:

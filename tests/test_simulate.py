@@ -86,8 +86,8 @@ def test_a_hierarchy_is_the_sum_of_its_phases(name: str) -> None:
     hosts, ranks = 4, 3
     cluster = layered_cluster(hosts, ranks)
     inside = predict("all_reduce", NBYTES, replace(cluster, hosts=1), "direct").time_us
-    lane = predict("all_reduce", NBYTES // ranks, replace(cluster, ranks_per_host=1), name).time_us
-    assert predict("all_reduce", NBYTES, cluster, name).time_us == pytest.approx(inside + lane, rel=1e-9)
+    rail = predict("all_reduce", NBYTES // ranks, replace(cluster, ranks_per_host=1), name).time_us
+    assert predict("all_reduce", NBYTES, cluster, name).time_us == pytest.approx(inside + rail, rel=1e-9)
 
 
 def test_oneshot_sends_everything_to_everyone_once() -> None:
@@ -124,7 +124,7 @@ def test_a_window_waits_for_its_slot() -> None:
 
 
 def test_a_receiver_takes_one_message_at_a_time() -> None:
-    """Four lanes come to a host with half a link: twice the message, however fast they leave."""
+    """Four rails come to a host with half a link: twice the message, however fast they leave."""
     free = LinkClass(0.0, math.inf)
     cluster = Cluster(2, 4, free, LinkClass(ALPHA_US, GBPS), shared_nic=True, slow_hosts={1: 0.5})
     assert predict("broadcast", NBYTES, cluster).time_us == pytest.approx(ALPHA_US + 2 * S_US, rel=1e-9)
@@ -184,7 +184,7 @@ def test_an_all_to_all_sends_every_part_straight_and_whole() -> None:
 
 
 def test_a_broadcast_reaches_the_root_s_host_first() -> None:
-    """Which scatters and gathers, before its lanes; the others gather what their lanes brought."""
+    """Which scatters and gathers, before its rails; the others gather what their rails brought."""
     hosts, ranks = 3, 4
     inside = LinkClass(1.0, 50.0)
     for root_host in (0, 2):
@@ -274,15 +274,15 @@ def test_differing_hosts_take_the_time_of_the_recurrence(hosts: int, data: st.Da
     assert predict("all_reduce", nbytes, cluster, "ring").time_us == pytest.approx(expected, rel=1e-9)
 
 
-def test_lanes_that_are_alike_are_copied_exactly() -> None:
-    """A slow host makes every lane slow in the same way; a slow rank one lane alone."""
+def test_rails_that_are_alike_are_copied_exactly() -> None:
+    """A slow host makes every rail slow in the same way; a slow rank one rail alone."""
     alone = replace(flat_cluster(5), slow_hosts={2: 0.25})
-    lanes = replace(Cluster(5, 3, LinkClass(0.0, math.inf), alone.between), slow_hosts={2: 0.25})
-    one, three = predict("all_reduce", NBYTES // 3, alone, "ring"), predict("all_reduce", NBYTES, lanes, "ring")
+    rails = replace(Cluster(5, 3, LinkClass(0.0, math.inf), alone.between), slow_hosts={2: 0.25})
+    one, three = predict("all_reduce", NBYTES // 3, alone, "ring"), predict("all_reduce", NBYTES, rails, "ring")
     assert three.time_us == pytest.approx(one.time_us, rel=1e-9)
     assert three.between_bytes == 3 * one.between_bytes
-    assert three.events < 3 * one.events + 5 * 2 * 2 * 3  # the messages inside, and those of one lane
-    slow = replace(lanes, slow_hosts={}, slow_ranks={4: 50.0}, between=replace(lanes.between, overhead_us=1.0))
+    assert three.events < 3 * one.events + 5 * 2 * 2 * 3  # the messages inside, and those of one rail
+    slow = replace(rails, slow_hosts={}, slow_ranks={4: 50.0}, between=replace(rails.between, overhead_us=1.0))
     assert (
         predict("all_reduce", NBYTES, slow, "ring").time_us
         > predict("all_reduce", NBYTES, slow.without_differences(), "ring").time_us + 40.0
@@ -366,7 +366,7 @@ def test_what_no_communicator_does_never_wins() -> None:
     assert predict("all_reduce", NBYTES, cluster, "best").algorithm in ("ring", "butterfly", "direct")
 
 
-# ---- waves and terms -----------------------------------------------------------------------------------------------
+# ---- waves and signatures ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fold", [True, False])
@@ -393,7 +393,7 @@ def test_waves_are_calls_in_sequence(fold: bool) -> None:
 
 
 def test_waves_are_as_long_as_the_engine_makes_them() -> None:
-    source = (Path(__file__).parent.parent / "csrc" / "hosts" / "collectives.cpp").read_text()
+    source = (Path(__file__).parent.parent / "csrc" / "hierarchy" / "collectives.cpp").read_text()
     found = re.search(r"kWaveBytes = (\d+) << (\d+)", source)
     assert found is not None
     assert int(found[1]) << int(found[2]) == simulate.WAVE_BYTES
@@ -401,7 +401,7 @@ def test_waves_are_as_long_as_the_engine_makes_them() -> None:
 
 
 @pytest.mark.parametrize("collective", simulate.COLLECTIVES)
-def test_every_call_between_hosts_begins_with_its_terms(collective: str) -> None:
+def test_every_call_between_hosts_begins_with_its_signature(collective: str) -> None:
     for hosts, fold in ((2, True), (3, False), (4, True)):
         base = layered_cluster(hosts, 2, overhead_us=0.5)
         agrees = replace(base, between=replace(base.between, agrees=True))
@@ -417,8 +417,8 @@ def test_every_call_between_hosts_begins_with_its_terms(collective: str) -> None
     ("name", "heard"), [("ring", {1, 2, 3}), ("butterfly", {0, 2, 3, 6}), ("direct", set(range(8)))]
 )
 def test_who_waits_for_a_late_rank_before_the_first_message(name: str, heard: set[int]) -> None:
-    """Without bytes only the terms are left: those who talk to the late host wait for it, and no other. The one that is
-    asked is the slowest, and so the last."""
+    """Without bytes only signatures are left: those who talk to the late host wait for it, and no other. The one that
+    is asked is the slowest, and so the last."""
     base = Cluster(8, 1, LinkClass(0.0, 1.0), LinkClass(ALPHA_US, GBPS, overhead_us=1.0, agrees=True))
     for asked in range(8):
         cluster = replace(base, stragglers={2: 100.0}, slow_ranks={asked: 1000.0})

@@ -175,7 +175,7 @@ def test_every_collective_nests(count: int, all_reduce: str) -> None:
 def test_in_place_has_its_phases() -> None:
     spans = spans_of(record(every_call, 3, 5_000))
     first = [span for span in spans if span["args"].get("number") == 0 and span["args"]["rank"] == 2]
-    assert [span["name"] for span in first if span["cat"] == "step"] == ["announce", "in place", "leave"]
+    assert [span["name"] for span in first if span["cat"] == "step"] == ["publish buffers", "in place", "leave"]
 
 
 def messages(comm: Communicator, count: int) -> None:
@@ -230,7 +230,7 @@ def test_between_hosts() -> None:
     assert inner >= {"ringcomm:reduce_scatter", "ringcomm:all_gather"}
     assert {span["name"] for span in spans} >= {"agree", "compute", "start messages", "wait messages"}
     rounds = [span["args"] for span in spans if span["name"] == "wait messages" and span["args"]["rank"] == 2]
-    assert {(args["step"], args["lane"]) for args in rounds} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
+    assert {(args["step"], args["rail"]) for args in rounds} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
 
 
 def failing(comm: Communicator) -> None:

@@ -164,11 +164,12 @@ class Engine {
   virtual std::string why_aborted() const { return {}; }
   virtual ErrorCode aborted_as() const { return ErrorCode::kAborted; }
 
-  // (message, members, limit_ms) After an abort: the surviving ranks meet and exchange a message each. `members`: the
-  // ranks that must take part; empty: those that call within `limit_ms`, on which all of them agree. Returns the
-  // messages by rank, empty for the others. Every rank must call it the same number of times. Throws kRankLost where
-  // this rank, or one of the members, does not take part.
-  virtual std::vector<std::string> regroup(const std::string&, const std::vector<int>&, std::int64_t /*limit_ms*/) {
+  // (payload, members, limit_ms) After an abort: the surviving ranks agree who goes on, and exchange a payload each.
+  // `members`: the ranks that must take part; empty: those that call within `limit_ms`, on which all of them agree.
+  // Returns the payloads by rank, empty for the others. Every rank must call it the same number of times. Throws
+  // kRankLost where this rank, or one of the members, does not take part.
+  virtual std::vector<std::string> agree_on_shrink(const std::string&, const std::vector<int>&,
+                                                   std::int64_t /*limit_ms*/) {
     fail(ErrorCode::kUnsupported, "shrink: rank ", rank(), " expected an engine of one host's memory, got ", kind(),
          "; make a new communicator over the ranks that are left");
   }

@@ -21,16 +21,16 @@ class Simulation {
       : cluster_(cluster),
         question_(question),
         hosts_(cluster.hosts),
-        lanes_(cluster.ranks_per_host),
+        rails_(cluster.ranks_per_host),
         folded_(folds()),
-        ranks_(folded_ ? lanes_ : hosts_ * lanes_),
+        ranks_(folded_ ? rails_ : hosts_ * rails_),
         clock_(ranks_, 0.0),
         posted_(ranks_),
         port_out_(ranks_, 0.0),
         port_in_(ranks_, 0.0),
         inside_bytes_(ranks_, 0),
         messages_(ranks_, 0) {
-    const int nics = cluster.shared_nic ? ranks_ / lanes_ : ranks_;
+    const int nics = cluster.shared_nic ? ranks_ / rails_ : ranks_;
     nic_out_.assign(nics, 0.0);
     nic_in_.assign(nics, 0.0);
     between_bytes_.assign(ranks_, 0);
@@ -58,29 +58,29 @@ class Simulation {
   // Where chunks differ in length, folds only if there are too many messages to simulate.
   bool folds() const {
     if (!question_.fold || !cluster_.equal() || question_.collective == Collective::kBroadcast) return false;
-    const double ranks = 1.0 * hosts_ * lanes_;
+    const double ranks = 1.0 * hosts_ * rails_;
     const std::size_t wave = wave_elements(cluster_, question_), waves = ceil_div(question_.count, wave);
     const bool whole = waves <= 1 || question_.count % wave == 0;  // else the last wave is shorter
     if (question_.flat) {
-      const WindowCut all = cut(question_.count, hosts_ * lanes_, cluster_.between);
+      const WindowCut all = cut(question_.count, hosts_ * rails_, cluster_.between);
       // Hosts whose ranks share a link differ at some moments of a direct exchange.
-      const bool alike = !cluster_.shared_nic || question_.between != Between::kDirect;
-      return (alike && is_even(all)) || ranks * num_messages(question_.between, hosts_ * lanes_, all) > kFullMessages;
+      const bool alike = !cluster_.shared_nic || question_.between != InterHostSchedule::kDirect;
+      return (alike && is_even(all)) || ranks * num_messages(question_.between, hosts_ * rails_, all) > kFullMessages;
     }
     const bool to_all = question_.collective == Collective::kAllToAll;
     const std::size_t count = smaller(wave, question_.count);
-    const auto lane = [&](int number) { return shard_of(count, lanes_, number, align()).count; };
-    const WindowCut inside = cut(to_all ? count / hosts_ : count, lanes_, cluster_.inside),
-                    between = to_all ? parts(count) : cut(lane(0), hosts_, cluster_.between);
-    const bool even = whole && is_even(inside) && is_even(between) && lane(lanes_ - 1) == lane(0);
+    const auto rail = [&](int number) { return shard_of(count, rails_, number, align()).count; };
+    const WindowCut inside = cut(to_all ? count / hosts_ : count, rails_, cluster_.inside),
+                    between = to_all ? parts(count) : cut(rail(0), hosts_, cluster_.between);
+    const bool even = whole && is_even(inside) && is_even(between) && rail(rails_ - 1) == rail(0);
     const double each =
-        num_messages(Between::kDirect, lanes_, inside) + num_messages(question_.between, hosts_, between);
+        num_messages(InterHostSchedule::kDirect, rails_, inside) + num_messages(question_.between, hosts_, between);
     return even || ranks * each * waves > kFullMessages;
   }
   // ---- the walks of each collective ---------------------------------------------------------------------------------
 
   void flat() {
-    const int all = hosts_ * lanes_;
+    const int all = hosts_ * rails_;
     if (question_.collective == Collective::kBroadcast) return chain(Among::kAll, all, count_);
     Exchange e = exchange(Among::kAll, question_.between, all, cluster_.between);
     e.element_bytes[0] = question_.sum_bytes;
@@ -96,13 +96,13 @@ class Simulation {
       case Collective::kAllReduce:
         if (hosts_ == 1 && question_.inside == Inside::kOneshot) return oneshot();
         inside(true, reduces);
-        lanes();
+        rails();
         return inside(false, reduces);
       case Collective::kReduceScatter:
         inside(true, reduces);
-        return lanes();
+        return rails();
       case Collective::kAllGather:
-        lanes();
+        rails();
         return inside(false, reduces);
       case Collective::kBroadcast:
         return broadcast();
@@ -112,12 +112,12 @@ class Simulation {
   }
 
   void inside(bool first_half, bool reduces, int only_host = -1, int but_host = -1) {
-    if (lanes_ == 1) return;
-    const Between kind = question_.inside == Inside::kRing && question_.collective != Collective::kAllToAll
-                             ? Between::kRing
-                             : Between::kDirect;
-    Exchange e = exchange(Among::kHost, kind, lanes_, cluster_.inside);
-    e.cuts = {cut(count_, lanes_, cluster_.inside)};
+    if (rails_ == 1) return;
+    const InterHostSchedule kind = question_.inside == Inside::kRing && question_.collective != Collective::kAllToAll
+                                       ? InterHostSchedule::kRing
+                                       : InterHostSchedule::kDirect;
+    Exchange e = exchange(Among::kHost, kind, rails_, cluster_.inside);
+    e.cuts = {cut(count_, rails_, cluster_.inside)};
     (first_half ? e.last_round : e.first_round) = e.half();
     e.only_host = only_host;
     e.but_host = but_host;
@@ -126,20 +126,20 @@ class Simulation {
     walk(e);
   }
 
-  void lanes() {
+  void rails() {
     if (hosts_ == 1) return;
-    Exchange e = exchange(Among::kLane, question_.between, hosts_, cluster_.between);
+    Exchange e = exchange(Among::kRail, question_.between, hosts_, cluster_.between);
     e.element_bytes[0] = question_.sum_bytes;
     e.element_bytes[1] = question_.result_bytes;
-    for (int lane = 0; lane < lanes_; ++lane) {
-      const std::size_t count = lane_count(lane);
+    for (int rail = 0; rail < rails_; ++rail) {
+      const std::size_t count = rail_count(rail);
       const WindowCut whole = cut(count, hosts_, cluster_.between);
-      e.cuts.push_back({count, hosts_, lane == 0 ? whole.slice_elements : e.cuts[0].slice_elements});
+      e.cuts.push_back({count, hosts_, rail == 0 ? whole.slice_elements : e.cuts[0].slice_elements});
     }
     take_part(e);
   }
 
-  std::size_t lane_count(int lane) const { return shard_of(count_, lanes_, lane, align()).count; }
+  std::size_t rail_count(int rail) const { return shard_of(count_, rails_, rail, align()).count; }
 
   // Selects the rounds of a walk that the collective consists of, and runs them.
   void take_part(Exchange& e) {
@@ -161,39 +161,39 @@ class Simulation {
   // Sends every part directly to its destination: first to the other hosts, one part for each of their ranks, then
   // inside.
   void straight() {
-    Exchange e = exchange(Among::kLane, Between::kDirect, hosts_, cluster_.between);
-    e.timing.slots = lanes_;
+    Exchange e = exchange(Among::kRail, InterHostSchedule::kDirect, hosts_, cluster_.between);
+    e.timing.slots = rails_;
     e.cuts = {parts(count_)};
     take_part(e);
     count_ = ceil_div(count_, static_cast<std::size_t>(hosts_));
     inside(false, false);
   }
   WindowCut parts(std::size_t count) const {
-    const std::size_t each = ceil_div(count, static_cast<std::size_t>(hosts_) * lanes_);
+    const std::size_t each = ceil_div(count, static_cast<std::size_t>(hosts_) * rails_);
     return cut_windows(count, hosts_, larger(1, each), align());
   }
 
   void oneshot() {
-    if (lanes_ == 1) return;
-    Exchange e = exchange(Among::kHost, Between::kDirect, lanes_, cluster_.inside);
+    if (rails_ == 1) return;
+    Exchange e = exchange(Among::kHost, InterHostSchedule::kDirect, rails_, cluster_.inside);
     e.cuts = {cut(count_, 1, cluster_.inside)};
     e.last_round = e.half();
     e.reduces = e.whole = true;
     walk(e);
   }
 
-  // The root's host scatters and gathers, every lane is a chain of hosts, and the other hosts gather. With one host: a
+  // The root's host scatters and gathers, every rail is a chain of hosts, and the other hosts gather. With one host: a
   // chain, or the scatter and gather.
   void broadcast() {
-    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, lanes_, count_);
+    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, rails_, count_);
     scatter_from_root();
     inside(false, false, question_.root_host);
     if (hosts_ == 1) return;
-    chain(Among::kLane, hosts_, count_);
+    chain(Among::kRail, hosts_, count_);
     inside(false, false, -1, question_.root_host);
   }
 
-  Exchange exchange(Among among, Between kind, int members, const LinkClass& timing) const {
+  Exchange exchange(Among among, InterHostSchedule kind, int members, const LinkClass& timing) const {
     const std::size_t element = question_.element_bytes;
     return {among, kind, members, 0, num_rounds(kind, members), true, false, {}, {element, element}, timing};
   }
@@ -208,18 +208,18 @@ class Simulation {
   // ---- a walk ------------------------------------------------------------------------------------------------------
 
   int group_of(const Exchange& e, int id) const {
-    return e.among == Among::kHost ? id / lanes_ : e.among == Among::kLane ? id - id / lanes_ * lanes_ : 0;
+    return e.among == Among::kHost ? id / rails_ : e.among == Among::kRail ? id - id / rails_ * rails_ : 0;
   }
   int member_of(const Exchange& e, int id) const {
-    return e.among == Among::kHost ? id - id / lanes_ * lanes_ : e.among == Among::kLane ? id / lanes_ : id;
+    return e.among == Among::kHost ? id - id / rails_ * rails_ : e.among == Among::kRail ? id / rails_ : id;
   }
   int id_of(const Exchange& e, int group, int member) const {
-    return e.among == Among::kHost   ? group * lanes_ + member
-           : e.among == Among::kLane ? member * lanes_ + group
+    return e.among == Among::kHost   ? group * rails_ + member
+           : e.among == Among::kRail ? member * rails_ + group
                                      : member;
   }
   // The rank that represents another one where hosts are folded.
-  int stand_in(int id) const { return folded_ ? id - id / lanes_ * lanes_ : id; }
+  int stand_in(int id) const { return folded_ ? id - id / rails_ * rails_ : id; }
 
   std::size_t elements(const Exchange& e, int group, const Hop& hop, std::size_t window) const {
     const WindowCut& cut = e.cut(group);
@@ -303,7 +303,7 @@ class Simulation {
       }
     const bool by_host = cluster_.shared_nic && e.among != Among::kHost;
     for (std::size_t at = 0; at < ids.size(); ++at) {
-      if (!by_host || at % lanes_ == 0) coming_.clear();
+      if (!by_host || at % rails_ == 0) coming_.clear();
       const int id = ids[at], group = group_of(e, id);
       for (int i = 0; i < hops; ++i) {
         const Hop hop = received(e.kind, e.members, member_of(e, id), round, i);
@@ -312,14 +312,14 @@ class Simulation {
         if (start >= 0)
           coming_.push_back({start, nbytes(e, group, hop, window, round), stand_in(from), id, crosses(id, from)});
       }
-      if (by_host && (at + 1) % lanes_ != 0) continue;
+      if (by_host && (at + 1) % rails_ != 0) continue;
       std::stable_sort(coming_.begin(), coming_.end(),
                        [](const Coming& a, const Coming& b) { return a.start < b.start; });
       for (const Coming& c : coming_) note(e, c.from, c.to, slot, arrive(c.from, c.to, c.crosses, c.nbytes, c.start));
     }
   }
 
-  bool crosses(int a, int b) const { return a / lanes_ != b / lanes_; }
+  bool crosses(int a, int b) const { return a / rails_ != b / rails_; }
 
   void note(const Exchange& e, int from, int to, std::size_t slot, const Times& times) {
     double& here = done_[static_cast<std::size_t>(from) * e.timing.slots + slot];
@@ -358,39 +358,39 @@ class Simulation {
   }
 
   double rate(bool crosses) const { return (crosses ? cluster_.between : cluster_.inside).bandwidth_gbps * 1e3; }
-  int nic(int id) const { return cluster_.shared_nic ? id / lanes_ : id; }
-  double share_of(int id) const { return cluster_.link_share.empty() ? 1.0 : cluster_.link_share[id / lanes_]; }
+  int nic(int id) const { return cluster_.shared_nic ? id / rails_ : id; }
+  double share_of(int id) const { return cluster_.link_share.empty() ? 1.0 : cluster_.link_share[id / rails_]; }
   double own_time(int id, double us) const { return cluster_.slowdown.empty() ? us : us * cluster_.slowdown[id]; }
 
   // Ranks that share a link use it in the order in which they reach it.
   void sort_by_time(const Exchange& e, const std::vector<int>& ids) {
     if (order_.size() != ids.size()) order_ = ids;
-    if (!cluster_.shared_nic || e.among == Among::kHost || lanes_ == 1) return;
-    for (int host = 0; host < ranks_ / lanes_; ++host) {
-      const auto first = order_.begin() + host * lanes_;
-      std::stable_sort(first, first + lanes_, [&](int a, int b) { return clock_[a] < clock_[b]; });
+    if (!cluster_.shared_nic || e.among == Among::kHost || rails_ == 1) return;
+    for (int host = 0; host < ranks_ / rails_; ++host) {
+      const auto first = order_.begin() + host * rails_;
+      std::stable_sort(first, first + rails_, [&](int a, int b) { return clock_[a] < clock_[b]; });
     }
   }
 
-  // ---- equal lanes --------------------------------------------------------------------------------------------------
+  // ---- equal rails --------------------------------------------------------------------------------------------------
 
-  // Returns the ranks to simulate: a lane whose times all equal another lane's is left out.
+  // Returns the ranks to simulate: a rail whose times all equal another rail's is left out.
   std::vector<int> walkers(const Exchange& e) {
-    twin_.assign(lanes_, -1);
-    if (e.among == Among::kLane && !folded_ && !cluster_.shared_nic)
-      for (int lane = 1; lane < lanes_; ++lane)
-        for (int like = 0; like < lane && twin_[lane] < 0; ++like)
-          if (twin_[like] < 0 && alike(e, lane, like)) twin_[lane] = like;
+    twin_.assign(rails_, -1);
+    if (e.among == Among::kRail && !folded_ && !cluster_.shared_nic)
+      for (int rail = 1; rail < rails_; ++rail)
+        for (int like = 0; like < rail && twin_[rail] < 0; ++like)
+          if (twin_[like] < 0 && alike(e, rail, like)) twin_[rail] = like;
     std::vector<int> ids;
     for (int id = 0; id < ranks_; ++id)
-      if (e.walks(id / lanes_) && (e.among != Among::kLane || twin_[group_of(e, id)] < 0)) ids.push_back(id);
+      if (e.walks(id / rails_) && (e.among != Among::kRail || twin_[group_of(e, id)] < 0)) ids.push_back(id);
     order_ = ids;
     return ids;
   }
-  bool alike(const Exchange& e, int lane, int other) const {
-    if (e.cut(lane).count != e.cut(other).count) return false;
+  bool alike(const Exchange& e, int rail, int other) const {
+    if (e.cut(rail).count != e.cut(other).count) return false;
     for (int host = 0; host < hosts_; ++host) {
-      const int a = id_of(e, lane, host), b = id_of(e, other, host);
+      const int a = id_of(e, rail, host), b = id_of(e, other, host);
       if (clock_[a] != clock_[b] || nic_out_[a] != nic_out_[b] || nic_in_[a] != nic_in_[b]) return false;
       if (!cluster_.slowdown.empty() && cluster_.slowdown[a] != cluster_.slowdown[b]) return false;
     }
@@ -398,9 +398,9 @@ class Simulation {
   }
   void copy_twins(const Exchange& e, const std::vector<int>& ids) {
     if (ids.size() == static_cast<std::size_t>(ranks_)) return;
-    for (int lane = 0; lane < lanes_; ++lane)
-      for (int host = 0; twin_[lane] >= 0 && host < hosts_; ++host) {
-        const int to = id_of(e, lane, host), from = id_of(e, twin_[lane], host);
+    for (int rail = 0; rail < rails_; ++rail)
+      for (int host = 0; twin_[rail] >= 0 && host < hosts_; ++host) {
+        const int to = id_of(e, rail, host), from = id_of(e, twin_[rail], host);
         clock_[to] = clock_[from];
         nic_out_[to] = nic_out_[from];
         nic_in_[to] = nic_in_[from];
@@ -412,28 +412,28 @@ class Simulation {
   // ---- broadcast ---------------------------------------------------------------------------------------------------
 
   void scatter_from_root() {
-    const int root = question_.root_host * lanes_;
-    for (int lane = 1; lane < lanes_; ++lane) {
-      const std::size_t n = lane_count(lane) * question_.element_bytes;
+    const int root = question_.root_host * rails_;
+    for (int rail = 1; rail < rails_; ++rail) {
+      const std::size_t n = rail_count(rail) * question_.element_bytes;
       if (n == 0) continue;
       clock_[root] += own_time(root, cluster_.inside.overhead_us);
-      const Times times = transfer(root, root + lane, n, std::max(clock_[root], clock_[root + lane]));
-      clock_[root + lane] = times.arrived;
+      const Times times = transfer(root, root + rail, n, std::max(clock_[root], clock_[root + rail]));
+      clock_[root + rail] = times.arrived;
       clock_[root] = std::max(clock_[root], times.sent);
     }
   }
 
   // Windows of the message go from the root along the ring of members; each travels while the next one follows.
   void chain(Among among, int members, std::size_t message) {
-    const bool by_lane = among == Among::kLane;
+    const bool by_rail = among == Among::kRail;
     const LinkClass& link = among == Among::kHost ? cluster_.inside : cluster_.between;
-    const Exchange e{among, Between::kRing, members, 0, 0, false, false, {}, {0, 0}, link};
-    const int groups = by_lane ? lanes_ : 1;
-    const int root = by_lane ? question_.root_host : among == Among::kAll ? question_.root_host * lanes_ : 0;
+    const Exchange e{among, InterHostSchedule::kRing, members, 0, 0, false, false, {}, {0, 0}, link};
+    const int groups = by_rail ? rails_ : 1;
+    const int root = by_rail ? question_.root_host : among == Among::kAll ? question_.root_host * rails_ : 0;
     for (int member = root, at = 0; at + 1 < members; ++at) {
       const int next = ring_next(member, members);
       for (int group = 0; group < groups; ++group)
-        pass_on(e, id_of(e, group, member), id_of(e, group, next), cut(by_lane ? lane_count(group) : message, 1, link),
+        pass_on(e, id_of(e, group, member), id_of(e, group, next), cut(by_rail ? rail_count(group) : message, 1, link),
                 chain_position(members, member, root) == 0, group);
       member = next;
     }
@@ -467,9 +467,9 @@ class Simulation {
     found.first_us = *std::min_element(clock_.begin(), clock_.end());
     found.inside_bytes = *std::max_element(inside_bytes_.begin(), inside_bytes_.end());
     found.messages = *std::max_element(messages_.begin(), messages_.end());
-    for (int host = 0; host < ranks_ / lanes_; ++host) {
-      const auto first = between_bytes_.begin() + host * lanes_;
-      found.between_bytes = larger(found.between_bytes, std::accumulate(first, first + lanes_, std::uint64_t{0}));
+    for (int host = 0; host < ranks_ / rails_; ++host) {
+      const auto first = between_bytes_.begin() + host * rails_;
+      found.between_bytes = larger(found.between_bytes, std::accumulate(first, first + rails_, std::uint64_t{0}));
     }
     found.events = static_cast<std::uint64_t>(events_);
     found.folded = folded_;
@@ -478,7 +478,7 @@ class Simulation {
 
   const Cluster& cluster_;
   const Question& question_;
-  const int hosts_, lanes_;
+  const int hosts_, rails_;
   const bool folded_;
   const int ranks_;  // number of simulated ranks
   std::vector<double> clock_, posted_, port_out_, port_in_, nic_out_, nic_in_, done_;

@@ -1,6 +1,6 @@
 // A model of the time that a collective takes: every rank goes through the schedules of core/schedule.h and
-// core/between.h, window by window, with as many windows in flight as in the engine over hosts, and every message
-// queues on two links.
+// core/inter_host_schedule.h, window by window, with as many windows in flight as in the engine over hosts, and every
+// message queues on two links.
 //
 //   a message of n bytes   leaves when its rank has reached it and its sender's link is free, and in the first round of
 //                          a walk not before the receiver has reached it too; it is on the wire for `latency`, and
@@ -13,7 +13,7 @@
 
 #include <vector>
 
-#include "core/between.h"
+#include "core/inter_host_schedule.h"
 
 namespace ringcomm::simulation {
 
@@ -52,7 +52,7 @@ enum class Inside : std::uint8_t { kRing, kDirect, kOneshot };
 
 struct Question {
   Collective collective = Collective::kAllReduce;
-  Between between = Between::kRing;
+  InterHostSchedule between = InterHostSchedule::kRing;
   Inside inside = Inside::kDirect;
   // One walk over all ranks by `between`, regardless of hosts; else three walks: inside, between, inside.
   bool flat = false;

@@ -33,14 +33,14 @@ void check_list(const std::vector<double>& values, std::size_t entries, const ch
 
 void check_schedules(const Cluster& cluster, const Question& question) {
   const int members = question.flat ? cluster.hosts * cluster.ranks_per_host : cluster.hosts;
-  check(question.between != Between::kButterfly || is_power_of_two(members), "members of a butterfly", members,
-        "a power of two, or the schedule direct or ring");
+  check(question.between != InterHostSchedule::kButterfly || is_power_of_two(members), "members of a butterfly",
+        members, "a power of two, or the schedule direct or ring");
   const bool all_to_all = question.collective == Collective::kAllToAll;
-  if (all_to_all && members > 1 && question.between != Between::kDirect)
+  if (all_to_all && members > 1 && question.between != InterHostSchedule::kDirect)
     fail(ErrorCode::kInvalid,
          "simulate: got an all_to_all that is not direct, expected direct, which alone has it; "
          "pass that");
-  if (question.collective == Collective::kBroadcast && members > 1 && question.between != Between::kRing)
+  if (question.collective == Collective::kBroadcast && members > 1 && question.between != InterHostSchedule::kRing)
     fail(ErrorCode::kInvalid,
          "simulate: got a broadcast that is not a ring, expected ring, the chain of it; pass that");
   const bool oneshot = question.inside == Inside::kOneshot;

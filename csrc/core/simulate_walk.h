@@ -7,18 +7,18 @@
 
 namespace ringcomm::simulation {
 
-// The ranks of a group: those of each host, those with the same index on every host (a lane), or all ranks.
-enum class Among : std::uint8_t { kHost, kLane, kAll };
+// The ranks of a group: those of each host, those with the same index on every host (a rail), or all ranks.
+enum class Among : std::uint8_t { kHost, kRail, kAll };
 
 // One walk of all groups of ranks at once.
 struct Exchange {
   Among among;
-  Between kind;
+  InterHostSchedule kind;
   int members;
   int first_round, last_round;
   bool reduces;
   bool whole;                    // every message is the complete window, not a chunk (oneshot)
-  std::vector<WindowCut> cuts;   // one for each lane, or a single one for all groups
+  std::vector<WindowCut> cuts;   // one for each rail, or a single one for all groups
   std::size_t element_bytes[2];  // in the half that reduces, and in the half that gathers
   LinkClass timing;
   int only_host = -1, but_host = -1;  // the only host that walks, and one that does not; below 0: all walk
@@ -41,7 +41,7 @@ struct Times {
 };
 
 inline bool is_even(const WindowCut& cut) { return cut.count == cut.windows() * cut.chunks * cut.slice_elements; }
-inline double num_messages(Between kind, int members, const WindowCut& cut) {
+inline double num_messages(InterHostSchedule kind, int members, const WindowCut& cut) {
   return 1.0 * cut.windows() * num_rounds(kind, members) * num_hops(kind, members);
 }
 
@@ -55,23 +55,24 @@ inline std::size_t wave_elements(const Cluster& cluster, const Question& questio
   return larger(64, nbytes / (question.partial_bytes * parts) / 64 * 64) * parts;
 }
 
-// Returns when each rank knows that its partners in its lane make the same call. `called`: the times of the calls, of
+// Returns when each rank knows that its partners in its rail make the same call. `called`: the times of the calls, of
 // the ranks of all hosts, or of the one host that represents all.
 inline std::vector<double> agree(const Cluster& cluster, const Question& question, const std::vector<double>& called) {
-  const int lanes = cluster.ranks_per_host, members = static_cast<int>(called.size()) / lanes;
-  const bool to_all = question.between == Between::kDirect && question.collective != Collective::kBroadcast;
-  const int rounds = members == 1 || to_all                    ? 0
-                     : question.between == Between::kButterfly ? bits_of(members)
-                                                               : 1;  // a ring has the same neighbours in every round
-  std::vector<double> last(lanes, 0.0), agreed;
-  for (std::size_t id = 0; id < called.size(); ++id) last[id % lanes] = std::max(last[id % lanes], called[id]);
+  const int rails = cluster.ranks_per_host, members = static_cast<int>(called.size()) / rails;
+  const bool to_all = question.between == InterHostSchedule::kDirect && question.collective != Collective::kBroadcast;
+  const int rounds = members == 1 || to_all ? 0
+                     : question.between == InterHostSchedule::kButterfly
+                         ? bits_of(members)
+                         : 1;  // a ring has the same neighbours in every round
+  std::vector<double> last(rails, 0.0), agreed;
+  for (std::size_t id = 0; id < called.size(); ++id) last[id % rails] = std::max(last[id % rails], called[id]);
   for (int id = 0; id < static_cast<int>(called.size()); ++id) {
-    const int lane = id % lanes, member = id / lanes;
-    double heard = to_all ? last[lane] : called[id];
+    const int rail = id % rails, member = id / rails;
+    double heard = to_all ? last[rail] : called[id];
     for (int round = 0; round < rounds; ++round) {
       const int to = sent(question.between, members, member, round, 0).peer,
                 from = received(question.between, members, member, round, 0).peer;
-      heard = std::max({heard, called[to * lanes + lane], called[from * lanes + lane]});
+      heard = std::max({heard, called[to * rails + rail], called[from * rails + rail]});
     }
     const double slowdown = cluster.slowdown.empty() ? 1.0 : cluster.slowdown[id];
     agreed.push_back(heard + cluster.between.latency_us + slowdown * cluster.between.overhead_us);

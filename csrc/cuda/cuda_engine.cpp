@@ -6,17 +6,17 @@
 #include "core/check.h"
 #include "core/engine.h"
 #include "core/error.h"
-#include "core/forks.h"
-#include "core/journal.h"
 #include "core/parts.h"
 #include "core/schedule.h"
-#include "core/trace.h"
 #include "cuda/call_checks.h"
 #include "cuda/context.h"
 #include "cuda/local.h"
 #include "cuda/request.h"
 #include "cuda/team.h"
 #include "cuda/transfer.h"
+#include "runtime/flight_recorder.h"
+#include "runtime/forks.h"
+#include "runtime/trace.h"
 
 namespace ringcomm {
 

@@ -9,8 +9,8 @@
 #include <sstream>
 
 #include "core/error.h"
-#include "core/seal.h"
 #include "core/types.h"
+#include "runtime/checksum.h"
 
 namespace ringcomm::cuda {
 
@@ -136,14 +136,14 @@ std::string GroupHandle::pack() const {
       << or_dash(bus_id) << ' ' << cuda::pack(segment) << ' ' << paths.size();
   for (const auto& [to, path] : paths) out << ' ' << to << ' ' << int{path.kind} << ' ' << path.performance_rank;
   out << ' ' << or_dash(why_private);
-  return seal(kVersion, out.str());
+  return add_checksum(kVersion, out.str());
 }
 
 GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   GroupHandle h;
   std::string instance, layout, identity, name, secret, segment;
   std::size_t num_paths = 0;
-  std::istringstream in(unseal(kVersion, text, "cuda", rank));
+  std::istringstream in(strip_checksum(kVersion, text, "cuda", rank));
   in >> h.machine >> instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >> layout >>
       identity >> name >> secret >> h.settings >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
   for (std::size_t i = 0; in && i < num_paths; ++i) {

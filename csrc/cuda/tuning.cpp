@@ -10,8 +10,8 @@
 
 #include "core/error.h"
 #include "core/parts.h"
-#include "core/seal.h"
 #include "cuda/plan.h"
+#include "runtime/checksum.h"
 
 namespace ringcomm::cuda {
 

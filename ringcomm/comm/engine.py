@@ -254,16 +254,16 @@ class NativeEngine(Engine):
             handled = sys.exc_info()[1]  # for example the error of a group that ended because of the same loss
             after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
             self.abort(f"rank {self.rank} called shrink(){after}", handled)
-        regroup: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.regroup
+        agree: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.agree_on_shrink
         if self.network is not None and self.hosts.several:
-            regroup = self.network.regroup(self.rank, self.world_size)
-        came = regroup(b"here", [], limit_ms)
+            agree = self.network.agree_on_shrink(self.rank, self.world_size)
+        came = agree(b"here", [], limit_ms)
         members = [rank for rank, said in enumerate(came) if said]
         part = self._part(members, shrunk=True)
         assert part is not None  # this rank is among those that came
 
         def swapped(mine: bytes) -> list[bytes]:
-            theirs = regroup(mine, members, limit_ms)
+            theirs = agree(mine, members, limit_ms)
             return [theirs[rank] for rank in members]
 
         usual = part.timeout_ms

@@ -137,7 +137,7 @@ class Network:
     kind: Any = None
     wire_dtype: str | None = None
     children: list[int] = field(default_factory=lambda: [0])
-    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `regroup`
+    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `agree_on_shrink`
     left_out: list[str] = field(default_factory=list)  # the reason, after other ranks continued without this one
 
     def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
@@ -155,22 +155,22 @@ class Network:
             self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
         )
 
-    def regroup(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
-        """Returns a function that does through the store what `_C.Engine.regroup` does on one host: the first rank
-        that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited for
-        like late ones."""
+    def agree_on_shrink(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
+        """Returns a function that does through the store what `_C.Engine.agree_on_shrink` does on one host: the first
+        rank that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited
+        for like late ones."""
         call = f"shrink: rank {rank} of {world_size}"
 
-        def meet(message: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
+        def agree(payload: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
             if self.left_out:  # it must not continue alone
                 raise RankLostError(self.left_out[0])
             # Odd rounds collect who is there, even rounds their payloads. An attempt that failed half-way thus ends for
             # all ranks.
             self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
-            prefix, later = (f"{self.prefix}/regroup/{self.rounds[0] + ahead}" for ahead in (0, 1))
+            prefix, later = (f"{self.prefix}/shrink/{self.rounds[0] + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
             try:
-                self.store.set(f"{prefix}/{rank}", message)
+                self.store.set(f"{prefix}/{rank}", payload)
                 end, keys = time.monotonic() + limit, {each: f"{prefix}/{each}" for each in awaited}
                 came, missing = list[int](), awaited
                 while len(came) < len(awaited) and time.monotonic() < end:
@@ -202,19 +202,19 @@ class Network:
                     "a new communicator with a store that is alive"
                 ) from error
 
-        return meet
+        return agree
 
-    def wire(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
-        """Returns this rank's inter-host transport, for `_C.hosts_engine`; a collective."""
+    def transport(self, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+        """Returns this rank's inter-host transport, for `_C.hierarchical_engine`; a collective."""
         kind = self.kind or ("gloo" if device.kind == "cpu" else "nccl")
         if not isinstance(kind, str):
             return _over_group(kind, rank, world_size, device)
         if kind == "gloo" and device.kind == "cpu":
             return _gloo(self.prefixed(), rank, world_size, limit_ms)
         if kind == "nccl" and device.kind == "cuda":
-            from ringcomm.comm.nccl import wire
+            from ringcomm.comm.nccl import transport
 
-            return wire(self.prefixed(), rank, world_size, device, limit_ms)
+            return transport(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
             f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected 'gloo' "
             "for the cpu or 'nccl' for cuda; pass one of them, or leave it out"
@@ -293,7 +293,7 @@ def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
             f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "
             "check that every host reaches every other, and name the interface in GLOO_SOCKET_IFNAME"
         ) from error
-    return _extension().wire_over(group, "gloo")
+    return _extension().transport_over(group, "gloo")
 
 
 def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
@@ -313,7 +313,7 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
     extension = _extension()
     uses = _USES.setdefault(group, count())  # all ranks of a group make their transports over it in the same order
     first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # outside the tags that the group's owner uses
-    return extension.wire_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
+    return extension.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
 class Span:
@@ -352,9 +352,9 @@ class Span:
             return
         assert self._network is not None
         wire_dtype = self._network.wire_dtype_number()
-        wire = self._network.wire(self.rank, self.world_size, self.device, self.limit_ms)
+        transport = self._network.transport(self.rank, self.world_size, self.device, self.limit_ms)
         hosts = self._hosts
-        engine = _C.hosts_engine(self._inside, wire, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        engine = _C.hierarchical_engine(self._inside, transport, self.rank, hosts.ranks, hosts.names, wire_dtype)
         engine.connect(handles)
         self.engine = engine
         self._warn_of_time_slices()

@@ -52,9 +52,9 @@ def facts() -> tuple[bool, str]:
     return True, f"NCCL {_C.nccl_version(where)}, {where or 'found by the loader'}"
 
 
-def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
+def transport(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) -> Any:
     """
-    Returns this rank's transport over NCCL, for `_C.hosts_engine`; a collective of all ranks.
+    Returns this rank's transport over NCCL, for `_C.hierarchical_engine`; a collective of all ranks.
 
     Args:
         store: a torch.distributed store, restricted to this communicator's keys. Rank 0 writes the ids there.
@@ -85,7 +85,7 @@ def wire(store: Any, rank: int, world_size: int, device: Device, limit_ms: int) 
     everything = bytes(store.get(_IDS_KEY))
     each = len(everything) // _C.NCCL_IDS
     parts = [everything[i * each : (i + 1) * each] for i in range(_C.NCCL_IDS)]
-    return _C.nccl_wire(where, rank, world_size, parts, device.index, limit_ms)
+    return _C.nccl_transport(where, rank, world_size, parts, device.index, limit_ms)
 
 
 def _swap(store: Any, rank: int, world_size: int, mine: str, limit_ms: int) -> list[str]:

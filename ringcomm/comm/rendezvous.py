@@ -19,6 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
+from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 
 if TYPE_CHECKING:
@@ -242,13 +243,13 @@ def _exchange(
     try:
         prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        store.set(keys[rank], frame(handle, world_size))
+        store.set(keys[rank], add_checksum(handle, world_size))
         deadline = time.monotonic() + limit.total_seconds()
         for peer, key in enumerate(
             keys
         ):  # in order: with different world sizes, some wait for ranks that were never started
             _await(store, keys, key, rank, limit, deadline)
-            its, value = unframe(bytes(store.get(key)), "init", rank, peer)
+            its, value = strip_checksum(bytes(store.get(key)), "init", rank, peer)
             if its != world_size:
                 _both_know(store, key, keys[rank])
                 raise InvalidArgumentError(

@@ -18,8 +18,8 @@
 
 #include "core/dispatch.h"
 #include "core/error.h"
-#include "cpu/kernels.h"
-#include "cpu/streaming.h"
+#include "cpu/collectives/streaming.h"
+#include "cpu/kernels/loops.h"
 
 namespace ringcomm::test {
 namespace {

@@ -1,5 +1,5 @@
-// The wire over NCCL on emulated GPUs, with a fake of NCCL (tests/support/fake_nccl) that waits wherever NCCL may wait
-// and says where it is misused. Ranks are threads.
+// The transport over NCCL on emulated GPUs, with a fake of NCCL (tests/support/fake_nccl) that waits wherever NCCL may
+// wait and says where it is misused. Ranks are threads.
 //
 //   cuda_nccl_test [quick] [section...]
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 #include <mutex>
 #include <optional>
 
-#include "core/between.h"
-#include "core/wire.h"
+#include "core/inter_host_schedule.h"
+#include "hierarchy/transport.h"
 #include "ranks.h"
 
 namespace ringcomm::test {
@@ -65,10 +65,10 @@ void end_of_section(const std::string& section) {
 
 struct Rank {
   int rank;
-  Wire& wire;
+  Transport& transport;
   cudaStream_t cuda = nullptr;
 
-  Rank(int r, Wire& w) : rank(r), wire(w) { cudaStreamCreateWithFlags(&cuda, cudaStreamNonBlocking); }
+  Rank(int r, Transport& w) : rank(r), transport(w) { cudaStreamCreateWithFlags(&cuda, cudaStreamNonBlocking); }
   ~Rank() { cudaStreamDestroy(cuda); }
   std::uintptr_t stream() const { return reinterpret_cast<std::uintptr_t>(cuda); }
   void synchronize() const { require(cudaStreamSynchronize(cuda) == cudaSuccess, "cudaStreamSynchronize"); }
@@ -93,18 +93,18 @@ std::vector<std::string> with_ranks(int world_size, const std::function<void(Ran
   std::vector<std::thread> threads;
   for (int r = 0; r < world_size; ++r)
     threads.emplace_back([&, r] {
-      const auto wire = make_nccl_wire(options_of(r, world_size, unique_ids));
-      Rank rank(r, *wire);
+      const auto transport = make_nccl_transport(options_of(r, world_size, unique_ids));
+      Rank rank(r, *transport);
       function(rank);
-      wire->close();
+      transport->close();
     });
   for (std::thread& thread : threads) thread.join();
   return unique_ids;
 }
-WireClock::time_point in(int ms) { return WireClock::now() + milliseconds(ms); }
+TransportClock::time_point in(int ms) { return TransportClock::now() + milliseconds(ms); }
 template <typename T>
-T* device_memory(Wire& wire, std::size_t count) {
-  return static_cast<T*>(wire.allocate(count * sizeof(T)));
+T* device_memory(Transport& transport, std::size_t count) {
+  return static_cast<T*>(transport.allocate(count * sizeof(T)));
 }
 
 // Holds up a stream until it is opened. One at a time: the emulator has one thread for host functions.
@@ -128,22 +128,22 @@ class Gate {
   std::atomic<bool> open_{false}, passed_{false};
 };
 
-// What a wire's failure handler was told.
+// What a transport's failure handler was told.
 struct Heard {
   std::mutex mutex;
-  std::vector<WireFailure> failures;
+  std::vector<TransportFailure> failures;
 
-  void listen(Wire& wire, bool aborts = false) {
-    wire.on_failure([this, &wire, aborts](const WireFailure& failure) {
+  void listen(Transport& transport, bool aborts = false) {
+    transport.on_failure([this, &transport, aborts](const TransportFailure& failure) {
       {
         const std::lock_guard<std::mutex> lock(mutex);
         failures.push_back(failure);
       }
-      if (aborts) wire.abort();
+      if (aborts) transport.abort();
     });
   }
-  std::optional<WireFailure> await(int limit_ms = 20000) {
-    for (const auto end = in(limit_ms); WireClock::now() < end; usleep(200)) {
+  std::optional<TransportFailure> await(int limit_ms = 20000) {
+    for (const auto end = in(limit_ms); TransportClock::now() < end; usleep(200)) {
       const std::lock_guard<std::mutex> lock(mutex);
       if (!failures.empty()) return failures.front();
     }
@@ -152,10 +152,10 @@ struct Heard {
 };
 
 template <typename Function>
-WireFailure failure_of(const std::string& what, const Function& function) {
+TransportFailure failure_of(const std::string& what, const Function& function) {
   try {
     function();
-  } catch (const WireFailure& failure) {
+  } catch (const TransportFailure& failure) {
     return failure;
   }
   require(false, what + " did not fail");
@@ -175,20 +175,20 @@ void expect_error(ErrorCode code, const std::string& text, const Function& funct
 
 // ---- rounds
 
-// An all-reduce of int32 between all ranks by a schedule: `windows` walks of one chunk per member, `slots` at once.
+// An all-reduce of int32 between all ranks by a schedule: `windows` exchanges of one chunk per member, `slots` at once.
 class AllReduce {
  public:
-  AllReduce(Rank& rank, Between kind, int members, std::size_t chunk, std::size_t windows, int slots)
+  AllReduce(Rank& rank, InterHostSchedule kind, int members, std::size_t chunk, std::size_t windows, int slots)
       : rank_(rank), kind_(kind), members_(members), chunk_(chunk), windows_(windows), slots_(slots) {
     local_ = make_cuda_engine(0, 1, EngineOptions());
     local_->connect({local_->handle()});
-    data_ = device_memory<std::int32_t>(rank.wire, windows * members * chunk);
-    scratch_ = device_memory<std::int32_t>(rank.wire, slots * members * chunk);
+    data_ = device_memory<std::int32_t>(rank.transport, windows * members * chunk);
+    scratch_ = device_memory<std::int32_t>(rank.transport, slots * members * chunk);
     for (std::size_t i = 0; i < windows * members * chunk; ++i) data_[i] = value(rank.rank, i);
   }
   ~AllReduce() {
-    rank_.wire.release(data_);
-    rank_.wire.release(scratch_);
+    rank_.transport.release(data_);
+    rank_.transport.release(scratch_);
   }
 
   void run() {
@@ -196,16 +196,17 @@ class AllReduce {
     const int rounds = num_rounds(kind_, members_);
     interleave(windows_, rounds, slots_, [&](std::size_t window, int round) {
       Underway& here = underway[window % slots_];
-      if (here.walk) finish(here);
+      if (here.exchange) finish(here);
       if (round == 0)
-        here.walk = rank_.wire.open(static_cast<int>(window % slots_), rounds_of(window), in(20000), rank_.stream());
-      here.walk->start(round);
+        here.exchange =
+            rank_.transport.open(static_cast<int>(window % slots_), rounds_of(window), in(20000), rank_.stream());
+      here.exchange->start(round);
       here.window = window;
       here.round = round;
       expected.push_back(text_of(round));
     });
     for (Underway& here : underway)
-      if (here.walk) finish(here);
+      if (here.exchange) finish(here);
     rank_.synchronize();
     for (std::size_t i = 0; i < windows_ * members_ * chunk_; ++i) {
       std::int32_t want = 0;
@@ -218,7 +219,7 @@ class AllReduce {
 
  private:
   struct Underway {
-    std::unique_ptr<WireWalk> walk;
+    std::unique_ptr<TransportExchange> exchange;
     std::size_t window = 0;
     int round = 0;  // the last one that was started
   };
@@ -255,7 +256,7 @@ class AllReduce {
     return text;
   }
   void finish(const Underway& here) {
-    here.walk->finish(here.round);
+    here.exchange->finish(here.round);
     if (!reduces(here.round)) return;
     for (int i = 0; i < num_hops(kind_, members_); ++i) {
       const Hop hop = received(kind_, members_, rank_.rank, here.round, i);
@@ -270,7 +271,7 @@ class AllReduce {
   }
 
   Rank& rank_;
-  const Between kind_;
+  const InterHostSchedule kind_;
   const int members_;
   const std::size_t chunk_, windows_;
   const int slots_;
@@ -279,9 +280,10 @@ class AllReduce {
 };
 
 void schedules() {
-  for (const Between kind : {Between::kRing, Between::kButterfly, Between::kDirect})
+  for (const InterHostSchedule kind :
+       {InterHostSchedule::kRing, InterHostSchedule::kButterfly, InterHostSchedule::kDirect})
     for (int members = 2; members <= 4; ++members) {
-      if (kind == Between::kButterfly && !is_power_of_two(members)) continue;
+      if (kind == InterHostSchedule::kButterfly && !is_power_of_two(members)) continue;
       for (const int slots : {1, 3}) {
         std::vector<std::vector<std::string>> expected(members);
         std::atomic<std::uint64_t> sent{0};
@@ -289,7 +291,7 @@ void schedules() {
           AllReduce call(rank, kind, members, 40, 5, slots);
           call.run();
           expected[rank.rank] = call.expected;
-          sent += rank.wire.sent_bytes();
+          sent += rank.transport.sent_bytes();
         });
         require(sent.load() == 5ull * 2 * (members - 1) * members * 40 * 4, "bytes sent");
         for (int m = 0; m < members; ++m)
@@ -310,12 +312,12 @@ Round with_all(const Rank& rank, int world_size, std::int32_t* data, std::size_t
   return round;
 }
 void exchange(Rank& rank, int world_size, int limit_ms = 20000) {
-  std::int32_t* const data = device_memory<std::int32_t>(rank.wire, 100 * (world_size + 1));
-  const auto walk = rank.wire.open(0, {with_all(rank, world_size, data, 100)}, in(limit_ms), rank.stream());
-  walk->start(0);
-  walk->finish(0);
+  std::int32_t* const data = device_memory<std::int32_t>(rank.transport, 100 * (world_size + 1));
+  const auto opened = rank.transport.open(0, {with_all(rank, world_size, data, 100)}, in(limit_ms), rank.stream());
+  opened->start(0);
+  opened->finish(0);
   rank.synchronize();
-  rank.wire.release(data);
+  rank.transport.release(data);
 }
 
 // ---- calls on streams
@@ -324,18 +326,18 @@ void streams() {
   with_ranks(2, [](Rank& rank) {
     exchange(rank, 2);
     static std::atomic<int> at{0};
-    Rank other(rank.rank, rank.wire);
+    Rank other(rank.rank, rank.transport);
     Call call;
     call.op = Op::kAllReduce;
-    rank.wire.enter(rank.stream());
+    rank.transport.enter(rank.stream());
     std::unique_ptr<Gate> gate;
     if (rank.rank == 0) gate = std::make_unique<Gate>(rank.cuda);
-    rank.wire.leave(rank.stream(), call, 20000);
-    rank.wire.enter(other.stream());  // behind the call on the first stream
+    rank.transport.leave(rank.stream(), call, 20000);
+    rank.transport.enter(other.stream());  // behind the call on the first stream
     cudaEvent_t entered;
     cudaEventCreateWithFlags(&entered, cudaEventDisableTiming);
     cudaEventRecord(entered, other.cuda);
-    rank.wire.leave(other.stream(), call, 20000);
+    rank.transport.leave(other.stream(), call, 20000);
     usleep(20000);
     if (gate) {
       require(cudaEventQuery(entered) == cudaErrorNotReady, "a call overtook the one before it");
@@ -358,21 +360,21 @@ void asynchronous() {
     Call call;
     call.op = Op::kAllReduce;
     Gate gate(rank.cuda);
-    const std::uintptr_t forked = rank.wire.fork(rank.stream());
+    const std::uintptr_t forked = rank.transport.fork(rank.stream());
     require(forked != rank.stream(), "an asynchronous call runs on a stream of its own");
-    const auto request = rank.wire.join(call, forked);
+    const auto request = rank.transport.join(call, forked);
     std::atomic<int> told{0};
     request->on_done([&](std::exception_ptr error) { told = error ? 2 : 1; });
     usleep(5000);
     require(!request->done() && told == 0, "a call ended before what was ahead of it");
     expect_error(ErrorCode::kTimeout, "still in flight", [&] { request->wait(10); });
-    Rank other(rank.rank, rank.wire);
+    Rank other(rank.rank, rank.transport);
     request->join(other.stream());
     require(cudaStreamQuery(other.cuda) == cudaErrorNotReady, "join makes a stream wait");
     gate.open();
     request->wait(0);
     require(request->done() && request->source() == -1, "the end of a call");
-    for (const auto end = in(5000); told == 0 && WireClock::now() < end;) usleep(200);
+    for (const auto end = in(5000); told == 0 && TransportClock::now() < end;) usleep(200);
     require(told == 1, "the callback of a call");
     other.synchronize();
   });
@@ -386,9 +388,9 @@ void captures() {
     call.root = 1 - rank.rank;
     call.stream = rank.stream();
     cudaStreamBeginCapture(rank.cuda, cudaStreamCaptureModeRelaxed);
-    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.wire.enter(rank.stream()); });
-    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.wire.fork(rank.stream()); });
-    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.wire.message(call, 1000); });
+    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.transport.enter(rank.stream()); });
+    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.transport.fork(rank.stream()); });
+    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.transport.message(call, 1000); });
     cudaGraph_t graph = nullptr;
     require(cudaStreamEndCapture(rank.cuda, &graph) == cudaSuccess, "a refusal spoils no capture");
     cudaGraphDestroy(graph);
@@ -397,34 +399,35 @@ void captures() {
   end_of_section("captures");
 }
 
-// ---- terms
+// ---- signatures
 
-void terms() {
+void signatures() {
   with_ranks(3, [](Rank& rank) {
     Heard heard;
-    heard.listen(rank.wire);
+    heard.listen(rank.transport);
     for (int i = 0; i < 20; ++i) {  // more than there is room for at first
-      std::vector<Terms> same;
+      std::vector<CallSignature> same;
       for (int p = 0; p < 3; ++p)
         if (p != rank.rank) same.push_back({p, concat("call ", i, std::string(50, 'x'))});
-      require(rank.wire.swap(same, in(20000), rank.stream()).empty(), "a device's wire does not wait for terms");
+      require(rank.transport.swap(same, in(20000), rank.stream()).empty(),
+              "a device's transport does not wait for signatures");
     }
     exchange(rank, 3);
-    require(!heard.await(20), "equal terms are no failure");
-    std::vector<Terms> mine;
+    require(!heard.await(20), "equal signatures are no failure");
+    std::vector<CallSignature> mine;
     for (int p = 0; p < 3; ++p)
       if (p != rank.rank) mine.push_back({p, rank.rank == 2 ? "broadcast" : "allreduce"});
-    rank.wire.swap(mine, in(20000), rank.stream());
+    rank.transport.swap(mine, in(20000), rank.stream());
     const auto failure = heard.await();
     require(failure && !failure->late && failure->mine == mine[0].mine && failure->theirs != failure->mine,
-            "different terms");
-    require(rank.rank == 2 ? failure->peer < 2 : failure->peer == 2, "who came with other terms");
-    expect_error(ErrorCode::kSystem, "other terms", [&] {
+            "different signatures");
+    require(rank.rank == 2 ? failure->peer < 2 : failure->peer == 2, "who made another call");
+    expect_error(ErrorCode::kSystem, "another call", [&] {
       Call call;
-      rank.wire.join(call, rank.stream())->wait(0);
+      rank.transport.join(call, rank.stream())->wait(0);
     });
   });
-  end_of_section("terms");
+  end_of_section("signatures");
 }
 
 // ---- what goes wrong
@@ -432,17 +435,17 @@ void terms() {
 void nobody_comes() {
   with_ranks(2, [](Rank& rank) {
     if (rank.rank == 1) return;
-    const WireFailure failure = failure_of("a round without a peer", [&] { exchange(rank, 2, 200); });
+    const TransportFailure failure = failure_of("a round without a peer", [&] { exchange(rank, 2, 200); });
     require(failure.late && failure.peer == 1, "the first round with a peer that does not come: " + failure.what);
-    const WireFailure past = failure_of("a round past its limit", [&] { exchange(rank, 2, -1); });
+    const TransportFailure past = failure_of("a round past its limit", [&] { exchange(rank, 2, -1); });
     require(past.late, "a limit that has passed");
-    rank.wire.abort();
+    rank.transport.abort();
   });
   end_of_section("nobody_comes");
   const auto unique_ids = ids();
   NcclOptions alone = options_of(0, 2, unique_ids);
   alone.timeout_ms = 100;
-  expect_error(ErrorCode::kTimeout, "all 2 ranks", [&] { make_nccl_wire(alone); });
+  expect_error(ErrorCode::kTimeout, "all 2 ranks", [&] { make_nccl_transport(alone); });
   end_of_section("nobody_comes");
 }
 
@@ -456,30 +459,30 @@ void stuck() {
       return;
     }
     Heard heard;
-    heard.listen(rank.wire, true);
-    std::int32_t* const data = device_memory<std::int32_t>(rank.wire, 400);
+    heard.listen(rank.transport, true);
+    std::int32_t* const data = device_memory<std::int32_t>(rank.transport, 400);
     Call call;
     call.op = Op::kBroadcast;
-    std::unique_ptr<WireWalk> walk;
+    std::unique_ptr<TransportExchange> opened;
     if (rank.rank == 0) {
-      rank.wire.enter(rank.stream());
+      rank.transport.enter(rank.stream());
       const Round with_one = {{{1, data, 400}}, {}};
-      walk = rank.wire.open(0, {with_one}, in(300), rank.stream());
-      walk->start(0);
-      walk->finish(0);
-      rank.wire.leave(rank.stream(), call, 200);
-      const auto request = rank.wire.join(call, rank.stream());
+      opened = rank.transport.open(0, {with_one}, in(300), rank.stream());
+      opened->start(0);
+      opened->finish(0);
+      rank.transport.leave(rank.stream(), call, 200);
+      const auto request = rank.transport.join(call, rank.stream());
       const auto failure = heard.await();
       require(failure && failure->late && failure->peer == 1, "a transfer that does not end names the peer");
       rank.synchronize();  // the abort ends what is on the device
       require(request->done(), "an abort ends a request");
       expect_error(ErrorCode::kTimeout, "rank 1", [&] { request->wait(0); });
       failure_of("a call after an abort", [&] { exchange(rank, 3); });
-      failure_of("terms after an abort", [&] { rank.wire.swap({{1, "x"}}, in(1000), rank.stream()); });
-      rank.wire.abort();
+      failure_of("signatures after an abort", [&] { rank.transport.swap({{1, "x"}}, in(1000), rank.stream()); });
+      rank.transport.abort();
       over = true;
     }
-    rank.wire.release(data);
+    rank.transport.release(data);
   });
   end_of_section("stuck");
 }
@@ -491,23 +494,23 @@ void errors() {
     for (const char* call : {"send_error", "recv_error", "group_error"}) {
       fake_set((std::string(call) + "_rank").c_str(), 0);
       fake_set(call, 2);
-      const WireFailure failure = failure_of(call, [&] { exchange(rank, 2); });
+      const TransportFailure failure = failure_of(call, [&] { exchange(rank, 2); });
       require(!failure.late && failure.peer == 1 && failure.what.find("ncclSystemError") != std::string::npos &&
                   failure.what.find(concat(call, " was asked for")) != std::string::npos,
               "what NCCL says: " + failure.what);
     }
-    rank.wire.abort();
+    rank.transport.abort();
   });
   end_of_section("errors");
   with_ranks(2, [](Rank& rank) {
     exchange(rank, 2);
     if (rank.rank == 1) return;
     Heard heard;
-    heard.listen(rank.wire, true);
+    heard.listen(rank.transport, true);
     Call call;
     Gate gate(rank.cuda);
-    rank.wire.enter(rank.stream());
-    rank.wire.leave(rank.stream(), call, 20000);
+    rank.transport.enter(rank.stream());
+    rank.transport.leave(rank.stream(), call, 20000);
     fake_set("async_error_rank", 0);
     fake_set("async_error", 6);
     const auto failure = heard.await();
@@ -518,14 +521,14 @@ void errors() {
   end_of_section("errors");
   const auto starts = [](int code, const char* text) {
     fake_set("init_error", code);
-    expect_error(ErrorCode::kSystem, text, [] { make_nccl_wire(options_of(0, 1, ids())); });
+    expect_error(ErrorCode::kSystem, text, [] { make_nccl_transport(options_of(0, 1, ids())); });
   };
   starts(2, "ncclCommInitRankConfig: rank 0 expected success, got unhandled system error (ncclSystemError)");
   starts(5, "NCCL_MULTI_RANK_GPU_ENABLE=1");
   fake_set("id_error", 2);
   expect_error(ErrorCode::kSystem, "ncclGetUniqueId", [] { ids(); });
-  expect_error(ErrorCode::kInvalid, "expected 3 ids, got 1", [] { make_nccl_wire(options_of(0, 1, {"x"})); });
-  expect_error(ErrorCode::kInvalid, "128 bytes", [] { make_nccl_wire(options_of(0, 1, {"x", "y", "z"})); });
+  expect_error(ErrorCode::kInvalid, "expected 3 ids, got 1", [] { make_nccl_transport(options_of(0, 1, {"x"})); });
+  expect_error(ErrorCode::kInvalid, "128 bytes", [] { make_nccl_transport(options_of(0, 1, {"x", "y", "z"})); });
   end_of_section("errors");
 }
 
@@ -535,10 +538,11 @@ struct Box {
   Rank& rank;
   std::size_t count;
   std::int32_t* data;
-  Box(Rank& r, std::size_t n, std::int32_t value) : rank(r), count(n), data(device_memory<std::int32_t>(r.wire, n)) {
+  Box(Rank& r, std::size_t n, std::int32_t value)
+      : rank(r), count(n), data(device_memory<std::int32_t>(r.transport, n)) {
     for (std::size_t i = 0; i < count; ++i) data[i] = value;
   }
-  ~Box() { rank.wire.release(data); }
+  ~Box() { rank.transport.release(data); }
   bool holds(std::int32_t value) const {
     for (std::size_t i = 0; i < count; ++i)
       if (data[i] != value) return false;
@@ -553,7 +557,7 @@ struct Box {
     call.input = data;
     call.count = count;
     call.stream = rank.stream();
-    return rank.wire.message(call, limit_ms);
+    return rank.transport.message(call, limit_ms);
   }
 };
 
@@ -582,8 +586,8 @@ void messages() {
     tagged.op = Op::kSend;
     tagged.root = peer;
     tagged.tag = 7;
-    expect_error(ErrorCode::kUnsupported, "tag 0, got 7", [&] { rank.wire.message(tagged, 1000); });
-    require(rank.wire.sent_bytes() == (rank.rank == 0 ? 200008u : 200000u) * 4, "bytes of messages");
+    expect_error(ErrorCode::kUnsupported, "tag 0, got 7", [&] { rank.transport.message(tagged, 1000); });
+    require(rank.transport.sent_bytes() == (rank.rank == 0 ? 200008u : 200000u) * 4, "bytes of messages");
   });
   require(groups_of(made[0], 0).empty(), "messages have communicators of their own");
   end_of_section("messages");
@@ -591,7 +595,7 @@ void messages() {
     const Box box(rank, 1000, rank.rank == 0 ? 42 : -1);
     if (rank.rank == 0) {
       box.go(Op::kSend, 1);
-      rank.wire.close();
+      rank.transport.close();
     } else {
       usleep(50000);
       box.go(Op::kRecv, 0)->wait(0);
@@ -609,7 +613,7 @@ void lost_messages() {
       return;
     }
     Heard heard;
-    heard.listen(rank.wire, true);
+    heard.listen(rank.transport, true);
     const Box box(rank, 10, 1);
     std::atomic<int> told{0};
     const auto request = box.go(Op::kRecv, 1, 200);
@@ -617,7 +621,7 @@ void lost_messages() {
     expect_error(ErrorCode::kTimeout, "recv: rank 0 expected rank 1 to come in time", [&] { request->wait(0); });
     const auto failure = heard.await();
     require(failure && failure->late && failure->peer == 1, "a message that does not come names the peer");
-    for (const auto end = in(5000); told == 0 && WireClock::now() < end;) usleep(200);
+    for (const auto end = in(5000); told == 0 && TransportClock::now() < end;) usleep(200);
     require(told == 2, "the callback of a message that does not come");
     over = true;
   });
@@ -633,7 +637,7 @@ constexpr Section kSections[] = {
     {"streams", streams},
     {"asynchronous", asynchronous},
     {"captures", captures},
-    {"terms", terms},
+    {"signatures", signatures},
     {"nobody_comes", nobody_comes},
     {"stuck", stuck},
     {"errors", errors},

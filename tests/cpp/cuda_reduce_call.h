@@ -5,7 +5,7 @@
 #include <cmath>
 #include <memory>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/loops.h"
 #include "cuda_world.h"
 
 namespace ringcomm::test {

@@ -186,16 +186,16 @@ void survivors(Engine& engine) {
   if (engine.rank() == kStops) {
     usleep(1500000);
     return expect_error(
-        ErrorCode::kRankLost, [&] { engine.regroup("late", {}, 300); }, "one that comes late is left out");
+        ErrorCode::kRankLost, [&] { engine.agree_on_shrink("late", {}, 300); }, "one that comes late is left out");
   }
-  const auto came = engine.regroup("first", {}, 300);
+  const auto came = engine.agree_on_shrink("first", {}, 300);
   std::vector<int> members;
   for (int r = 0; r < engine.world_size(); ++r)
     if (!came[r].empty()) members.push_back(r);
   require(members == std::vector<int>({1, 2, 4}), "who is left");
-  const auto brought = engine.regroup(concat("of ", engine.rank()), members, 5000);
+  const auto payloads = engine.agree_on_shrink(concat("of ", engine.rank()), members, 5000);
   for (int r = 0; r < engine.world_size(); ++r)
-    require(brought[r] == (came[r].empty() ? "" : concat("of ", r)), "what the others bring");
+    require(payloads[r] == (came[r].empty() ? "" : concat("of ", r)), "what the others bring");
 }
 
 // A child forked from a rank is refused, and ends without disturbing anyone.

@@ -1,5 +1,5 @@
-// The engine over hosts: which tree the hosts' sums are added in, and every collective over a wire that is a few queues
-// in memory, with ranks as threads.
+// The engine over hosts: which tree the hosts' sums are added in, and every collective over a transport that is a few
+// queues in memory, with ranks as threads.
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -9,15 +9,15 @@
 #include <random>
 #include <tuple>
 
-#include "hosts/hosts_engine.h"
-#include "hosts/topology.h"
+#include "hierarchy/engine.h"
+#include "hierarchy/topology.h"
 #include "ranks.h"
 
 namespace ringcomm::test {
 namespace {
 
-using hosts::Merge;
-using hosts::Topology;
+using hierarchy::Merge;
+using hierarchy::Topology;
 
 std::string text_of(const HostsOfRanks& hosts) {
   std::string text;
@@ -86,22 +86,23 @@ HostsOfRanks random_hosts(std::mt19937& random, int world_size) {
   return hosts;
 }
 
-void check_drivers(const Topology& topology, const std::string& what) {
+void check_rail_ranks(const Topology& topology, const std::string& what) {
   int most = 0;
   for (int h = 0; h < topology.num_hosts(); ++h) {
     most = std::max(most, topology.num_ranks(h));
     int next = 0;
     for (int local = 0; local < topology.num_ranks(h); ++local) {
-      require(topology.first_lane(h, local) == next && topology.last_lane(h, local) > next,
-              what + ": every local rank drives the lanes that follow those of the one before");
-      for (; next < topology.last_lane(h, local); ++next)
-        require(topology.driver(h, next) == topology.ranks(h)[local], what + ": a lane has the driver it belongs to");
+      require(topology.first_rail(h, local) == next && topology.last_rail(h, local) > next,
+              what + ": every local rank has the rails that follow those of the one before");
+      for (; next < topology.last_rail(h, local); ++next)
+        require(topology.rail_rank(h, next) == topology.ranks(h)[local],
+                what + ": a rail has the rank that it belongs to");
     }
-    require(next == topology.lanes(), what + ": every lane is driven");
+    require(next == topology.rails(), what + ": every rail has a rank");
     for (int local = 0; local < topology.num_ranks(h); ++local)
-      require(topology.part_driver(h, local) == topology.ranks(h)[local], what + ": a rank drives its own part");
+      require(topology.part_rail_rank(h, local) == topology.ranks(h)[local], what + ": a rank has its own part");
   }
-  require(topology.lanes() == most, what + ": as many lanes as the largest host has ranks");
+  require(topology.rails() == most, what + ": as many rails as the largest host has ranks");
 }
 
 void topologies(int trials) {
@@ -120,7 +121,7 @@ void topologies(int trials) {
     if (topology.canonical()) require(tree == tree_of_ranks(world_size), what + " adds as " + tree);
     require(static_cast<int>(topology.tree().size()) == topology.num_hosts() - 1 && tree != "gone",
             what + ": every host is added once");
-    if (topology.in_order() == Between::kButterfly) {
+    if (topology.in_order() == InterHostSchedule::kButterfly) {
       std::vector<std::string> parts;
       for (int h = 0; h < topology.num_hosts(); ++h) parts.push_back(std::to_string(h));
       Topology flat(0, [&] {
@@ -131,7 +132,7 @@ void topologies(int trials) {
       require(is_power_of_two(topology.num_hosts()) && topology.tree() == flat.tree(),
               what + ": a butterfly adds in the balanced tree over hosts alone");
     }
-    check_drivers(topology, what);
+    check_rail_ranks(topology, what);
     canonical += topology.canonical() && topology.num_hosts() > 1;
     several += topology.num_hosts() > 1;
   }
@@ -152,7 +153,7 @@ void refusals() {
   }
 }
 
-// ---- a wire in memory
+// ---- a transport in memory
 // -------------------------------------------------------------------------------------------------
 
 // What all ranks share: messages by (from, to, channel), in order.
@@ -164,12 +165,12 @@ class Mail {
     boxes_[{from, to, channel}].emplace_back(data, data + message.nbytes);
     came_.notify_all();
   }
-  void take(int from, int to, int channel, const Message& message, WireClock::time_point limit) {
+  void take(int from, int to, int channel, const Message& message, TransportClock::time_point limit) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto& box = boxes_[{from, to, channel}];
     // By the system's clock: ThreadSanitizer does not know a wait by the steady one.
-    const auto end = std::chrono::system_clock::now() + (limit - WireClock::now());
-    if (!came_.wait_until(lock, end, [&] { return !box.empty(); })) throw WireFailure{from, true, "nothing came"};
+    const auto end = std::chrono::system_clock::now() + (limit - TransportClock::now());
+    if (!came_.wait_until(lock, end, [&] { return !box.empty(); })) throw TransportFailure{from, true, "nothing came"};
     require(box.front().size() == message.nbytes,
             concat("a message from ", from, " to ", to, " on channel ", channel, " has ", box.front().size(),
                    " bytes, expected ", message.nbytes));
@@ -186,51 +187,53 @@ class Mail {
   std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> boxes_;
 };
 
-class MailWalk final : public WireWalk {
+class MailExchange final : public TransportExchange {
  public:
-  MailWalk(Mail& mail, int rank, int channel, std::vector<Round> rounds, WireClock::time_point limit)
+  MailExchange(Mail& mail, int rank, int channel, std::vector<Round> rounds, TransportClock::time_point limit)
       : mail_(mail), rank_(rank), channel_(channel), rounds_(std::move(rounds)), limit_(limit) {}
   void start(int round) override {
-    require(round == started_++, "the rounds of a walk start in order");
+    require(round == started_++, "the rounds of an exchange start in order");
     for (const Message& message : rounds_[round].sends) mail_.put(rank_, message.peer, channel_, message);
   }
   void finish(int round) override {
     require(round == finished_++ && finished_ == started_, "a round ends before the next one starts");
     for (const Message& message : rounds_[round].recvs) mail_.take(message.peer, rank_, channel_, message, limit_);
   }
-  ~MailWalk() override { require(finished_ == static_cast<int>(rounds_.size()), "a walk is finished"); }
+  ~MailExchange() override { require(finished_ == static_cast<int>(rounds_.size()), "an exchange is finished"); }
 
  private:
   Mail& mail_;
   const int rank_, channel_;
   const std::vector<Round> rounds_;
-  const WireClock::time_point limit_;
+  const TransportClock::time_point limit_;
   int started_ = 0, finished_ = 0;
 };
 
-class MailWire final : public Wire {
+class MailTransport final : public Transport {
  public:
-  MailWire(Mail& mail, int rank, std::size_t inline_bytes) : mail_(mail), rank_(rank), inline_bytes_(inline_bytes) {}
+  MailTransport(Mail& mail, int rank, std::size_t inline_bytes)
+      : mail_(mail), rank_(rank), inline_bytes_(inline_bytes) {}
   const char* kind() const override { return "mail"; }
   std::size_t inline_bytes() const override { return inline_bytes_; }
-  std::vector<std::string> swap(const std::vector<Terms>& terms, WireClock::time_point limit, std::uintptr_t) override {
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
+                                std::uintptr_t) override {
     std::vector<std::string> theirs;
-    for (const Terms& each : terms) {
-      require(each.peer != rank_, "a rank has no terms with itself");
+    for (const CallSignature& each : signatures) {
+      require(each.peer != rank_, "a rank exchanges no signature with itself");
       std::string mine = each.mine;
-      mail_.put(rank_, each.peer, kTerms, {each.peer, mine.data(), mine.size()});
+      mail_.put(rank_, each.peer, kSignature, {each.peer, mine.data(), mine.size()});
     }
-    for (const Terms& each : terms) {
+    for (const CallSignature& each : signatures) {
       theirs.emplace_back(each.mine.size(), '\0');
-      mail_.take(each.peer, rank_, kTerms, {each.peer, theirs.back().data(), theirs.back().size()}, limit);
+      mail_.take(each.peer, rank_, kSignature, {each.peer, theirs.back().data(), theirs.back().size()}, limit);
     }
     return theirs;
   }
-  std::unique_ptr<WireWalk> open(int slot, std::vector<Round> rounds, WireClock::time_point limit,
-                                 std::uintptr_t) override {
+  std::unique_ptr<TransportExchange> open(int slot, std::vector<Round> rounds, TransportClock::time_point limit,
+                                          std::uintptr_t) override {
     for (const Round& round : rounds)
       for (const Message& message : round.sends) sent_bytes_ += message.nbytes;
-    return std::make_unique<MailWalk>(mail_, rank_, slot, std::move(rounds), limit);
+    return std::make_unique<MailExchange>(mail_, rank_, slot, std::move(rounds), limit);
   }
   std::shared_ptr<Request> message(const Call&, std::int64_t) override {
     fail(ErrorCode::kUnsupported, "no messages here");
@@ -246,10 +249,10 @@ class MailWire final : public Wire {
   void abort() override {}
   void close() override {}
   std::uint64_t sent_bytes() const override { return sent_bytes_; }
-  ~MailWire() override { require(allocated_ == 0, "what was allocated is released"); }
+  ~MailTransport() override { require(allocated_ == 0, "what was allocated is released"); }
 
  private:
-  static constexpr int kTerms = -1;
+  static constexpr int kSignature = -1;
   Mail& mail_;
   const int rank_;
   const std::size_t inline_bytes_;
@@ -270,13 +273,13 @@ void run_over(const HostsOfRanks& hosts, const Variant& variant, const RankFunct
   std::vector<std::unique_ptr<Engine>> engines;
   std::vector<std::string> handles;
   for (int r = 0; r < world_size; ++r) {
-    hosts::HostsOptions options;
+    hierarchy::Options options;
     options.slice_bytes = variant.slice_bytes;
     options.compressed = variant.compressed;
     for (int h = 0; h < topology.num_hosts(); ++h) options.names.push_back("host" + std::to_string(h));
     auto local = share(make_cpu_engine(topology.local_of(r), topology.num_ranks(topology.host_of(r)), short_timeout()));
-    engines.push_back(
-        make_hosts_engine(r, hosts, local, std::make_shared<MailWire>(mail, r, variant.inline_bytes), options));
+    engines.push_back(make_hierarchical_engine(
+        r, hosts, local, std::make_shared<MailTransport>(mail, r, variant.inline_bytes), options));
     handles.push_back(engines.back()->handle());
   }
   std::vector<std::thread> threads;

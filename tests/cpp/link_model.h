@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "explorer.h"
-#include "recorded_stage.h"
+#include "recorded_slot_stream.h"
 
 namespace ringcomm::test {
 

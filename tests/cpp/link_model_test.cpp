@@ -12,7 +12,7 @@ namespace ringcomm::test {
 namespace {
 
 using cpu::RecordedGroup;
-using cpu::RecordedStage;
+using cpu::RecordedSlotStream;
 
 struct Shape {
   int world_size;
@@ -23,7 +23,7 @@ struct Shape {
 };
 
 using Tapes = std::vector<std::unique_ptr<Tape>>;
-using Walk = std::function<std::uint64_t(RecordedStage&)>;  // returns the tickets it takes
+using Walk = std::function<std::uint64_t(RecordedSlotStream&)>;  // returns the tickets it takes
 
 struct Planned {
   Call call;
@@ -41,32 +41,32 @@ Planned plan(Op op, std::size_t nbytes, const Walk& walk, int root = 0) {
 
 // ---- what the ranks call -------------------------------------------------------------------------------------------
 
-using Staged = std::uint64_t (*)(RecordedStage&, std::uint64_t first);
+using Staged = std::uint64_t (*)(RecordedSlotStream&, std::uint64_t first);
 
 Walk private_buffers(Staged staged) {
-  return [=](RecordedStage& stage) { return staged(stage, 0); };
+  return [=](RecordedSlotStream& slots) { return staged(slots, 0); };
 }
 // The rank says with the first ticket that its buffers are private, and goes on.
 Walk announced(Staged staged) {
-  return [=](RecordedStage& stage) {
-    stage.wait_credit(0);
-    stage.publish(0);
-    return 1 + staged(stage, 1);
+  return [=](RecordedSlotStream& slots) {
+    slots.wait_credit(0);
+    slots.publish(0);
+    return 1 + staged(slots, 1);
   };
 }
-std::uint64_t ring(RecordedStage& stage) { return cpu::ring_collective(stage); }
+std::uint64_t ring(RecordedSlotStream& slots) { return cpu::ring_collective(slots); }
 
-// As cpu/direct.cpp: the peers read this rank's input where it is, which the user writes before the call.
-std::uint64_t in_place(RecordedStage& stage) {
+// As cpu/collectives/direct.cpp: the peers read this rank's input where it is, which the user writes before the call.
+std::uint64_t in_place(RecordedSlotStream& slots) {
   Tape& mine = *cpu::recording;
   const std::uint64_t name = cpu::kNamedTickets / 2 + mine.sequence;
   mine.places[name] = mine.input;
   mine.touch(Access::kWrite, cpu::payload_name(mine.rank, name), sizeof mine.input);
   for (const std::uint64_t i : {0, 1}) {
-    stage.wait_credit(i);
-    stage.publish(i);
-    stage.await_all(i);
-    for (int p = 0; i == 0 && p < stage.group().world_size(); ++p)
+    slots.wait_credit(i);
+    slots.publish(i);
+    slots.await_all(i);
+    for (int p = 0; i == 0 && p < slots.group().world_size(); ++p)
       if (p != mine.rank) mine.touch(Access::kRead, cpu::payload_name(p, name), sizeof mine.input);
   }
   return 2;
@@ -95,14 +95,14 @@ Tapes record(const Shape& shape, const Plan& calls) {
     for (const Planned& planned : calls) {
       Call call = planned.call;
       call.input = call.output = buffer;
-      RecordedStage stage(group, call);
-      stage.finish(planned.walk(stage));
+      RecordedSlotStream slots(group, call);
+      slots.finish(planned.walk(slots));
     }
   }
   return tapes;
 }
 
-// A message in slices, as cpu/p2p.cpp passes it: rank 0 to rank 1, over the board of that pair.
+// A message in slices, as cpu/collectives/p2p.cpp passes it: rank 0 to rank 1, over the board of that pair.
 Tapes record_message(const Shape& shape, const std::vector<std::size_t>& slices) {
   Tapes tapes = blank_tapes(shape);
   Tape &source = *tapes[0], &destination = *tapes[1];

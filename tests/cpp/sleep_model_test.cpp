@@ -1,5 +1,5 @@
-// How a rank falls asleep and is woken, explored: the steps of cpu/wait.h and of the bell in cpu/group.h, told again.
-// Which wake-ups cannot be lost, and which are made up for by the end of a sleep, 20 ms later.
+// How a rank falls asleep and is woken, explored: the steps of cpu/group/wait.h and of the bell in cpu/group/state.h,
+// told again. Which wake-ups cannot be lost, and which are made up for by the end of a sleep, 20 ms later.
 #include <cstdio>
 
 #include "explorer.h"

@@ -1,5 +1,5 @@
 // The timeline: threads that record while sessions begin and end, bounded room, and which spans belong to a session.
-#include "core/trace.h"
+#include "runtime/trace.h"
 
 #include "ranks.h"
 

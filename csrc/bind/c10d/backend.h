@@ -1,0 +1,118 @@
+// torch.distributed's backend over any engine, which it uses through the Engine interface only. Tensors on the cpu use
+// an engine that every group has, those on a device an engine that is made at the first call there (device.h).
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "bind/c10d/device.h"
+#include "bind/c10d/task.h"
+#include "bind/c10d/work.h"
+
+namespace ringcomm {
+
+using c10::intrusive_ptr;
+
+// A synchronous call (asyncOp = false) runs in the caller's thread, or on its stream, and returns null, which
+// torch.distributed understands as "already done". An asynchronous one, and every send and receive, returns an
+// AsyncWork or a DeviceWork.
+class Backend final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds limit) : c10d::Backend::Options("ringcomm", limit) {}
+  };
+
+  // `maker` makes the device's engine; with `host_memory` that engine serves cpu tensors in place of `engine`.
+  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker, bool host_memory);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "ringcomm"; }
+  intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+  intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                     const intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+  // Connects at init_process_group(device_id=...), instead of at the first call on the device.
+  void eagerConnectSingleDevice(at::Device device) override;
+
+  // Memory that the peers read and write in place. On a device this would be a collective call, and torch does not
+  // promise to make it on every rank.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }  // only the cpu has no index
+  Tensor allocateTensor(long count, at::TensorOptions options) override;
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void setSequenceNumberForGroup() override { sequence_ = 0; }
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_rows,
+                        std::vector<std::int64_t>& input_rows, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+ private:
+  Site site(const char* title) { return {title, rank_, size_, &devices_}; }
+  bool deferred(bool async) const { return async || coalescing_; }
+  // Runs or submits prepared calls. A profiler records `inputs`; `outputs` become the Work's result and its future's
+  // value.
+  WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                 at::TensorList outputs);
+  intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
+  void run(Task& task);
+  Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
+                      std::chrono::milliseconds timeout);
+  Task allgather_task(const Site& site, const Tensors& outputs, const Tensor& input, bool async,
+                      std::chrono::milliseconds timeout);
+  Task reduce_scatter_task(const Site& site, Tensor& output, const Tensor& input,
+                           const c10d::ReduceScatterOptions& opts, bool async);
+  // Waits for the other ranks, even if the call is asynchronous.
+  WorkPtr all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts);
+  Tensor gather_indices(const Site& at, const Tensor& mine, std::chrono::milliseconds timeout);
+  WorkPtr receive(Tensors& tensors, const Site& site, c10d::OpType type, int peer, int tag);
+  std::uint64_t global_rank(int rank) const;
+  std::vector<int> missing_at_barrier(std::chrono::milliseconds limit, bool all);
+
+  std::shared_ptr<Engine> engine_;  // of the cpu
+  intrusive_ptr<Options> options_;
+  DeviceGroup devices_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> coalescing_{false};
+  intrusive_ptr<AsyncWork> coalesced_;  // the calls on the cpu since startCoalescing
+  // The last child and its key: torch splits once for each device type, but one child serves all of them.
+  std::string split_key_;
+  c10::weak_intrusive_ptr<c10d::Backend> split_child_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,270 @@
+#include "bind/c10d/messages.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+
+namespace ringcomm {
+
+namespace {
+
+constexpr auto kLookEvery = std::chrono::milliseconds(50);  // interval of checks for signals
+
+struct Header {
+  std::uint64_t nbytes;
+  std::int64_t tag;
+};
+
+const char* title(const Call& call) { return call.op == Op::kSend ? "send" : "recv"; }
+
+std::exception_ptr error_of(const Call& call, const TransportFailure& failure) {
+  return std::make_exception_ptr(
+      Error(failure.late ? ErrorCode::kTimeout : ErrorCode::kRankLost,
+            concat(title(call), ": a message with tag ", call.tag, call.op == Op::kSend ? " to rank " : " from rank ",
+                   call.root, failure.late ? " did not get through in time (" : " was lost (", failure.what,
+                   "); look at what that rank does, and create a new communicator")));
+}
+
+}  // namespace
+
+class GroupMessages::Item final : public Request {
+ public:
+  Item(const Call& call, std::int64_t limit_ms, std::function<bool(const char*)> interrupted)
+      : call_(call),
+        interrupted_(std::move(interrupted)),
+        limit_(TransportClock::now() + std::chrono::milliseconds(limit_ms)),
+        nbytes_(call.count * element_bytes(call.dtype)) {}
+
+  const Call& call() const { return call_; }
+  TransportClock::time_point limit() const { return limit_; }
+  std::size_t nbytes() const { return nbytes_; }
+
+  bool done() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+  }
+  void wait(std::int64_t timeout_ms) override {
+    if (process_ != getpid())
+      ringcomm::fail(ErrorCode::kInvalid, title(call_),
+                     ": was waited for in a process forked after it began; wait in the parent, and make a communicator "
+                     "in the child, or start it with spawn");
+    const auto end = timeout_ms > 0 ? TransportClock::now() + std::chrono::milliseconds(timeout_ms)
+                                    : TransportClock::time_point::max();  // the message has its own limit
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_until(lock, std::min(TransportClock::now() + kLookEvery, end), [&] { return done_; })) {
+      if (TransportClock::now() >= end)
+        ringcomm::fail(ErrorCode::kTimeout, title(call_), ": waited ", timeout_ms / 1000.0,
+                       " s for a message with rank ", call_.root,
+                       ", which is still in flight; wait longer, or abort the communicator");
+      lock.unlock();
+      const bool stop = interrupted_(title(call_));
+      lock.lock();
+      if (!stop) continue;
+      changed_.wait(lock, [&] { return done_; });  // only then may the caller reuse the memory
+      if (error_) break;
+      ringcomm::fail(ErrorCode::kAborted, title(call_), ": was interrupted by a signal");
+    }
+    if (error_) std::rethrow_exception(error_);
+  }
+  void on_done(std::function<void(std::exception_ptr)> callback) override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!done_) {
+        callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback(error_);
+  }
+  int source() const override { return call_.op == Op::kRecv ? call_.root : -1; }
+
+  void end(std::exception_ptr error = nullptr) {
+    std::vector<std::function<void(std::exception_ptr)>> callbacks;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error;
+      done_ = true;
+      callbacks.swap(callbacks_);
+    }
+    changed_.notify_all();
+    for (auto& callback : callbacks) callback(error);
+  }
+
+ private:
+  const Call call_;
+  const std::function<bool(const char*)> interrupted_;
+  const TransportClock::time_point limit_;
+  const std::size_t nbytes_;
+  const pid_t process_ = getpid();
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+  std::vector<std::function<void(std::exception_ptr)>> callbacks_;
+};
+
+std::shared_ptr<Request> GroupMessages::submit(const Call& call, std::int64_t limit_ms) {
+  const auto item = std::make_shared<Item>(call, limit_ms, interrupted_);
+  const bool sends = call.op == Op::kSend;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_ || link_->aborted()) {
+      item->end(error_of(call, {call.root, false, closing_ ? "the communicator was closed" : "it was aborted"}));
+      return item;
+    }
+    Way& way = ways_[{sends, call.root}];
+    way.open.push_back(item);
+    if (!way.thread.joinable())
+      way.thread = std::thread([this, sends, peer = call.root, &way] {
+        if (sends)
+          send_all(peer, way);
+        else
+          receive_all(peer, way);
+      });
+  }
+  changed_.notify_all();
+  return item;
+}
+
+void GroupMessages::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+  }
+  changed_.notify_all();
+  for (auto& [which, way] : ways_)
+    if (which.first && way.thread.joinable()) way.thread.join();
+  link_->abort();  // ends threads that still wait for a header
+  for (auto& [which, way] : ways_)
+    if (way.thread.joinable()) way.thread.join();
+}
+
+bool GroupMessages::runs_this_thread() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(ways_.begin(), ways_.end(),
+                     [](const auto& way) { return way.second.thread.get_id() == std::this_thread::get_id(); });
+}
+
+// Ends all open messages with an error.
+void GroupMessages::fail(Way& way, const TransportFailure& failure) {
+  std::deque<ItemPtr> open;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open.swap(way.open);
+  }
+  for (const ItemPtr& item : open) item->end(error_of(item->call(), failure));
+}
+
+void GroupMessages::send_all(int peer, Way& way) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return closing_ || !way.open.empty(); });
+    if (way.open.empty()) return;
+    const std::deque<ItemPtr> batch = way.open;
+    lock.unlock();
+    std::deque<Header> headers;
+    std::vector<std::vector<GroupWork>> works;
+    try {
+      for (const ItemPtr& item : batch) {  // starts all of them before waiting for the first
+        headers.push_back({item->nbytes(), item->call().tag});
+        works.push_back({link_->send({peer, &headers.back(), sizeof(Header)}, GroupLink::kHeader)});
+        if (item->nbytes())
+          works.back().push_back(
+              link_->send({peer, const_cast<void*>(item->call().input), item->nbytes()}, GroupLink::kPayload));
+      }
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        for (const GroupWork& work : works[i]) link_->wait(work, peer, batch[i]->limit());
+        lock.lock();
+        way.open.pop_front();
+        lock.unlock();
+        batch[i]->end();
+      }
+    } catch (const TransportFailure& failure) {
+      works.clear();  // before the callers are told that their memory is free
+      fail(way, failure);
+    }
+    lock.lock();
+  }
+}
+
+void GroupMessages::receive_all(int peer, Way& way) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return closing_ || !way.open.empty(); });
+    if (way.open.empty()) return;
+    auto limit = way.open.front()->limit();
+    for (const ItemPtr& item : way.open) limit = std::min(limit, item->limit());
+    std::vector<std::pair<ItemPtr, std::exception_ptr>> served;
+    for (auto it = way.open.begin(); it != way.open.end();)
+      if (const auto outcome = hand_over(way, **it)) {
+        served.emplace_back(*it, *outcome);
+        it = way.open.erase(it);
+      } else {
+        ++it;
+      }
+    lock.unlock();
+    for (const auto& [item, error] : served) item->end(error);
+    if (served.empty()) try {
+        read_one(peer, way, limit);
+      } catch (const TransportFailure& failure) {
+        fail(way, failure);
+      } catch (const std::exception& error) {  // such as no memory for a message without a receive
+        fail(way, {peer, false, error.what()});
+      }
+    lock.lock();
+  }
+}
+
+std::exception_ptr GroupMessages::other_length(const Item& item, std::uint64_t nbytes) {
+  return std::make_exception_ptr(Error(
+      ErrorCode::kMismatch, concat("recv: expected ", item.nbytes(), " bytes with tag ", item.call().tag, " from rank ",
+                                   item.call().root, ", got ", nbytes, "; send and receive the same")));
+}
+
+std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item) {
+  const auto it = std::find_if(way.arrived.begin(), way.arrived.end(),
+                               [&](const Arrived& arrived) { return arrived.tag == item.call().tag; });
+  if (it == way.arrived.end()) return std::nullopt;
+  std::exception_ptr error;
+  if (it->bytes.size() != item.nbytes())
+    error = other_length(item, it->bytes.size());
+  else if (item.nbytes())
+    std::memcpy(item.call().output, it->bytes.data(), item.nbytes());
+  way.arrived.erase(it);
+  return error;
+}
+
+// Receives the next message of the peer, into the oldest receive with its tag, or stores it.
+void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limit) {
+  Header header{};
+  link_->wait(link_->recv({peer, &header, sizeof header}, GroupLink::kHeader), peer, limit);
+  ItemPtr item;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = std::find_if(way.open.begin(), way.open.end(),
+                                 [&](const ItemPtr& each) { return each->call().tag == header.tag; });
+    if (it != way.open.end()) {
+      item = *it;
+      way.open.erase(it);
+    }
+  }
+  const bool fits = item && item->nbytes() == header.nbytes;
+  Arrived aside{static_cast<int>(header.tag), std::vector<char>(fits ? 0 : header.nbytes)};
+  void* const target = fits ? item->call().output : aside.bytes.data();
+  try {
+    if (header.nbytes) link_->wait(link_->recv({peer, target, header.nbytes}, GroupLink::kPayload), peer, limit);
+  } catch (const TransportFailure& failure) {
+    if (item) item->end(error_of(item->call(), failure));
+    throw;
+  }
+  if (fits) return item->end();
+  if (item) return item->end(other_length(*item, header.nbytes));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  way.arrived.push_back(std::move(aside));
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,61 @@
+// The user's sends and receives over a backend of torch.distributed. A header with tag and length precedes the bytes,
+// so that a receive can take the oldest message with its tag, and a wrong length is reported as an error.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "bind/c10d/transport.h"
+
+namespace ringcomm {
+
+// One thread for each peer and direction, started by its first message.
+class GroupMessages {
+ public:
+  explicit GroupMessages(std::shared_ptr<GroupLink> link) : link_(std::move(link)) {}
+  // See Transport::on_wait; call it before any message.
+  void on_wait(std::function<bool(const char*)> interrupted) { interrupted_ = std::move(interrupted); }
+  ~GroupMessages() { close(); }
+
+  std::shared_ptr<Request> submit(const Call& call, std::int64_t limit_ms);
+  // Waits for sent messages; open receives end with an error.
+  void close();
+  bool runs_this_thread();
+
+ private:
+  class Item;
+  using ItemPtr = std::shared_ptr<Item>;
+  struct Arrived {  // a message that arrived before its receive
+    int tag;
+    std::vector<char> bytes;
+  };
+  struct Way {  // one direction between this rank and a peer
+    std::deque<ItemPtr> open;
+    std::vector<Arrived> arrived;
+    std::thread thread;
+  };
+
+  void send_all(int peer, Way& way);
+  void receive_all(int peer, Way& way);
+  // Copies the oldest stored message with the item's tag to the item. Returns the outcome; nothing if there is none.
+  std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
+  static std::exception_ptr other_length(const Item& item, std::uint64_t nbytes);
+  void read_one(int peer, Way& way, TransportClock::time_point limit);
+  void fail(Way& way, const TransportFailure& failure);
+
+  const std::shared_ptr<GroupLink> link_;
+  std::function<bool(const char*)> interrupted_ = [](const char*) { return false; };
+  std::mutex mutex_;  // for the members below
+  std::condition_variable changed_;
+  std::map<std::pair<bool, int>, Way> ways_;  // by direction (true: sends) and peer
+  bool closing_ = false;
+};
+
+}  // namespace ringcomm

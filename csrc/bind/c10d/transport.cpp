@@ -1,0 +1,231 @@
+#include "bind/c10d/transport.h"
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <new>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "bind/c10d/messages.h"
+#include "core/error.h"
+#include "core/schedule.h"
+
+namespace ringcomm {
+
+namespace {
+
+std::vector<at::Tensor> tensor_of(const Message& message) {
+  const auto count = static_cast<std::int64_t>(message.nbytes);
+  return {at::from_blob(message.data, {count}, at::TensorOptions().dtype(at::kByte))};
+}
+
+// Returns the first line of a library's error.
+std::string first_line(const char* what) {
+  const std::string text(what);
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+// ---- sends and receives
+
+// Registers a work for its lifetime, so that an abort can end it.
+class GroupLink::Registered {
+ public:
+  Registered(GroupLink& link, const GroupWork& work) : link_(link), work_(work) {
+    const std::lock_guard<std::mutex> lock(link_.mutex_);
+    link_.waited_for_.insert(work_);
+  }
+  ~Registered() {
+    const std::lock_guard<std::mutex> lock(link_.mutex_);
+    link_.waited_for_.erase(work_);
+  }
+
+ private:
+  GroupLink& link_;
+  const GroupWork& work_;
+};
+
+void GroupLink::refuse(int peer) const { throw TransportFailure{peer, false, "the communicator was aborted"}; }
+
+GroupWork GroupLink::send(const Message& message, int tag) {
+  if (aborted()) refuse(message.peer);
+  auto tensors = tensor_of(message);
+  sent_bytes_.fetch_add(message.nbytes, std::memory_order_relaxed);
+  try {
+    return backend_->send(tensors, message.peer, first_tag_ + tag);
+  } catch (const std::exception& error) {
+    throw TransportFailure{message.peer, false, first_line(error.what())};
+  }
+}
+
+GroupWork GroupLink::recv(const Message& message, int tag) {
+  if (aborted()) refuse(message.peer);
+  auto tensors = tensor_of(message);
+  try {
+    return backend_->recv(tensors, message.peer, first_tag_ + tag);
+  } catch (const std::exception& error) {
+    throw TransportFailure{message.peer, false, first_line(error.what())};
+  }
+}
+
+void GroupLink::wait(const GroupWork& work, int peer, TransportClock::time_point limit) {
+  const Registered registered(*this, work);
+  if (aborted()) refuse(peer);
+  using std::chrono::duration_cast;
+  using std::chrono::milliseconds;
+  // Rounded up, since a wait that ends slightly early would not count as late.
+  const auto left =
+      std::max(milliseconds(0), duration_cast<milliseconds>(limit - TransportClock::now())) + milliseconds(1);
+  bool done = false;
+  try {
+    done = work->wait(left);
+  } catch (const std::exception& error) {
+    if (aborted()) refuse(peer);
+    throw TransportFailure{peer, TransportClock::now() >= limit, first_line(error.what())};
+  }
+  if (!done) refuse(peer);
+}
+
+void GroupLink::abort() {
+  aborted_.store(true);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const GroupWork& work : waited_for_) try {
+      work->abort();
+    } catch (const std::exception&) {  // unsupported by the backend: the wait ends at the call's limit
+    }
+}
+
+namespace {
+
+// ---- exchanges
+
+class GroupExchange final : public TransportExchange {
+ public:
+  GroupExchange(GroupLink& link, int slot, std::vector<Round> rounds, TransportClock::time_point limit)
+      : link_(link), tag_(GroupLink::kFirstSlot + slot), limit_(limit), rounds_(std::move(rounds)) {
+    for (const Round& round : rounds_) {
+      std::vector<GroupWork> works;
+      for (const Message& message : round.recvs) works.push_back(link_.recv(message, tag_));
+      receiving_.push_back(std::move(works));
+    }
+  }
+  void start(int round) override {
+    sending_.clear();
+    for (const Message& message : rounds_[round].sends) sending_.push_back(link_.send(message, tag_));
+  }
+  void finish(int round) override {
+    for (std::size_t i = 0; i < receiving_[round].size(); ++i)
+      link_.wait(receiving_[round][i], rounds_[round].recvs[i].peer, limit_);
+    for (std::size_t i = 0; i < sending_.size(); ++i) link_.wait(sending_[i], rounds_[round].sends[i].peer, limit_);
+  }
+
+ private:
+  GroupLink& link_;
+  const int tag_;
+  const TransportClock::time_point limit_;
+  const std::vector<Round> rounds_;
+  std::vector<std::vector<GroupWork>> receiving_;
+  std::vector<GroupWork> sending_;
+};
+
+constexpr std::size_t kInlineBytes = 8 << 10;
+constexpr std::size_t kSignatureBytes = 512;
+
+// A call signature and the bytes that follow it. Some backends end the process if a message is longer than its receive.
+struct Letter {
+  std::uint64_t nbytes;
+  char text[kSignatureBytes + kInlineBytes];
+};
+struct Expected {
+  std::unique_ptr<Letter> letter;
+  GroupWork work;
+};
+
+class GroupTransport final : public Transport {
+ public:
+  GroupTransport(BackendPtr backend, std::string name, int first_tag)
+      : link_(std::make_shared<GroupLink>(std::move(backend), first_tag)),
+        name_(std::move(name)),
+        short_letters_(name_ == "gloo"),
+        messages_(link_) {}
+
+  const char* kind() const override { return name_.c_str(); }
+
+  std::size_t inline_bytes() const override { return kInlineBytes; }
+
+  std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
+                                std::uintptr_t) override {
+    std::deque<Letter> letters;
+    std::vector<GroupWork> sends;  // destroyed before the letters that they send
+    for (const CallSignature& each : signatures) expect(each.peer);
+    for (const CallSignature& each : signatures) {
+      Letter& letter = letters.emplace_back();
+      letter.nbytes = each.mine.size();
+      std::memcpy(letter.text, each.mine.data(), each.mine.size());
+      const std::size_t used = offsetof(Letter, text) + each.mine.size();
+      sends.push_back(link_->send({each.peer, &letter, short_letters_ ? used : sizeof letter}, GroupLink::kSignature));
+    }
+    std::vector<std::string> theirs;
+    for (const CallSignature& each : signatures) {
+      const Expected expected = std::move(expected_.at(each.peer));
+      expected_.erase(each.peer);
+      link_->wait(expected.work, each.peer, limit);
+      theirs.emplace_back(expected.letter->text, smaller(expected.letter->nbytes, sizeof expected.letter->text));
+    }
+    for (std::size_t i = 0; i < signatures.size(); ++i) link_->wait(sends[i], signatures[i].peer, limit);
+    for (const CallSignature& each : signatures) try {
+        expect(each.peer);
+      } catch (const TransportFailure&) {  // a peer may leave after its last call; the next call with it, if any, fails
+      }
+    return theirs;
+  }
+
+  std::unique_ptr<TransportExchange> open(int slot, std::vector<Round> rounds, TransportClock::time_point limit,
+                                          std::uintptr_t) override {
+    return std::make_unique<GroupExchange>(*link_, slot, std::move(rounds), limit);
+  }
+  std::shared_ptr<Request> message(const Call& call, std::int64_t limit_ms) override {
+    return messages_.submit(call, limit_ms);
+  }
+
+  void* allocate(std::size_t nbytes) override {
+    void* const memory = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+  }
+  void release(void* data) override { std::free(data); }
+
+  void on_wait(std::function<bool(const char*)> interrupted) override { messages_.on_wait(std::move(interrupted)); }
+  void abort() override { link_->abort(); }
+  void close() override { messages_.close(); }
+  bool runs_this_thread() const override { return messages_.runs_this_thread(); }
+  std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
+
+ private:
+  // Posts a receive of the peer's next signature, of any length. It is posted early, so that it is received at once.
+  void expect(int peer) {
+    if (expected_.count(peer)) return;
+    Expected expected{std::make_unique<Letter>(), nullptr};
+    expected.work = link_->recv({peer, expected.letter.get(), sizeof(Letter)}, GroupLink::kSignature);
+    expected_.emplace(peer, std::move(expected));
+  }
+
+  const std::shared_ptr<GroupLink> link_;
+  const std::string name_;
+  const bool short_letters_;          // a message may be shorter than its receive
+  std::map<int, Expected> expected_;  // by peer; used by the thread that runs the calls
+  mutable GroupMessages messages_;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> make_group_transport(BackendPtr backend, std::string name, int first_tag) {
+  return std::make_shared<GroupTransport>(std::move(backend), std::move(name), first_tag);
+}
+
+}  // namespace ringcomm

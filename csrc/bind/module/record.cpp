@@ -1,0 +1,50 @@
+// The contents of communicators' flight recorders, and the training step that they record.
+#include <pybind11/pybind11.h>
+
+#include <variant>
+
+#include "bind/module/define.h"
+#include "bind/module/site.h"
+#include "runtime/flight_recorder.h"
+#include "runtime/site.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+
+namespace {
+
+// A path may not be valid UTF-8.
+py::object to_python(const RecordText::Fact& fact) {
+  if (const auto* number = std::get_if<std::int64_t>(&fact)) return py::int_(*number);
+  const auto& text = std::get<std::string>(fact);
+  const auto length = static_cast<Py_ssize_t>(text.size());
+  return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), length, "backslashreplace"));
+}
+
+py::dict to_python(const RecordText::Facts& facts) {
+  py::dict result;
+  for (const auto& [key, fact] : facts) result[py::str(key)] = to_python(fact);
+  return result;
+}
+
+// Returns (facts, calls) of a record of calls.
+py::tuple read_record(const py::bytes& bytes) {
+  const RecordText text = RecordText::read(bytes);
+  py::list calls;
+  for (const RecordText::Facts& call : text.calls) calls.append(to_python(call));
+  return py::make_tuple(to_python(text.facts), calls);
+}
+
+}  // namespace
+
+void define_record(py::module_& m) {
+  serve_python_threads();
+  m.attr("RECORD_NAME") = kRecordName;
+  m.def("read_record", &read_record, py::arg("bytes"),
+        "What a record of calls says: facts about its rank, and its last calls, from old to new; times in ns since "
+        "1970.");
+  m.def("set_step", &set_step, py::arg("step"), "Names the step of training that this process is in; below 0: none.");
+}
+
+}  // namespace ringcomm

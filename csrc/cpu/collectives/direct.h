@@ -1,0 +1,19 @@
+// The algorithms that read and write the ranks' own buffers in place. They need buffers that every rank can access:
+// those of ranks that share an address space, and memory from allocate().
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/collectives/slot_stream.h"
+#include "cpu/group/heap.h"
+
+namespace ringcomm::cpu {
+
+// Publishes the locations of this rank's buffers with ticket 0.
+void publish_buffers(SlotStream& slots, const Heap& heap);
+
+// Runs the call in place with tickets 0 and 1 and returns true, or returns false if that is not possible. The result is
+// the same on every rank. A rank whose own buffer is private returns false without waiting.
+bool direct_collective(SlotStream& slots);
+
+}  // namespace ringcomm::cpu

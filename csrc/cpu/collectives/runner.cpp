@@ -1,0 +1,115 @@
+#include "cpu/collectives/runner.h"
+
+#include "core/check.h"
+#include "core/error.h"
+#include "core/parts.h"
+#include "core/reduce.h"
+#include "cpu/collectives/direct.h"
+#include "cpu/collectives/ring.h"
+#include "cpu/collectives/staged.h"
+#include "cpu/collectives/tuning.h"
+#include "cpu/kernels/loops.h"
+
+namespace ringcomm::cpu {
+
+namespace {
+
+// With a world size of one nothing is sent, but avg and premul_sum still change the values.
+void run_alone(const Call& call) {
+  if (call.op == Op::kBarrier) return;
+  const Parts input = input_parts(call), output = output_parts(call);
+  const std::size_t count = input.contiguous() ? output.count(0) : input.count(0);
+  if (!reduces(call.op)) return kernels().copy(output.data(0), input.data(0), count * element_bytes(call.dtype), false);
+  const void* sources[] = {input.data(0)};
+  void* outputs[] = {output.data(0)};
+  kernels().reduce({call.dtype, call.reduce_op, sources, 1, &call.factor, 1, outputs, 1, count, false});
+}
+
+bool may_be_direct(const Call& call, std::size_t nbytes) {
+  const bool has_form = call.op == Op::kAllReduce || call.op == Op::kReduceScatter || call.op == Op::kAllGather ||
+                        call.op == Op::kAllToAll || call.op == Op::kBroadcast;
+  if (!has_form || call.algorithm == Algorithm::kOneshot) return false;
+  const bool one_sided = call.op == Op::kReduceScatter || call.op == Op::kBroadcast;
+  if (one_sided && call.algorithm == Algorithm::kAuto && nbytes >= tuning::kStagedBytes) return false;
+  return nbytes >= tuning::kVisibleBytes;
+}
+
+}  // namespace
+
+void Collectives::run(const Call& call) {
+  const trace::CallSpan span(group_.origin(), static_cast<std::int64_t>(progress_.sequence), call);
+  group_.check_abort(call);
+  if (group_.world_size() == 1) {
+    ++progress_.sequence;
+    return run_alone(call);
+  }
+  SlotStream slots(group_, progress_, call, agreed_count(call, group_.world_size()));
+  try {
+    slots.finish(run_connected(slots));
+  } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
+    end_badly(call, error.what());
+    throw;
+  }
+}
+
+// Aborts the group, and returns once no peer can access the caller's buffers any more. The error may be a consequence
+// of a lost rank, whose memory cannot be opened any more; then the lost rank is reported as the cause.
+void Collectives::end_badly(const Call& call, const char* what) {
+  const auto let_go_of_buffers = [this] {
+    if (!group_.wait_peers_idle()) heap_.detach();
+  };
+  try {
+    if (!group_.aborted()) group_.check_lost(call);
+  } catch (const Error&) {
+    let_go_of_buffers();
+    throw;
+  }
+  if (!group_.aborted())
+    group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", what), ErrorCode::kAborted);
+  let_go_of_buffers();
+}
+
+// Returns the number of tickets used.
+std::uint64_t Collectives::run_connected(SlotStream& slots) {
+  const Call& call = slots.call();
+  if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
+    trace::chose("ring");
+    return ring_collective(slots);
+  }
+  const std::uint64_t count = agreed_count(call, group_.world_size());
+  const bool uneven = count & kUneven;
+  if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
+  publish_buffers(slots, heap_);
+  return direct_collective(slots) ? 2 : 1 + run_staged(slots, 1);
+}
+
+std::uint64_t Collectives::run_staged(SlotStream& slots, std::uint64_t first) {
+  const Call& call = slots.call();
+  trace::chose("staged");
+  switch (call.op) {
+    case Op::kAllReduce: {
+      const bool small = call.count * element_bytes(call.dtype) <= tuning::kOneshotBytes;
+      const bool oneshot = call.algorithm == Algorithm::kOneshot ||
+                           (call.algorithm == Algorithm::kAuto && (small || group_.world_size() == 2));
+      if (oneshot) trace::chose("oneshot");
+      return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);
+    }
+    case Op::kReduce:
+      return staged_two_phase_reduce(slots, first);
+    case Op::kReduceScatter:
+      return staged_reduce_scatter(slots, first);
+    case Op::kAllGather:
+    case Op::kGather:
+      return staged_gather(slots, first);
+    case Op::kBroadcast:
+      return staged_broadcast(slots, first);
+    case Op::kScatter:
+      return staged_scatter(slots, first);
+    case Op::kAllToAll:
+      return staged_all_to_all(slots, first);
+    default:
+      return staged_barrier(slots, first);
+  }
+}
+
+}  // namespace ringcomm::cpu

@@ -1,0 +1,101 @@
+// One call's use of the boards: its tickets, credits, checks of the first ticket, and buffer locations.
+#pragma once
+
+#include <vector>
+
+#include "cpu/collectives/streaming.h"
+#include "cpu/group/state.h"
+#include "runtime/trace.h"
+
+namespace ringcomm::cpu {
+
+// The state that a rank keeps from call to call.
+struct Progress {
+  explicit Progress(int world_size) : seen_consumed(world_size, 0), meters(world_size) {}
+
+  std::uint64_t ticket = 0;    // the next ticket
+  std::size_t cursor = 0;      // position in the area of this rank's board
+  std::uint64_t sequence = 0;  // number of calls made
+  std::uint64_t history = 0;   // hash of these calls
+  std::vector<std::uint64_t> seen_consumed;
+  std::vector<RateMeter> meters;  // of reading, by the rank that wrote the slot
+  RateMeter writing;
+};
+
+class SlotStream {
+ public:
+  SlotStream(Group& group, Progress& progress, const Call& call, std::size_t agreed_count);
+
+  // Indices i count the tickets of this call from 0.
+  // Waits for credit, and returns memory for the payload of ticket i.
+  char* open(std::uint64_t i, std::size_t nbytes);
+  char* slot(std::uint64_t i) const { return board_.payload(base_ + i); }
+  const char* slot_of(int peer, std::uint64_t i) const { return group_.board(peer).payload(base_ + i); }
+  // Waits until ticket i may be written: every peer has read the previous ticket in its header.
+  void wait_credit(std::uint64_t i);
+  // slot <- data, with streaming stores if a reader of this rank's slots prefers them.
+  void write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes);
+  bool streams(std::uint64_t i, std::size_t nbytes) const;
+  void publish(std::uint64_t i);
+  void await(int peer, std::uint64_t i);
+  void await_all(std::uint64_t i);
+  // Runs `read`, which reads `nbytes` from the given peers' slots of ticket i, and records how long it took.
+  template <typename Read>
+  void metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read);
+  // Marks ticket i of all peers, and all tickets before it, as read by this rank.
+  void release(std::uint64_t i) {
+    const auto probe = this->probe(trace::What::kRelease, -1, i);
+    group_.post(&group_.control().consumed.value, base_ + i + 1);
+  }
+  // Ends the call, which has used `tickets` tickets.
+  void finish(std::uint64_t tickets);
+
+  // Returns a probe, which traces as long as it lives.
+  trace::Probe probe(trace::What what, int peer, std::uint64_t i, std::int64_t nbytes = -1) const {
+    return trace::Probe(what, peer, number(i), nbytes);
+  }
+  // The number of ticket i among all tickets of the communicator.
+  std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
+
+  // Sets the locations of this rank's buffers, which are sent with ticket 0.
+  void set_buffers(const Location& input, const Location& output);
+  const SlotHeader& header_of(int peer) const { return *group_.board(peer).header(base_); }
+  // premul_sum: the factor of every rank, valid once ticket 0 of every peer has arrived.
+  const double* factors() const { return factors_; }
+
+  const Call& call() const { return deadline_.call[0]; }
+  Group& group() const { return group_; }
+
+ private:
+  void wait_credit_from(int peer, std::uint64_t i);
+  void record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns);
+  void check_signature(int peer);
+
+  Group& group_;
+  Progress& progress_;
+  const Board& board_;
+  const Deadline deadline_;
+  const std::uint64_t base_;
+  Signature signature_;
+  Location input_{-1, 0, 0}, output_{-1, 0, 0};
+  bool someone_wants_streaming_ = false;
+  bool published_ = false;
+  std::uint64_t checked_[kMaxWorldSize / 64] = {};
+  int num_checked_ = 0;
+  double factors_[kMaxWorldSize];
+};
+
+template <typename Read>
+void SlotStream::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
+  const bool one = first_peer + 1 == last_peer;
+  const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
+  if (!is_measured(base_ + i, nbytes)) return read();
+  const auto begin = Clock::now();
+  read();
+  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+  const std::int64_t peers = last_peer - first_peer - (first_peer <= group_.rank() && group_.rank() < last_peer);
+  for (int p = first_peer; p < last_peer; ++p)
+    if (p != group_.rank()) record_read(p, i, nbytes, ns / peers);
+}
+
+}  // namespace ringcomm::cpu

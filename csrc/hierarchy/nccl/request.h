@@ -1,0 +1,51 @@
+// The request of an asynchronous call: it is done once the event recorded after the call is reached.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+
+#include "hierarchy/nccl/watcher.h"
+
+namespace ringcomm::nccl {
+
+// The state that the requests of a transport share with it, and which may outlive it.
+struct Shared {
+  Place place;
+  std::shared_ptr<Events> events;
+  std::shared_ptr<AbortState> abort_state;
+  std::shared_ptr<Watcher> watcher;
+};
+
+class TransportRequest final : public Request, public std::enable_shared_from_this<TransportRequest> {
+ public:
+  // `hurry` is called while a thread waits for a call that has not been enqueued yet.
+  TransportRequest(std::shared_ptr<const Shared> shared, Op op, int peer, std::function<void()> hurry = {})
+      : shared_(std::move(shared)), op_(op), peer_(peer), hurry_(std::move(hurry)) {}
+
+  bool done() const override;
+  void wait(std::int64_t timeout_ms) override;
+  void on_done(std::function<void(std::exception_ptr)> callback) override;
+  int source() const override { return op_ == Op::kRecv ? peer_ : -1; }
+  void join(std::uintptr_t stream) override;
+
+  // The call has been enqueued, and `event` marks its end.
+  void enqueued(Event event);
+
+ private:
+  Event event() const;
+  // Whether the call is over, successfully or not.
+  bool over() const;
+  bool await(TransportClock::time_point limit) const;
+  [[noreturn]] void raise() const;
+  std::exception_ptr result() const;
+
+  const std::shared_ptr<const Shared> shared_;
+  const Op op_;
+  const int peer_;
+  const std::function<void()> hurry_;
+  mutable std::mutex mutex_;
+  Event event_;
+  mutable std::atomic<bool> ended_well_{false};  // set once; later failures are not those of this call
+};
+
+}  // namespace ringcomm::nccl

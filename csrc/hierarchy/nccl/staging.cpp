@@ -1,0 +1,58 @@
+#include "hierarchy/nccl/staging.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace ringcomm::nccl {
+
+namespace {
+constexpr std::size_t kUsualBytes = 8192;
+constexpr int kAtFirst = 4;
+}  // namespace
+
+Staging::Staging(std::size_t nbytes, int rank) : nbytes_(nbytes) {
+  check(cudaHostAlloc(&host_, nbytes, cudaHostAllocDefault), "cudaHostAlloc of a transport's signatures", rank);
+  const cudaError_t status = cudaMalloc(&device_, nbytes);
+  if (status != cudaSuccess) cudaFreeHost(host_);
+  check(status, "cudaMalloc of a transport's signatures", rank);
+}
+
+Staging::~Staging() {
+  cudaFreeHost(host_);
+  cudaFree(device_);
+}
+
+Stagings::Stagings(int device, int rank) : device_(device), rank_(rank) {
+  const OnDevice on(device_, rank_);
+  for (int i = 0; i < kAtFirst; ++i) idle_.push_back(&all_.emplace_back(kUsualBytes, rank_));
+}
+
+Stagings::~Stagings() {
+  if (process_is_ending()) {
+    new std::list<Staging>(std::move(all_));  // CUDA can no longer be called
+    return;
+  }
+  try {
+    const OnDevice on(device_, rank_);
+    all_.clear();
+  } catch (const Error&) {
+    new std::list<Staging>(std::move(all_));
+  }
+}
+
+Staging* Stagings::take(std::size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto fits = std::find_if(idle_.begin(), idle_.end(), [&](const Staging* s) { return s->nbytes() >= nbytes; });
+  if (fits == idle_.end()) return &all_.emplace_back(std::max(kUsualBytes, nbytes), rank_);
+  Staging* const found = *fits;
+  idle_.erase(fits);
+  return found;
+}
+
+void Stagings::put_back(Staging* staging) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  idle_.push_back(staging);
+}
+
+}  // namespace ringcomm::nccl

@@ -1,0 +1,191 @@
+#include "runtime/flight_recorder.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "core/check.h"
+#include "core/parts.h"
+#include "runtime/checksum.h"
+#include "runtime/clock.h"
+#include "runtime/site.h"
+
+namespace ringcomm {
+
+namespace {
+
+constexpr std::uint64_t kMagic = 0x72696e6772656331;  // "ringrec1"
+constexpr std::uint32_t kDefaultCapacity = 256, kMostCapacity = 1 << 20;
+
+template <std::size_t N>
+std::string text_of(const char (&from)[N]) {
+  return std::string(from, strnlen(from, N));
+}
+
+// The count of a call that has not been checked yet.
+std::uint64_t count_of(const Call& call, int world_size) {
+  const auto whole = [&](const std::vector<Part>& parts) {
+    return parts.empty() || parts.size() == static_cast<std::size_t>(world_size);
+  };
+  const bool agree = !point_to_point(call.op) && whole(call.input_parts) && whole(call.output_parts);
+  return agree ? agreed_count(call, world_size) : call.count;
+}
+
+template <typename Enum>
+std::string name_of(std::uint8_t value, Enum last) {
+  return value <= static_cast<std::uint8_t>(last) ? name(static_cast<Enum>(value)) : "?";
+}
+
+}  // namespace
+
+const char* name(CallState state) {
+  switch (state) {
+    case CallState::kInFlight:
+      return "in flight";
+    case CallState::kDone:
+      return "done";
+    case CallState::kFailed:
+      return "failed";
+    case CallState::kRefused:
+      return "refused";
+    case CallState::kEnqueued:
+      return "enqueued";
+  }
+  return "?";
+}
+
+std::uint64_t group_number(const std::vector<std::string>& handles) {
+  std::uint64_t hash = fingerprint({});
+  for (const std::string& handle : handles) hash = fingerprint(handle + '\n', hash);
+  return hash >> 1;  // fits the integers of Python and JSON
+}
+
+std::uint32_t FlightRecorder::capacity_asked_for() {
+  const char* const text = std::getenv("RINGCOMM_RECORD");
+  if (!text || !*text) return kDefaultCapacity;
+  char* end = nullptr;
+  const unsigned long asked = std::strtoul(text, &end, 10);
+  if (*end || *text < '0' || *text > '9' || asked > kMostCapacity)
+    fail(ErrorCode::kInvalid, "Engine: expected a number of calls from 0 to ", kMostCapacity,
+         " in RINGCOMM_RECORD, got \"", text, "\"; leave it out for ", kDefaultCapacity);
+  return static_cast<std::uint32_t>(asked);
+}
+
+FlightRecorder::FlightRecorder(const Engine& engine, std::uint32_t capacity)
+    : memory_(SharedMemory::create(kRecordName, kEntries + capacity * sizeof(CallRecord))) {
+  RecordHead& h = head();
+  h.entry_bytes = sizeof(CallRecord);
+  h.capacity = capacity;
+  h.pid = getpid();
+  h.rank = engine.rank();
+  h.world_size = engine.world_size();
+  h.epoch_ns = nanoseconds(CLOCK_REALTIME) - now_ns();
+  copy_end(h.engine, sizeof h.engine, engine.kind());
+  gethostname(h.host, sizeof h.host - 1);
+  h.magic = kMagic;
+}
+
+void FlightRecorder::connected(const std::vector<std::string>& handles) { head().group = group_number(handles); }
+
+std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
+  const std::uint64_t number = fetch_add(&head().calls, 1) + 1;
+  CallRecord& e = entry(number);
+  store_release(&e.number, 0);
+  e.collective = point_to_point(call.op) ? kMessage : fetch_add(&collectives_, 1);
+  e.begin_ns = now_ns();
+  e.end_ns = 0;
+  e.step = step_now();
+  e.count = count_of(call, head().world_size);
+  e.root = call.root;
+  e.tag = call.tag;
+  e.op = static_cast<std::uint8_t>(call.op);
+  e.dtype = static_cast<std::uint8_t>(call.dtype);
+  e.reduce_op = static_cast<std::uint8_t>(call.reduce_op);
+  e.algorithm = static_cast<std::uint8_t>(call.algorithm);
+  e.state = static_cast<std::uint8_t>(CallState::kInFlight);
+  e.async = async;
+  copy_end(e.site, sizeof e.site, call.site ? call.site : "");
+  store_release(&e.number, number);
+  return number;
+}
+
+void FlightRecorder::end(std::uint64_t number, CallState state) {
+  CallRecord& e = entry(number);
+  if (load_acquire(&e.number) != number) return;  // overwritten by a newer call
+  if (state == CallState::kRefused && e.collective != kMessage)
+    claim(&collectives_, e.collective + 1, e.collective);  // the other ranks do not count it
+  if (state != CallState::kEnqueued) e.end_ns = now_ns();
+  e.state = static_cast<std::uint8_t>(state);
+}
+
+void FlightRecorder::place(std::uint64_t number, const char* site) {
+  CallRecord& e = entry(number);
+  if (load_acquire(&e.number) == number) copy_end(e.site, sizeof e.site, site);
+}
+
+namespace {
+thread_local Unplaced* unplaced = nullptr;  // the innermost one of this thread
+}
+
+Unplaced::Unplaced(FlightRecorder* recorder, const std::uint64_t* numbers, std::size_t count)
+    : recorder_(recorder), numbers_(numbers), count_(count), outer_(unplaced) {
+  unplaced = this;
+}
+
+Unplaced::~Unplaced() { unplaced = outer_; }
+
+void Unplaced::place(const char* site) {
+  FlightRecorder* const recorder = unplaced ? std::exchange(unplaced->recorder_, nullptr) : nullptr;
+  if (!recorder) return;
+  if (!site) site = site_here();
+  for (std::size_t i = 0; i < unplaced->count_; ++i) recorder->place(unplaced->numbers_[i], site);
+}
+
+RecordText RecordText::read(const std::string& bytes) {
+  RecordHead h;
+  const bool headed =
+      bytes.size() >= FlightRecorder::kEntries && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
+  if (!headed || h.entry_bytes != sizeof(CallRecord) || h.capacity == 0 ||
+      (bytes.size() - FlightRecorder::kEntries) / sizeof(CallRecord) < h.capacity)
+    fail(ErrorCode::kInvalid, "record: expected the record of a communicator of this version, got ", bytes.size(),
+         " bytes of something else; read it with the version of ringcomm that writes it");
+  RecordText text;
+  text.facts = {{"pid", std::int64_t{h.pid}},
+                {"rank", std::int64_t{h.rank}},
+                {"world_size", std::int64_t{h.world_size}},
+                {"group", static_cast<std::int64_t>(h.group)},
+                {"state", std::int64_t{h.state}},
+                {"calls", static_cast<std::int64_t>(h.calls)},
+                {"engine", text_of(h.engine)},
+                {"host", text_of(h.host)}};
+  const auto time_of = [&](std::int64_t ns) {  // untrusted bytes: the sum may overflow
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(ns) + static_cast<std::uint64_t>(h.epoch_ns));
+  };
+  std::vector<CallRecord> entries(h.capacity);
+  std::memcpy(entries.data(), bytes.data() + FlightRecorder::kEntries, h.capacity * sizeof(CallRecord));
+  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
+  for (const CallRecord& e : entries) {
+    if (e.number == 0) continue;
+    text.calls.push_back({{"number", static_cast<std::int64_t>(e.number)},
+                          {"collective", static_cast<std::int64_t>(e.collective)},
+                          {"op", name_of(e.op, Op::kRecv)},
+                          {"dtype", name_of(e.dtype, DType::kBool)},
+                          {"reduce_op", name_of(e.reduce_op, ReduceOp::kBxor)},
+                          {"algorithm", name_of(e.algorithm, Algorithm::kCopyEngine)},
+                          {"count", static_cast<std::int64_t>(e.count)},
+                          {"root", std::int64_t{e.root}},
+                          {"tag", std::int64_t{e.tag}},
+                          {"state", name_of(e.state, CallState::kEnqueued)},
+                          {"async", std::int64_t{e.async}},
+                          {"step", e.step},
+                          {"begin_ns", time_of(e.begin_ns)},
+                          {"end_ns", e.end_ns ? time_of(e.end_ns) : 0},
+                          {"site", text_of(e.site)}});
+  }
+  return text;
+}
+
+}  // namespace ringcomm
