@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
-from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, Span, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import DeviceError as DeviceError

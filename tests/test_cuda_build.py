@@ -28,6 +28,7 @@ LEAST_IN_FLIGHT = {
     "reduce_known": 8,
     "ring_copy": 4,
     "copy_between_ranks": 4,
+    "exchange_parts": 4,
     "send_and_receive": 4,
     "pack": 4,
 }

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 import ringcomm
 from ringcomm import _C, errors
 from ringcomm.comm import launch
-from ringcomm.comm.framing import frame, unframe
 from ringcomm.comm.hosts import identity
 from ringcomm.comm.store import add_checksum, strip_checksum
 from tests.support import emulated

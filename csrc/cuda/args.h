@@ -81,7 +81,9 @@ struct Layout {
   RINGCOMM_HD constexpr std::uint64_t shard_bytes() const { return stage_bytes / world_size; }
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
   RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
-  RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + round_up(world_size * sizeof(Flag), kLineBytes); }
+  RINGCOMM_HD constexpr std::uint64_t announced_at() const {
+    return meets_at() + round_up(world_size * sizeof(Flag), kLineBytes);
+  }
   RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + world_size * sizeof(SlotHeader); }
   RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
   RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 2 * (stage_bytes + shard_bytes()); }
@@ -133,11 +135,12 @@ struct alignas(kLineBytes) HostPage {
 
 // ---- arguments of a launch ------------------------------------------------------------------------------------------
 
-// Bytes of arguments that every driver takes. CUDA 12.1 and newer take 32,764; larger arguments make a launch longer.
-inline constexpr std::size_t kSmallArgs = 4096;
+// Bytes of arguments that every driver takes, and those that drivers from CUDA 12.1 on take. A launch takes longer the
+// more arguments it has, because they are copied.
+inline constexpr std::size_t kSmallArgs = 4096, kLargeArgs = 32764;
 
-// What a rank's kernels always need. It lies in the rank's device memory and is complete once the ranks are connected;
-// after that, only regions change. Arguments that hold it would be copied with every launch.
+// What a rank's kernels need of all ranks. It lies in the rank's device memory, because arguments are copied with every
+// launch. It is complete once the ranks are connected; after that, only regions change.
 struct RankTable {
   HostPage* host;
   char* segments[kMaxRanks];              // of every rank, as mapped on this rank
@@ -171,8 +174,9 @@ struct CallArgs {
   std::int32_t wide_packets;  // oneshot: LL128 instead of LL
   std::int32_t num_ranks;     // of this launch: those of blockIdx.y
   std::int32_t num_messages;
-  std::int32_t parts;          // 1: reduce_scatter of world_size messages, message r being the parts for rank r
-  std::uint64_t signed_count;  // the count of the signature
+  std::int32_t parts;  // 1: reduce_scatter of world_size messages, message r being the parts for rank r
+  Op signed_op;        // of the signature: that of the call, of which this launch may serve a part
+  std::uint64_t signed_count;
   std::uint64_t timeout_ns;
   Layout layout;
   std::int8_t ring_order[kMaxRanks];  // ring_order[position] = rank
@@ -238,13 +242,16 @@ struct ExchangeArgsOf {
   RankArgs ranks[kMaxLaunchRanks];
   Exchange exchanges[kMaxExchanges];  // [y * world_size + peer] of the rank in ranks[y]
 };
-inline constexpr int kUsualExchanges = 104;
+inline constexpr int kUsualExchanges = 104;  // as many as fit into kSmallArgs, for whole ranks of 8
 using ExchangeArgs = ExchangeArgsOf<kUsualExchanges>;
 static_assert(sizeof(ExchangeArgs) <= kSmallArgs, "the arguments are to fit for every driver");
 // For several ranks of one launch in a large communicator.
 using ManyExchangeArgs = ExchangeArgsOf<kMaxLaunchRanks * kMaxRanks>;
-static_assert(sizeof(ManyExchangeArgs) <= 32764, "the arguments are larger than any driver takes");
-constexpr bool needs_many_exchanges(int num_ranks, int world_size) { return num_ranks * world_size > kUsualExchanges; }
+static_assert(sizeof(ManyExchangeArgs) <= kLargeArgs, "the arguments are larger than any driver takes");
+// The same on all ranks of a communicator, because launches of one call need equal grids, and so the same kernel.
+constexpr bool needs_many_exchanges(int ranks_of_a_device, int world_size) {
+  return ranks_of_a_device * world_size > kUsualExchanges;
+}
 
 // Sends and receives of one rank: grid (most channels of a transfer, num_transfers). Messages of one peer in one
 // direction keep their order: the blocks of the first of them serve them all. All others are independent. A receive

@@ -27,6 +27,7 @@ constexpr std::size_t kLookedAt = 192;  // allocations in one search, which asks
 constexpr int kMostLetters = 4;         // without an answer, to one peer: a socket's queue may have room for ten
 
 std::uint32_t bit(int peer) { return 1u << peer; }
+static_assert(kMaxRanks <= 32, "a set of peers has 32 bits");
 
 // A handle as text: mail has no zeros.
 std::string text_of(const MemoryHandle& handle) {
@@ -84,7 +85,7 @@ void say_staged(const char* call, int rank, const std::string& got) {
 Buffers::Buffers(int rank, int device, std::vector<Peer> peers, std::function<void(int, int, char*)> set)
     : rank_(rank), device_(device), peers_(std::move(peers)), set_(std::move(set)) {}
 
-std::uint32_t Buffers::all_peers() const { return (bit(static_cast<int>(peers_.size())) - 1) & ~bit(rank_); }
+std::uint32_t Buffers::all_peers() const { return ~std::uint32_t{0} >> (32 - peers_.size()) & ~bit(rank_); }
 
 void Buffers::attend(Mailbox& mailbox, const char* call) {
   const std::lock_guard<std::mutex> lock(mutex_);

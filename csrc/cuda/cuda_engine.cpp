@@ -356,13 +356,13 @@ void CudaEngine::prepare_device() {
     if (world_size() <= kMaxPacketRanks) load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
   }
   if (context_->setting().known) load(copy_kernel());
-  if (const int here = static_cast<int>(context_->group().team().size()); needs_many_exchanges(here, world_size())) {
+  if (const int here = context_->setting().ranks_of_a_device; needs_many_exchanges(here, world_size())) {
     int driver = 0;
     cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", rank());
     if (driver < 12010)
       fail(ErrorCode::kUnsupported, "connect: rank ", rank(), " expected a driver for CUDA 12.1 or newer, which ", here,
-           " ranks of one process on one GPU need in a communicator of ", world_size(), ", got one for CUDA ",
-           driver / 1000, '.', driver % 1000 / 10, "; update it, or start the ranks as processes");
+           " ranks on one GPU need in a communicator of ", world_size(), ", got one for CUDA ", driver / 1000, '.',
+           driver % 1000 / 10, "; update it, or start fewer ranks on a GPU");
     load(many_exchange_kernel());
   } else {
     load(exchange_kernel());

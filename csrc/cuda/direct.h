@@ -53,12 +53,14 @@ template <int kAtOnce>
 RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
   constexpr int kBatch = 8 / kAtOnce;
   const u32 count = home.each / sizeof(Vec);
+  const char* from[kAtOnce];
+  RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) from[k] = home.from(home.around(first + k));
   for (u32 i = threadIdx.x; i < count; i += kBatch * blockDim.x) {
     Vec value[kBatch][kAtOnce] = {};
     RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
       const u32 at = i + b * blockDim.x;
       RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
-        if (at < count) value[b][k] = get<Vec>(home.from(home.around(first + k)), at);
+        if (at < count) value[b][k] = get<Vec>(from[k], at);
       }
     }
     RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
@@ -179,7 +181,7 @@ class Direct {
   RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
   RINGCOMM_DEVICE const MessageBuffers& buffers(int message) const { return args_.buffers(message, blockIdx.y); }
   RINGCOMM_DEVICE Signature signature() const {
-    return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
+    return block_.sign(args_.signed_op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
   }
 
   // ---- in place -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ namespace ringcomm::cuda {
 
 namespace {
 
+constexpr std::int64_t kTellFailureMs = 2000;  // for all peers; those that hear nothing have their own time limits
+
 std::int64_t now_ms() {
   using namespace std::chrono;
   return duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
@@ -172,8 +174,10 @@ void Group::tell_failure(const Error& error) noexcept {
   mail.subject = phase_;
   mail.code = static_cast<std::int32_t>(error.code());
   mail.text = error.what();
+  const std::int64_t end = now_ms() + kTellFailureMs;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p)
-    if (p != rank_) mailbox_->send(peers_[p].handle.mailbox, mail);
+    while (p != rank_ && mailbox_->send(peers_[p].handle.mailbox, mail) == Mailbox::Sent::kFull && now_ms() < end)
+      mailbox_->receive(1);  // a peer whose mailbox is full may be waiting for room in this one
 }
 
 // ---- opening --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr const char* kVersion = "ringcomm-cuda-5";
+constexpr const char* kVersion = "ringcomm-cuda-6";
 
 std::string or_dash(const std::string& text) { return text.empty() ? "-" : text; }
 std::string dash_to_empty(const std::string& text) { return text == "-" ? "" : text; }
@@ -73,7 +73,7 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 128 * 1024;
   layout.stage_bytes = 256 * 1024;
   layout.packet_bytes = 9 * 1920;  // 256 KiB, the most that auto sends as packets, in one launch of 16 channels
-  layout.p2p_channels = world_size <= 8 ? 16 : 8;
+  layout.p2p_channels = world_size <= 8 ? 16 : 8;  // a rank has a board for each, from every peer
   layout.p2p_depth = 4;
   layout.p2p_slot_bytes = 64 * 1024;
   if (const char* const settings = std::getenv("RINGCOMM_CUDA_LAYOUT")) {

@@ -27,7 +27,8 @@ Kernel<CallArgs> direct_kernel(DType dtype, ReduceOp op);
 Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op);
 // all_gather and broadcast round the ring; CallArgs counts are bytes.
 Kernel<CallArgs> ring_copy_kernel();
-// all_gather, broadcast, gather, scatter, all_to_all: of ranks that are all in one launch, and of others, with barrier.
+// all_gather, broadcast, gather, scatter, all_to_all. copy_kernel: all ranks are in one launch. The others: they are
+// not, or the op is barrier, or an all_to_all in place.
 Kernel<CopyArgs> copy_kernel();
 Kernel<ExchangeArgs> exchange_kernel();
 Kernel<ManyExchangeArgs> many_exchange_kernel();

@@ -28,7 +28,7 @@ RINGCOMM_DEVICE Block block_until(const CallArgs& args, u64 deadline) {
   return {args.layout, args.ranks[blockIdx.y], now < deadline ? deadline - now : 0};
 }
 RINGCOMM_DEVICE Signature signature_of(const CallArgs& args, const Block& block) {
-  return block.sign(args.op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
+  return block.sign(args.signed_op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
 }
 // The peer whose header this thread serves, if there is such a peer. The last threads do this, as they have the fewest
 // packets.

@@ -204,7 +204,7 @@ bool Preparation::enqueue() const {
     ring_copy();
   else if (plan_.known)
     copy();
-  else if (needs_many_exchanges(static_cast<int>(rows_.size()), world_size()))
+  else if (needs_many_exchanges(setting_.ranks_of_a_device, world_size()))
     exchange(many_exchange_kernel());
   else
     exchange(exchange_kernel());
@@ -320,6 +320,7 @@ void Preparation::reduce() const {
   if (!kernel) not_in_this_build(call().dtype, call().reduce_op);
   CallArgs args{};
   fill_common(args);
+  args.signed_op = args.op;
   args.reduce_op = call().reduce_op;
   args.wide_packets = plan_.wide_packets;
   std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
@@ -346,9 +347,11 @@ void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::s
 }
 
 // A reduce for each part: the parts of this many ranks do not fit into the arguments of one launch. The orders of
-// summation are those of the reduce_scatter.
+// summation are those of the reduce_scatter. A count that stands for parts tells the signatures from those of a rank
+// that passes one tensor, which takes a single launch.
 void Preparation::reduce_each_part(Kernel<CallArgs> kernel, CallArgs& args, int scale) const {
   args.op = Op::kReduce;
+  args.signed_count |= kUneven;
   args.parts = 0;
   args.num_messages = 1;
   for (std::size_t y = 0; y < rows_.size(); ++y) args.ranks[y].input = args.ranks[y].output = {};  // are of all parts
@@ -387,6 +390,7 @@ int Preparation::add_messages(CallArgs& args, int scale) const {
 void Preparation::ring_copy() const {
   CallArgs args{};
   fill_common(args);
+  args.signed_op = args.op;
   std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
   args.num_messages = 1;
   args.counts[0] = call(lead_).count * element_bytes(call().dtype);

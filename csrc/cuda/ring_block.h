@@ -32,7 +32,8 @@ class RingBlock {
       : block_(block), args_(args), plan_(plan), elements_(args), ends_(block) {
     if (block.thread() != 0) return;
     const int world_size = block.world_size();
-    plan.signature = block.sign(args.op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
+    plan.signature =
+        block.sign(args.signed_op, args.dtype, args.reduce_op, args.algorithm, args.root, args.signed_count);
     plan.received = load_one(&block.state().received);
     plan.sent = load_one(&block.state().sent);
     plan.position = position_of(block.rank());

@@ -43,7 +43,7 @@ class RingSearch {
     do take_if_better(order);
     while (std::next_permutation(order.begin() + 1, order.end()));
   }
-  // Goes to the nearest rank again and again, then turns parts of the ring round as long as this makes it better.
+  // Goes to the nearest rank again and again, then reverses parts of the ring as long as this makes it better.
   void improve() {
     std::vector<int> order = order_;
     for (std::size_t i = 1; i + 1 < order.size(); ++i) {

@@ -17,7 +17,6 @@ from ringcomm.arrays.devices import choose, local_rank
 from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
-from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown

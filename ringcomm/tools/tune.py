@@ -36,6 +36,7 @@ ALGORITHMS = {  # algorithms that auto may use, because they keep the bits
     "broadcast": ("direct", "ring"),
     "all_to_all": ("direct", "copy_engine"),
 }
+_MOST_ONESHOT_RANKS = 8
 _LONGEST_ONESHOT = 4 << 20  # every rank reads every byte of all ranks, so it is useless above
 _GAIN = 0.97  # another candidate must take less than this share of the time of the engine's own choice
 
@@ -146,6 +147,8 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
     results: dict[Candidate, Times] = {}
     measured_on = ""
     for candidate in candidates(op, options):
+        if candidate.algorithm == "oneshot" and world_size > _MOST_ONESHOT_RANKS:
+            continue
         sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
         if not sizes:
             continue

@@ -161,6 +161,28 @@ void test_random() {
   }
 }
 
+// More ranks than all orders can be tried for: islands whose ranks are not neighbours in number, entered once each.
+void test_many_ranks() {
+  for (const int w : {9, 16, 32}) {
+    std::vector<int> identity(w);
+    for (int r = 0; r < w; ++r) identity[r] = r;
+    require(cuda::ring_order(machine(w, [](int, int) { return kNvlink; })) == identity, "many equal links: identity");
+    for (const int islands : {2, 4}) {
+      const auto island = [islands](int r) { return r % islands; };
+      const auto order =
+          cuda::ring_order(machine(w, [&](int a, int b) { return island(a) == island(b) ? kNvlink : kPcie; }));
+      require(is_ring(order, w), concat("a ring of ", w));
+      require(crossings(order, island) == islands, concat(w, " ranks in ", islands, " islands: ", text(order)));
+    }
+    // A chain in mixed order, closed by one slow link: only the search from nearest neighbours can follow it.
+    const auto place = [w](int r) { return r * 5 % w; };
+    const Paths chain = machine(w, [&](int a, int b) { return std::abs(place(a) - place(b)) == 1 ? kNvlink : kPcie; });
+    int slow = 0;
+    for (const int link : links(chain, cuda::ring_order(chain))) slow += link < kNvlink.quality();
+    require(slow <= 2, concat("a chain of ", w, " ranks: ", slow, " slow links"));
+  }
+}
+
 void test_quality() {
   const Path slowest_nvlink{Path::kNvlink, 1 << 20};
   require(slowest_nvlink.quality() > (Path{Path::kPcie, 0}).quality(), "any NVLink beats any PCIe");
@@ -173,6 +195,7 @@ void test_quality() {
 int main() {
   using namespace ringcomm::test;
   test_equal();
+  test_many_ranks();
   test_islands();
   test_cube_mesh();
   test_chain();

@@ -155,6 +155,13 @@ def reduced_bits(comm: Communicator) -> dict[str, bytes]:
             factor = {"factor": factor_of(comm.rank)} if op == "premul_sum" else {}
             x = values(dtype, comm.rank, count)
             found[f"{dtype} {op} {count}"] = raw(comm.all_reduce(x, op, **factor))
+        seen = comm.empty(40 * comm.world_size, dtype)  # which peers access where it lies
+        seen.copy_(values(dtype, comm.rank, seen.numel()))
+        found[f"{dtype} reduce_scatter in place"] = raw(comm.reduce_scatter(seen))
+        found[f"{dtype} all_reduce in place"] = raw(comm.all_reduce(seen))
+        last = comm.world_size - 1
+        reduced_to_last = comm.reduce(seen, last)
+        found[f"{dtype} reduce in place"] = raw(reduced_to_last) if comm.rank == last else b""
         parts = [values(dtype, comm.rank, 1 + to) for to in range(comm.world_size)]
         out = torch.empty(1 + comm.rank, dtype=parts[0].dtype)
         found[f"{dtype} parts"] = raw(comm.reduce_scatter_list(out, parts))

@@ -30,7 +30,8 @@ std::size_t lane_of(OpType type, const Task& task) {
 }
 
 std::size_t num_lanes(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
-constexpr std::size_t kMostPreparedLanes = 32;  // lanes of further peers are made at their first message
+// Those of the most ranks on one host; lanes of further peers are made at their first message.
+constexpr std::size_t kMostPreparedLanes = 67;
 
 // Returns the source of a single receive, else -1 or a meaningless number.
 int enqueue(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
