@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import forked
 import pytest
+
+from ringcomm.comm import launch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherited by every process of a test
 # A shell lets jobs in the background ignore Ctrl-C, and what they start: the tests of it begin with what is usual.
@@ -57,6 +61,21 @@ def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_forked() -> Iterator[None]:
+    """Ranks that are processes do not import torch each."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(launch, "multiprocessing", forked.replacement())
+        yield
+
+
+@pytest.fixture
+def new_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are processes start as they do for a user."""
+    monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
 
 
 @pytest.fixture

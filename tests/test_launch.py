@@ -37,6 +37,7 @@ def total(comm: Communicator, scale: int) -> tuple[int, int]:
     return comm.rank, x[0] * scale
 
 
+@pytest.mark.usefixtures("new_pythons")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_by_rank(world_size: int, ranks: str) -> None:
@@ -121,6 +122,7 @@ def one_returns_early(comm: Communicator, what: str) -> str:
     return "heard"
 
 
+@pytest.mark.usefixtures("new_pythons")  # take their time to end, in which the others look
 @pytest.mark.parametrize("what", ["mesh", "of its own"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_rank_that_returns_early_is_told_in_communicators_made_from_it(ranks: str, what: str) -> None:
