@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -21,12 +22,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherite
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+HERE = Path(__file__).resolve().parent
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # nothing is captured yet
+
+
+def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
+    """Of combinations of values, those that can be left out: any pair of values that meets in one of them meets in one
+    that is kept; of combinations of two, any value."""
+    size = 2 if len(cases[0]) > 2 else 1
+    parts = [set(itertools.combinations(enumerate(case), size)) for case in cases]
+    missing, kept = set().union(*parts), set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(parts[i] & missing))
+        kept.add(best)
+        missing -= parts[best]
+    return [i not in kept for i in range(len(cases))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the product of several parametrizations `make test` runs what meets every value, of three every pair."""
+    products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
+    for item in items:
+        axes = [str(mark.args[0]).split(",")[0].strip("(' ") for mark in item.iter_markers("parametrize")]
+        usual = item.path.parent == HERE and item.get_closest_marker("slow") is None
+        if usual and len(axes) > 1 and isinstance(item, pytest.Function):
+            values = tuple(id(item.callspec.params[axis]) for axis in axes)
+            products.setdefault((item.path, item.originalname), []).append((item, values))
+    for product in products.values():
+        cases = [values for _, values in product]
+        for (item, _), spare in zip(product, without_a_part(cases), strict=True):
+            if spare:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

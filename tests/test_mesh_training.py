@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import mesh_cases as cases
 import pytest
 import torch
+from choice import slow
 from mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 import ringcomm
@@ -81,7 +83,9 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dp", "tp", "pp"), SHAPES)
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp"), [shape if shape == (2, 2, 2) or math.prod(shape) < 8 else slow(*shape) for shape in SHAPES]
+)
 def test_every_mesh_and_stage(dp: int, tp: int, pp: int) -> None:
     def body(model: Net, mesh: Any) -> tuple[int, list[Result]]:
         models = [model, *(copy.deepcopy(model) for _ in range(3))]
@@ -129,7 +133,9 @@ def test_ties_that_are_added_once_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [{"cp": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}], ids=str
+    "axes",
+    [{"cp": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, slow({"pp": 2, "cp": 2, "tp": 2})],
+    ids=str,
 )
 def test_context_parallel(axes: dict[str, int]) -> None:
     def body(model: Net, mesh: Any) -> list[Result]:

@@ -10,13 +10,29 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from choice import choose, slow
 from training_faults import FAULTS, Fault
 from training_programs import FEATURES, KINDS, Program, generate
 from training_runner import STAGES, Failure, Runner, places_of
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
-PROGRAMS = 60
 MOST_SEARCHED = 400  # programs until a planted fault must be found
+
+SOON = (  # faults of every part that the first programs find
+    *(
+        "mean added twice",
+        "shard that the others do not get",
+        "norm of this shard alone",
+        "step counter restored one too high",
+    ),
+    *(
+        "containers that are copied",
+        "gather of stale values",
+        "writes into copies of views",
+        "gradient left out of its bucket",
+    ),
+    *("undefined gradient that counts", "inputs rounded to another type", "values that are not loaded"),
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -32,8 +48,9 @@ def told(program: Program, failures: list[Failure]) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner) -> None:
-    for seed in range(SEED, SEED + PROGRAMS):
+@pytest.mark.parametrize("programs", [20, slow(60)])
+def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner, programs: int) -> None:
+    for seed in range(SEED, SEED + programs):
         program = generate(seed)
         failures = runner.failures(program)
         if failures:
@@ -42,12 +59,13 @@ def test_random_programs_have_the_same_bits_in_every_placement(runner: Runner) -
 
 
 @pytest.mark.timeout(300)
-def test_ranks_that_are_processes() -> None:
+@pytest.mark.parametrize("number", [3, slow(8)])
+def test_ranks_that_are_processes(number: int) -> None:
     """With torch's own dropout."""
     with Runner(processes=True) as runner:
         programs = [generate(seed) for seed in range(1000, 1100)]
         drops = [p for p in programs if any(block.kind == "dropout" for block in p.blocks)]
-        for program in drops[:8]:
+        for program in drops[:number]:
             assert not (failures := runner.failures(program)), told(program, failures)
 
 
@@ -71,7 +89,9 @@ def test_every_feature_and_kind_is_drawn() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", choose(FAULTS, [each for each in FAULTS if each.name in SOON]), ids=lambda fault: fault.name
+)
 def test_a_planted_fault_is_found(fault: Fault, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     found: tuple[Program, list[Failure]] | None = None
     with monkeypatch.context() as planted:
