@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from choice import slow
 from emulated import call
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["", slow("bfloat16")])
 def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     call("cuda_training", "stages", 3, dtype)
 
@@ -17,7 +18,7 @@ def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     ("axes", "schedule"),
     [
         ({"pp": 1, "dp": 1, "tp": 3}, "1f1b"),
-        ({"pp": 2, "dp": 1, "tp": 2}, "1f1b"),
+        slow({"pp": 2, "dp": 1, "tp": 2}, "1f1b"),
         ({"pp": 2, "dp": 2, "tp": 1}, "zero-bubble"),
     ],
 )

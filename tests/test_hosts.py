@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice import choose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, FLOATS, combine_of, divided, factor_of, leaves_of, ops_of, same_bits, stored, tree, values
@@ -36,7 +37,13 @@ def consecutive(*counts: int) -> Ranks:
 CANONICAL = [consecutive(*counts) for counts in ((1, 1), (2, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1, 1), (4, 2, 2))]
 OVER_HOSTS = [consecutive(*counts) for counts in ((3, 3), (1, 2, 1), (3, 2), (2, 3), (3, 2, 2))]
 SCATTERED: list[Ranks] = [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 4), (1, 3), (2,))]
-LAYOUTS = [*CANONICAL, *OVER_HOSTS, *SCATTERED]
+LAYOUTS = choose(
+    [*CANONICAL, *OVER_HOSTS, *SCATTERED],
+    [
+        *(consecutive(*counts) for counts in ((1, 1), (2, 2), (2, 1, 1), (1, 2, 1), (3, 2), (1, 1, 1, 1))),
+        *SCATTERED[1:],
+    ],
+)
 
 
 def named(ranks: Ranks) -> str:

@@ -132,6 +132,7 @@ def test_another_mesh_goes_on_with_the_same_bits(reference: str, tmp_path: Path)
     assert checksum(text) == checksum(reference)
 
 
+@pytest.mark.slow  # test_mesh_checkpoint.py loads parts of layers on other meshes
 def test_another_mesh_goes_on_with_parts_of_layers(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     train("--tp", "2", "--micro-batches", "2", "--stage", "2", "--until", "2", "--save", saved)
