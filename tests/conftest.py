@@ -23,6 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 HERE = Path(__file__).resolve().parent
+# Files with long tests: they come first, and so go to one process, which builds what they need while another goes on.
+LONG = ("native", "gpu_dry_run", "cuda_engine", "backend_cuda", "cuda_training", "nccl", "hostile", "context")
+LONG += ("backend_streams", "namespaces", "namespaces_gpt", "elastic")
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
@@ -46,7 +49,8 @@ def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the product of several parametrizations `make test` runs what meets every value, of three every pair."""
+    """Marks what `make test` leaves out of the product of several parametrizations: it runs what meets every value, of
+    three every pair."""
     products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
     for item in items:
         axes = [str(mark.args[0]).split(",")[0].strip("(' ") for mark in item.iter_markers("parametrize")]
@@ -59,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for (item, _), spare in zip(product, without_a_part(cases), strict=True):
             if spare:
                 item.add_marker("slow")
+    items.sort(key=lambda item: item.path.name.removeprefix("test_").removesuffix(".py") not in LONG)
 
 
 @pytest.hookimpl(wrapper=True)
