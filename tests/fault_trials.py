@@ -64,7 +64,7 @@ class Verdict:
 @functools.cache
 def prepare() -> Any:
     """The context that makes the ranks' processes: forked from one that has imported everything and has no threads."""
-    context = forked.server()
+    context = forked.context()
     first = context.Process(target=fault_ranks.nothing)  # the imports are not in the first trial's time
     first.start()
     first.join()

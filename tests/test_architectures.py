@@ -26,7 +26,7 @@ WORKS = {
 REFUSED = {("m2m_100", "cp"): "an embedding of positions"}
 
 
-@pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)
+@pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)  # of each kind one
 def test_some_families(families: list[str], tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
     command = [sys.executable, str(FOLDER / "architectures.py"), "--only", *families, "--json", str(path)]

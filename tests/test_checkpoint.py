@@ -181,7 +181,7 @@ def test_any_world_size_and_stage_gets_what_another_saved(
 @pytest.mark.parametrize(
     ("stages", "settings"),
     [
-        slow((3, 3), {}),
+        slow((3, 3), {}),  # the others have every stage and kind of settings
         ((0, 3), {}),
         slow((2, 1), {}),
         ((3, 0), {"mixed_precision": MixedPrecision(torch.bfloat16)}),

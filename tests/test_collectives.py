@@ -253,7 +253,7 @@ def every_cell(comm: Communicator) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", choose(WORLD_SIZES, [3]))
+@pytest.mark.parametrize("world_size", choose(WORLD_SIZES, [3]))  # the threads have every one
 def test_matrix_over_processes(world_size: int) -> None:
     ran = ringcomm.run_ranks(every_cell, world_size, ranks="processes", timeout=60)
     assert len(set(ran)) == 1

@@ -60,7 +60,7 @@ def test_every_method_gives_what_it_gives_on_the_cpu(kind: str) -> None:
     run("same_as_cpu", 3, kind)
 
 
-@pytest.mark.parametrize("world_size", choose([2, 3, 5], [3]))
+@pytest.mark.parametrize("world_size", choose([2, 3, 5], [3]))  # the matrix has others
 def test_the_bits_are_the_cpu_engines(world_size: int) -> None:
     run("same_bits_as_cpu", world_size)
 

@@ -8,7 +8,7 @@ from emulated import call
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["", slow("bfloat16")])
+@pytest.mark.parametrize("dtype", ["", slow("bfloat16")])  # test_parity.py has every precision
 def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     call("cuda_training", "stages", 3, dtype)
 
@@ -18,7 +18,7 @@ def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     ("axes", "schedule"),
     [
         ({"pp": 1, "dp": 1, "tp": 3}, "1f1b"),
-        slow({"pp": 2, "dp": 1, "tp": 2}, "1f1b"),
+        slow({"pp": 2, "dp": 1, "tp": 2}, "1f1b"),  # the others have each axis
         ({"pp": 2, "dp": 2, "tp": 1}, "zero-bubble"),
     ],
 )

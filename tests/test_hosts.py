@@ -37,7 +37,7 @@ def consecutive(*counts: int) -> Ranks:
 CANONICAL = [consecutive(*counts) for counts in ((1, 1), (2, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1, 1), (4, 2, 2))]
 OVER_HOSTS = [consecutive(*counts) for counts in ((3, 3), (1, 2, 1), (3, 2), (2, 3), (3, 2, 2))]
 SCATTERED: list[Ranks] = [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 4), (1, 3), (2,))]
-LAYOUTS = choose(
+LAYOUTS = choose(  # of every kind the small ones
     [*CANONICAL, *OVER_HOSTS, *SCATTERED],
     [
         *(consecutive(*counts) for counts in ((1, 1), (2, 2), (2, 1, 1), (1, 2, 1), (3, 2), (1, 1, 1, 1))),

@@ -51,6 +51,7 @@ AXES = [
 ]
 
 
+# Those of two axes: they have what those of one have.
 @pytest.mark.parametrize(
     "axes", choose(AXES, AXES[1:4]), ids=lambda axes: "-".join(f"{name}{extent}" for name, extent in axes)
 )

@@ -383,7 +383,7 @@ def test_a_missing_rank_is_told() -> None:
     assert second.startswith(f"CollectiveTimeoutError init: rank 1 of 2 expected rank 0 at {there} within 2 s")
 
 
-@pytest.mark.parametrize("scheme", ["tcp", slow("file")])
+@pytest.mark.parametrize("scheme", ["tcp", slow("file")])  # the sentences come from what both have in common
 def test_different_world_sizes_are_told(scheme: str, tmp_path: Path) -> None:
     where = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/ranks"
     first, second = meet((0, 2, where), (1, 3, where), timeout=20)

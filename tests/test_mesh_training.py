@@ -83,6 +83,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+# Of eight ranks the one with all axes: the others add no pair that those of four ranks lack but a 4 beside a 2.
 @pytest.mark.parametrize(
     ("dp", "tp", "pp"), [shape if shape == (2, 2, 2) or math.prod(shape) < 8 else slow(*shape) for shape in SHAPES]
 )

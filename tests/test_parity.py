@@ -71,11 +71,8 @@ def close_to_one_process(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "turn"),
     [
-        pytest.param(
-            case, turn, id=f"{case}{'' if turn is None else ' in part'}", marks=[pytest.mark.slow] * (turn is None)
-        )
-        for number, case in enumerate(cases(AXES))
-        for turn in (number, None)
+        *(pytest.param(case, turn, id=str(case)) for turn, case in enumerate(cases(AXES))),
+        *(pytest.param(case, None, id=f"{case}, all", marks=pytest.mark.slow) for case in cases(AXES)),
     ],
 )
 def test_every_stage_and_bucket_size_gives_the_same_bits(case: Case, turn: int | None) -> None:
@@ -117,7 +114,7 @@ def test_restaging_between_any_two_stages_changes_nothing(precision: str, optimi
 
 @pytest.mark.parametrize(
     "case",
-    [
+    [  # the last has most of what the others have
         slow(Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True)),
         slow(Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True)),
         Case(3, accumulate=3, precision="fp16", clip="inf", tree=True, frozen=True, uneven=True),

@@ -16,7 +16,7 @@ def is_good(told: str) -> bool:
     return told == "equal" or told.startswith("refused")
 
 
-USUAL = (  # something of every package, and every kind of loop; most of the others are more models of the same kinds
+USUAL = (  # something of every package, and every kind of loop; the others are more models of these kinds
     *("UNet2D", "GPT-2", "BERT", "Mixtral", "LSTM", "DenseNet", "LoRA", "Lion", "Prodigy", "Schedule-Free"),
     *("EMA", "Lookahead", "staged unfreezing", "WGAN-GP"),
 )

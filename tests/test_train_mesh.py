@@ -66,6 +66,7 @@ def reference() -> str:
     return text
 
 
+# test_mesh_training.py has the other meshes, with another model.
 @pytest.mark.parametrize("mesh", choose(SAME, [*SAME][1:4:2] + [*SAME][-1:]))
 def test_it_leaves_no_trace(mesh: str, reference: str) -> None:
     text = train(*SAME[mesh].split())
