@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
-NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) benchmarks/gpu/*.$(kind)))
+NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind) benchmarks/gpu/*.$(kind)))
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2
 TRAIN ?=
@@ -63,10 +63,10 @@ sanitize: setup
 # Tests and benchmarks of the CUDA engine, each under ten minutes; GPU_PYTHON has torch. See benchmarks/README.md.
 GPU_PYTHON ?= python3
 gpu:
-	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py
+	timeout 595 $(GPU_PYTHON) -m benchmarks.gpu.run
 
 gpu-more:
-	timeout 595 $(GPU_PYTHON) benchmarks/gpu/run.py --more
+	timeout 595 $(GPU_PYTHON) -m benchmarks.gpu.run --more
 
 clean:
 	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed

@@ -74,6 +74,7 @@ class Build:
         address = os.path.join(folder, f"{name}-{ranks}")
         variables = {**os.environ, **environment, "PYTHONPATH": str(package)}
         with Listener(address) as listener:
+            # By path: -m would put this folder's package before that of the build.
             self.process = subprocess.Popen([sys.executable, __file__, address, ranks], env=variables)
             socket = listener._listener._socket  # type: ignore[attr-defined]
             while not select.select([socket], [], [], 0.1)[0]:

@@ -223,6 +223,7 @@ def _file_suite(name: str, folder: Path | None) -> Any:
     """Returns a file of torch's test/distributed as a module."""
     assert folder is not None
     path = folder / name
+    # These files import one another by the names that they have in torch's own runs, wherever its checkout is.
     sys.path[:0] = [str(path.parent), str(folder), str(folder.parent)]
     return importlib.import_module(path.stem)
 

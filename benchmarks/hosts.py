@@ -1,10 +1,10 @@
 """Compares all_reduce over several hosts with Gloo's over the same ranks, in one interleaved run.
 
-    python benchmarks/hosts.py --hosts 2 2 --gbps 1 --delay-ms 1
+    python -m benchmarks.hosts --hosts 2 2 --gbps 1 --delay-ms 1
 
-Hosts are network namespaces with links of that bandwidth and delay (tests/namespaces.py; needs root). For every size,
-calls of ringcomm and Gloo are timed alternately. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16 sends
-sums in a smaller type.
+Hosts are network namespaces with links of that bandwidth and delay (tests/support/namespaces.py; needs root). For every
+size, calls of ringcomm and Gloo are timed alternately. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16
+sends sums in a smaller type.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
 
 SIZES = [1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
 
@@ -84,14 +81,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank:
         return measure(given.turns, given.sizes)
-    from namespaces import Cluster, why_not
+    from tests.support.namespaces import Cluster, why_not
 
     if reason := why_not():
         sys.exit(reason)
     words = [__file__, "--rank", "--turns", str(given.turns), "--sizes", *map(str, given.sizes)]
     with Cluster(len(given.hosts), given.gbps, given.delay_ms) as cluster:
         (rows, *_) = cluster.run(given.hosts, words, timeout_s=570)
-    command = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.hosts", *sys.argv[1:]])
     wire = os.environ.get("RINGCOMM_WIRE_DTYPE")
     command = f"RINGCOMM_WIRE_DTYPE={wire} {command}" if wire else command
     sent_as = f" (sent as {wire} by ringcomm)" if wire else ""

@@ -1,6 +1,6 @@
 """Trains a model of 1.5 times the memory allowed per rank: built on meta, split, saved, and resumed on another mesh.
 
-    python benchmarks/larger_than_rank.py --write           # results/larger_than_rank.txt, some minutes on 2 cores
+    python -m benchmarks.larger_than_rank --write           # results/larger_than_rank.txt, some minutes on 2 cores
 
 The model is a GPT with AdamW: parameters, gradients and two moments, 16 bytes per parameter. A rank may use two thirds
 of that in addition to the program's own memory, including activations, messages and units that are temporarily
@@ -259,7 +259,7 @@ def main() -> None:
         lines.append(text)
 
     mib = float(1 << 20)
-    say("# python benchmarks/larger_than_rank.py" + (f" --steps {a.steps}" if a.steps != 20 else ""))
+    say("# python -m benchmarks.larger_than_rank" + (f" --steps {a.steps}" if a.steps != 20 else ""))
     say(f"# {platform.machine()}, torch {torch.__version__}, AdamW, {a.steps} steps, half before a resume")
     say(f"# the model in training: {state_nbytes() / mib:.0f} MiB; a rank may have {limit_nbytes() / mib:.0f} MiB")
     say(f"one process under the limit   {ringcomm.run_ranks(fails, 1, ranks='processes', timeout=300)[0]}")

@@ -1,8 +1,8 @@
 """
 Runs the example on one mesh after another, and compares loss, bits, memory per rank and speed.
 
-    python benchmarks/mesh.py                    # into results/mesh.txt, a few minutes on 2 cores
-    python benchmarks/mesh.py --steps 20 --only dp
+    python -m benchmarks.mesh                    # into results/mesh.txt, a few minutes on 2 cores
+    python -m benchmarks.mesh --steps 20 --only dp
 
 Every mesh has the same windows, with four micro-batches per step. If there are more ranks than cores, they share the
 cores; their tokens/s then show the cost of composing, not its gain. A mesh's checksum of all parameters is compared
@@ -84,7 +84,7 @@ def main() -> None:
     steps = ["--steps", str(a.steps)]
     titles = f"{'final loss':>10s}  {'parameters':18s}{'bits':20s}{'kept':>6s}{'peak':>7s}{'tokens/s':>11s}"
     lines = [
-        f"$ python benchmarks/mesh.py --steps {a.steps}",
+        f"$ python -m benchmarks.mesh --steps {a.steps}",
         f"{platform.machine()}, {os.cpu_count()} cores, one thread a rank; each run: torchrun ... "
         f"examples/train_gpt.py {MODEL} --steps {a.steps}",
         "",

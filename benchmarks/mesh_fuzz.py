@@ -1,10 +1,10 @@
 """Compares random models on random meshes with one process, for any length of time.
 
-    OMP_NUM_THREADS=1 python benchmarks/mesh_fuzz.py --programs 5000 --workers 2 --write
+    OMP_NUM_THREADS=1 python -m benchmarks.mesh_fuzz --programs 5000 --workers 2 --write
 
-tests/mesh_programs.py defines the programs, tests/test_mesh_fuzz.py is the short form. Program k of a seed is always
-the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so far.
-Exit status 1 if any failed.
+tests/support/mesh_programs.py defines the programs, tests/test_mesh_fuzz.py is the short form. Program k of a seed is
+always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
+far. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from pathlib import Path
 
 import torch
 
+from tests.support.mesh_programs import generate
+from tests.support.mesh_runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from mesh_programs import generate  # noqa: E402
-from mesh_runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results" / "mesh_fuzz.md"
 CHUNK = 10
 POOL = 1000
@@ -102,7 +100,7 @@ def page(counts: Counts, seconds: float, asked: int) -> str:
     rows = [
         "# Random models on random meshes",
         "",
-        f"`python benchmarks/mesh_fuzz.py {' '.join(sys.argv[1:])}`",
+        f"`python -m benchmarks.mesh_fuzz {' '.join(sys.argv[1:])}`",
         "",
         f"{counts.programs} of {asked} programs in {seconds:.0f} s: {compared} had the losses, gradients' norms and",
         "final weights of one process that runs the plain model on the whole batch (float64, rtol 1e-9),",

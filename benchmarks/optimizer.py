@@ -1,6 +1,6 @@
 """Times steps of torch's CPU optimizers on one flat shard against a copy of the same bytes: the cost of `offload=True`.
 
-    OMP_NUM_THREADS=1 python benchmarks/optimizer.py                   # results/optimizer.txt
+    OMP_NUM_THREADS=1 python -m benchmarks.optimizer                   # results/optimizer.txt
 
 A step of Adam reads the parameter, the gradient and two moments, and writes three of them: 28 bytes per float32
 element. The copy moves as many bytes with memcpy, so its rate is the limit. Kinds take turns; the table shows median

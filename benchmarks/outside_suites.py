@@ -1,6 +1,6 @@
 """Runs the tests of other projects, unmodified, with ringcomm in place of the library that they were written for.
 
-    OMP_NUM_THREADS=1 python benchmarks/outside_suites.py accelerate torch-ddp cs336=CHECKOUT torch-fsdp=CHECKOUT
+    OMP_NUM_THREADS=1 python -m benchmarks.outside_suites accelerate torch-ddp cs336=CHECKOUT torch-fsdp=CHECKOUT
 
 A suite is a name, or a name and the checkout that contains its tests. No test is copied: every process of a suite
 starts with `adapt`, which replaces names in torch's modules. Each suite runs in one or two ways:

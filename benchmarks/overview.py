@@ -1,6 +1,6 @@
 """Draws the README's picture from recorded results: results/dist-2.json, peers-2.md and stages-4.txt.
 
-python benchmarks/overview.py
+python -m benchmarks.overview
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from run import size_text
+
+from benchmarks.run import size_text
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLUE, GREY, LIGHT = "#2b5c8a", "#7f7f7f", "#b8b8b8"

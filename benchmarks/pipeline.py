@@ -2,7 +2,7 @@
 Measures pipelines: the idle share of every schedule against its formula, and tokens per second against torch's
 pipelining.
 
-    python benchmarks/pipeline.py --out benchmarks/results/pipeline.md
+    python -m benchmarks.pipeline --out benchmarks/results/pipeline.md
 
 In the first part stages wait for a known time in place of computing, so that ranks need no cores of their own; all idle
 time then comes from the schedule or the runner. The second part trains a small GPT, untied, on ranks that are
@@ -32,13 +32,11 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import ringcomm
+from examples.gpt import Block
 from ringcomm.pipeline_parallel.check import bubble, formula, times
 from ringcomm.pipeline_parallel.picture import draw
 from ringcomm.pipeline_parallel.schedules import schedule_of
-from ringcomm.pipeline_parallel.weight_grads import Deferring
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import Block
+from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CHUNKS = {"interleaved": 2}
@@ -54,8 +52,8 @@ class Waiting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Deferring)]
-        ctx.store, ctx.seconds = modes[0].store if modes else None, seconds
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeferWeightGrads)]
+        ctx.store, ctx.seconds, ctx.weight = modes[0].store if modes else None, seconds, weight
         time.sleep(seconds)
         return x * weight
 
@@ -65,14 +63,14 @@ class Waiting(torch.autograd.Function):
         if ctx.store is None:
             time.sleep(ctx.seconds)
         else:
-            ctx.store.waiting.append(partial(late, ctx.seconds))
+            ctx.store.waiting.append((ctx.weight, partial(late, ctx.seconds, ctx.weight)))
         return grad.clone(), None, None
 
 
-def late(seconds: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the work that a schedule with split backward passes does later."""
+def late(seconds: float, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient that a schedule with split backward passes computes later."""
     time.sleep(seconds)
-    return []
+    return torch.zeros_like(weight)
 
 
 class Wait(nn.Module):
@@ -348,7 +346,7 @@ def main() -> None:
     a = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     out = None if a.out is None else Path(a.out)
-    lines = ["# Pipelines", "", "    python benchmarks/pipeline.py " + " ".join(sys.argv[1:]), ""]
+    lines = ["# Pipelines", "", "    python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), ""]
     load = os.getloadavg()[0]
     lines += bubbles(a, None if out is None else out.parent)
     with socket.socket() as s:

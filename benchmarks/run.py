@@ -1,10 +1,10 @@
 """
 Runs the measurements that docs/performance.md quotes: one command for all, one file of numbers for each.
 
-    python benchmarks/run.py                 # everything (about 15 minutes on 2 cores)
-    python benchmarks/run.py dist-2 train    # some of it
-    python benchmarks/run.py --list
-    python benchmarks/run.py --table         # Markdown from what lies in benchmarks/results
+    python -m benchmarks.run                 # everything (about 15 minutes on 2 cores)
+    python -m benchmarks.run dist-2 train    # some of it
+    python -m benchmarks.run --list
+    python -m benchmarks.run --table         # Markdown from what lies in benchmarks/results
 
 Every run writes results/NAME.txt (its command, then its output) and, for `ringcomm bench`, results/NAME.json and .png.
 """

@@ -1,14 +1,14 @@
 """
 Compares the simulator with measurements and with published tables.
 
-    python benchmarks/simulate.py                    # everything; writes results/simulate.md (about 4 minutes, 2 cores)
-    python benchmarks/simulate.py --ranks 2 --runs 3
-    python benchmarks/simulate.py --reports one.json --over-hosts two.json   # of ringcomm bench, instead of measuring
+    python -m benchmarks.simulate                    # everything; writes results/simulate.md (about 4 minutes, 2 cores)
+    python -m benchmarks.simulate --ranks 2 --runs 3
+    python -m benchmarks.simulate --reports one.json --over-hosts two.json   # of ringcomm bench, instead of measuring
 
 A run is one `ringcomm bench` of four collectives over eleven sizes; runs with different numbers of ranks take turns.
 Measurements are medians over all runs, and again over the runs that `quiet` keeps. Every second size is used for
 calibration, the others are predicted. Over hosts: two network namespaces with two ranks each, on a link of 1 Gbit/s and
-1 ms (needs root and tests/namespaces.py); the links inside are those calibrated from two ranks.
+1 ms (needs root and tests/support/namespaces.py); the links inside are those calibrated from two ranks.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def measure(ranks: Sequence[int], runs: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def measure_over_hosts(runs: int) -> list[dict[str, Any]]:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    from namespaces import Cluster as Namespaces
+    from tests.support.namespaces import Cluster as Namespaces
 
     found = []
     with tempfile.TemporaryDirectory() as folder, Namespaces(2, 1.0, 1.0) as hosts:
@@ -311,7 +310,7 @@ def main() -> None:
         measured = measure(a.ranks, a.runs)
     over_hosts = [json.loads(Path(each).read_text()) for each in a.over_hosts] or measure_over_hosts(a.runs)
     names = [Path(word).name if word in [*a.reports, *a.over_hosts] else word for word in sys.argv[1:]]
-    words = " ".join(["python benchmarks/simulate.py", *names])
+    words = " ".join(["python -m benchmarks.simulate", *names])
     lines = [
         "# The simulator",
         "",

@@ -1,12 +1,13 @@
 """Checks that third-party models and training loops, unmodified and randomly configured, give the same bits at every
 stage.
 
-    OMP_NUM_THREADS=1 python benchmarks/third_party.py --seeds 20 --write     # results/third_party.md
+    OMP_NUM_THREADS=1 python -m benchmarks.third_party --seeds 20 --write     # results/third_party.md
 
 A configuration is a seed: the model's sizes, dropout, accumulation, clipping, activation checkpointing, autocast and
 the optimizer are drawn from it. Three processes train each configuration with torch's DDP over the backend "ringcomm"
 and at the stages 0 to 3. Every loss, the text that the model generates, every final parameter and buffer, and the file
-that `save_pretrained` writes must have the same bits on each rank. The programs are those of tests/third_party.py.
+that `save_pretrained` writes must have the same bits on each rank. The programs are those of
+tests/support/third_party.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.third_party import DDP, PROGRAMS, WAYS, verdicts
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-
-from third_party import DDP, PROGRAMS, WAYS, verdicts  # noqa: E402
-
 STAGES = [way for way in WAYS if way != DDP]
 RESULT = HERE / "results" / "third_party.md"
 

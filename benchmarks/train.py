@@ -1,7 +1,7 @@
 """
 Times a training step of a small GPT on the CPU: our stages and torch's data parallelism over Gloo.
 
-    python benchmarks/train.py --world 2 --out benchmarks/results/train-2.md
+    python -m benchmarks.train --world 2 --out benchmarks/results/train-2.md
 
 Every contestant has its own copy of the model in the same processes. In a turn each of them runs one step on the same
 batch, from a barrier to a barrier; the order is reversed in every second turn. The table shows the median step
@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,9 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import Block
+from examples.gpt import Block
 
 LOCAL, DDP, FSDP, FSDP_WHOLE = "no communication", "torch DDP, Gloo", "torch FSDP2, Gloo", "torch FSDP2 whole, Gloo"
 PEER_OF = {"stage 0": (DDP,), "stage 1": (DDP,), "stage 2": (DDP, FSDP_WHOLE), "stage 3": (FSDP,)}
@@ -285,7 +282,7 @@ def main() -> None:
     hidden = ("stages", "append", "out")
     words = [f"--{k.replace('_', '-')} {v}" for k, v in vars(a).items() if k not in hidden and v is not None]
     words += [] if a.stages == [0, 1, 2, 3] else ["--stages " + "".join(map(str, a.stages))]
-    a.command = "python benchmarks/train.py " + " ".join(words)
+    a.command = "python -m benchmarks.train " + " ".join(words)
     os.environ.update(KEEP_MEMORY, OMP_NUM_THREADS="1")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

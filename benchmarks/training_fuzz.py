@@ -1,12 +1,12 @@
 """Compares every visible bit of random training programs in every placement, for any length of time.
 
-    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 20000 --workers 2 --write
-    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --processes
-    OMP_NUM_THREADS=1 python benchmarks/training_fuzz.py --programs 500 --without checkpoint.reentrant mixed_precision
+    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 20000 --workers 2 --write
+    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --processes
+    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --without checkpoint.reentrant mixed_precision
 
-tests/training_programs.py defines the programs, tests/test_training_fuzz.py is the short form. Program k of a seed is
-always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
-far. Exit status 1 if any failed.
+tests/support/training_programs.py defines the programs, tests/test_training_fuzz.py is the short form. Program k of a
+seed is always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the
+report so far. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from pathlib import Path
 
 import torch
 
+from tests.support.training_programs import FEATURES, generate
+from tests.support.training_runner import Failure, Runner
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from training_programs import FEATURES, generate  # noqa: E402
-from training_runner import Failure, Runner  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
 POOL = 2000
@@ -147,7 +145,7 @@ def main() -> int:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 pool.shutdown(cancel_futures=True)
                 break
-    text = "\n".join([f"$ python benchmarks/training_fuzz.py {' '.join(sys.argv[1:])}", *report.rows()])
+    text = "\n".join([f"$ python -m benchmarks.training_fuzz {' '.join(sys.argv[1:])}", *report.rows()])
     print(text)
     if a.write:
         RESULTS.write_text(text + "\n")

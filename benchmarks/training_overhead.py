@@ -1,6 +1,6 @@
 """Measures the training layer's cost in small models, where Python determines the time of a step, and its memory.
 
-    python benchmarks/training_overhead.py --out benchmarks/results/training_overhead.md
+    python -m benchmarks.training_overhead --out benchmarks/results/training_overhead.md
 
 Time: every contestant has its own copy of the model in the same two processes and runs one step in each turn, on the
 same batch; the order is reversed in every second turn. A ratio is taken within a turn. Memory: two new processes for
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from train import KEEP_MEMORY, Contestant, adam, model_of, quartiles, ratios, spread
 
 import ringcomm
+from benchmarks.train import KEEP_MEMORY, Contestant, adam, model_of, quartiles, ratios, spread
 
 OVER_US, OVER_GLOO, OURS = "torch DDP, ringcomm", "torch DDP, Gloo", "ringcomm DDP"
 SIZES = {  # blocks, width, vocabulary, tokens in a window
@@ -234,7 +234,7 @@ def main() -> None:
         Path(a.out).write_text(text)
 
 
-NOTE = f"""`python benchmarks/training_overhead.py`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a
+NOTE = f"""`python -m benchmarks.training_overhead`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a
 rank. A step is forward, backward, AdamW and zero_grad, from a barrier to a barrier. On a shared machine read ratios
 with their quartiles. For the tables of time glibc keeps freed memory, for all contestants alike (see train.py)."""
 

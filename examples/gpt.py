@@ -4,7 +4,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from text import printable
 from torch import nn
 
 VOCABULARY = 256  # bytes
@@ -57,11 +56,11 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
     @torch.no_grad()
-    def sample(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> str:
+    def sample(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:
         """Continues the prompt by ``count`` bytes."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)])
         for _ in range(count):
             logits = self(tokens[:, -self.context :])[0, -1] / temperature
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)[None]], 1)
-        return printable(bytes(tokens[0].tolist()))
+        return bytes(tokens[0].tolist())

@@ -32,7 +32,7 @@ from mesh import add_flags, axes_of, checksum, described, refusal, whole_state
 from report import Peak, figures, mean_over_ranks, train
 from resume import Saved
 from stages import run_stages
-from text import read_text
+from text import printable, read_text
 from training import PRECISIONS, Training, batches_of, plain_training, sharded_training, tokens_per_step
 
 import ringcomm
@@ -199,7 +199,7 @@ def finish(a: argparse.Namespace, training: Training, model: torch.nn.Module) ->
         elif a.sample:
             whole = GPT(a.layers, a.dim, a.heads, a.context)
             whole.load_state_dict(state)
-            print("\n" + "-" * 40 + "\n" + whole.sample(b"The ", a.sample, a.seed))
+            print("\n" + "-" * 40 + "\n" + printable(whole.sample(b"The ", a.sample, a.seed)))
     return state
 
 

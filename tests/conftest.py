@@ -12,10 +12,7 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import forked
 import pytest
-
-from ringcomm.comm import launch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherited by every process of a test
 # A shell lets jobs in the background ignore Ctrl-C, and what they start: the tests of it begin with what is usual.
@@ -103,6 +100,9 @@ def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def ranks_are_forked() -> Iterator[None]:
     """Ranks that are processes do not import torch each."""
+    from ringcomm.comm import launch
+    from tests.support import forked
+
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
             patch.setattr(launch, "multiprocessing", forked.replacement())
@@ -112,6 +112,8 @@ def ranks_are_forked() -> Iterator[None]:
 @pytest.fixture
 def new_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are processes start as they do for a user."""
+    from ringcomm.comm import launch
+
     monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
 
 

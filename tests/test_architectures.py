@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from choice import slow
+
+from tests.support.choice import slow
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
 WORKS = {
     "apertus": ("tp, its plan", "pp, middle", "cp", "together", "generate"),
     "mixtral": ("tp, its plan", "pp, elsewhere", "cp", "together", "generate"),  # elsewhere: inside of a block
@@ -29,9 +30,9 @@ REFUSED = {("m2m_100", "cp"): "an embedding of positions"}
 @pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)  # of each kind one
 def test_some_families(families: list[str], tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
-    command = [sys.executable, str(FOLDER / "architectures.py"), "--only", *families, "--json", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "benchmarks.architectures", "--only", *families, "--json", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())
     for name, columns in ((name, WORKS[name]) for name in families):
@@ -42,9 +43,8 @@ def test_some_families(families: list[str], tmp_path: Path) -> None:
         assert said in done.stdout.replace("\n", " ")
 
 
-def test_wrong_values_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import architectures as table
+def test_wrong_values_are_seen() -> None:
+    from benchmarks import architectures as table
 
     family = table.Family("llama", "causal")
     expected = family.trained(table.own_loss, 1)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
-from torch_checks import combined, expect, laid_out, values
 
 from ringcomm.errors import InvalidArgumentError
+from tests.support import torch_ranks
+from tests.support.torch_checks import combined, expect, laid_out, values
 
 pytestmark = pytest.mark.timeout(180)
 run = torch_ranks.run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
-from torch_checks import all_reduce_works, backend_of, combined, expect, laid_out, raised, values
 
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from tests.support import torch_ranks
+from tests.support.torch_checks import all_reduce_works, backend_of, combined, expect, laid_out, raised, values
 
 pytestmark = pytest.mark.timeout(180)
 run = torch_ranks.run

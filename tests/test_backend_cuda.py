@@ -12,18 +12,14 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import emulated
 import pytest
-import test_backend
-import test_backend_calls
-import test_backend_groups
-import test_torch_stack
 import torch
 import torch.distributed as dist
-import torch_ranks
-from torch_checks import all_reduce_works, backend_of, combined, expect, raised, values
 
 from ringcomm import _C, backend, errors
+from tests import test_backend, test_backend_calls, test_backend_groups, test_torch_stack
+from tests.support import emulated, torch_ranks
+from tests.support.torch_checks import all_reduce_works, backend_of, combined, expect, raised, values
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,7 +31,7 @@ ENGINE = "cuda" if EMULATED else "cpu"
 @pytest.mark.skipif(EMULATED, reason="this is the Python that has the emulated engine")
 @pytest.mark.parametrize("tests", ["calls", "scenario", "training"])
 def test_on_the_emulated_gpu(tests: str) -> None:
-    print(emulated.call("test_backend_cuda", "main", tests, limit_s=800))
+    print(emulated.call("tests.test_backend_cuda", "main", tests, limit_s=800))
 
 
 def main(tests: str) -> None:

@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
-from torch_checks import all_reduce_works, backend_of, raised
 
 from ringcomm import errors
+from tests.support import torch_ranks
+from tests.support.torch_checks import all_reduce_works, backend_of, raised
 
 pytestmark = pytest.mark.timeout(180)
 run = torch_ranks.run

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
-from torch_checks import all_reduce_works, backend_of
+
+from tests.support import torch_ranks
+from tests.support.torch_checks import all_reduce_works, backend_of
 
 pytestmark = pytest.mark.timeout(180)
 run = torch_ranks.run

@@ -7,6 +7,7 @@ the allocator is told that stream 1 uses memory. Stream 7 is the caller's.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import subprocess
@@ -22,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torch_checks import raised
 
 from ringcomm import backend, errors
+from tests.support.torch_checks import raised
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +38,10 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     if torch.backends.cuda.is_built():
         pytest.skip("a torch with CUDA brings its own device guard; needs a build of torch for the cpu")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    sources = [str(ROOT / "tests" / "fake_cuda" / "fake_cuda.cpp"), str(ROOT / "csrc" / "core" / "names.cpp")]
+    sources = [
+        str(ROOT / "tests" / "support" / "fake_cuda" / "fake_cuda.cpp"),
+        str(ROOT / "csrc" / "core" / "names.cpp"),
+    ]
     torch_folder = Path(torch.__file__).parent
     includes = [
         torch_folder / "include",
@@ -47,16 +51,21 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     words = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-fvisibility=hidden", "-w"]
     words += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DUSE_C10D", "-DUSE_DISTRIBUTED"]
     words += [f"-I{ROOT / 'csrc'}", *(f"-isystem{each}" for each in includes), *sources]
-    words += ["-o", str(folder / f"fake_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"), f"-L{torch_folder / 'lib'}"]
+    module = str(folder / f"fake_cuda{sysconfig.get_config_var('EXT_SUFFIX')}")
+    words += ["-o", module, f"-L{torch_folder / 'lib'}"]
     words += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{torch_folder / 'lib'}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    with multiprocessing.get_context("spawn").Pool(1, _prepare, (str(folder),)) as pool:
+    with multiprocessing.get_context("spawn").Pool(1, _prepare, (module,)) as pool:
         yield pool
 
 
-def _prepare(folder: str) -> None:
-    sys.path.insert(0, folder)
+def _prepare(path: str) -> None:
+    spec = importlib.util.spec_from_file_location("fake_cuda", path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["fake_cuda"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["fake_cuda"])
 
 
 class FakeMaker(backend.DeviceMaker):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from choice import slow
 
 from ringcomm.tools.bench import check as bench_check
 from ringcomm.tools.bench import cli as bench
@@ -18,6 +17,7 @@ from ringcomm.tools.bench import run as bench_run
 from ringcomm.tools.bench.cases import COLLECTIVE, Case
 from ringcomm.tools.bench.options import COLLECTIVES, DTYPES, REDUCTIONS, parse_options, parse_size
 from ringcomm.tools.bench.report import Stats, number
+from tests.support.choice import slow
 
 
 def run(words: str, *more: str) -> int:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_ranks
-from choice import slow
 from torch import nn
 
 import ringcomm
@@ -27,6 +25,8 @@ from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
+from tests.support import torch_ranks
+from tests.support.choice import slow
 
 torch.set_num_threads(1)
 

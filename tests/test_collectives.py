@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from choice import choose
-from reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, reduced, same_bits, values
 
 import ringcomm
 from ringcomm import _C, Communicator
+from tests.support.choice import choose
+from tests.support.reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, reduced, same_bits, values
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
 COUNTS = (0, 1, 7, 120, 1000, 4099)
@@ -219,7 +219,7 @@ def point_to_point_cells(comm: Communicator, dtypes: tuple[str, ...]) -> int:
 @pytest.mark.parametrize("dtype", _C.DTYPES)
 def test_the_matrix_has_every_reduction(dtype: str) -> None:
     served = {op for op, code in _C.REDUCE_OPS.items() if _C.supports(_C.DTYPES[dtype], code)}
-    assert set(ops_of(dtype)) == served, f"ops_of of tests/reference.py differs from supports() for {dtype}"
+    assert set(ops_of(dtype)) == served, f"ops_of of tests/support/reference.py differs from supports() for {dtype}"
 
 
 MOVED = (*DTYPES, *BYTES_ONLY)

@@ -33,8 +33,9 @@ def test_torchs_own_tests_pass(tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install expecttest")
     log = tmp_path / "log.jsonl"
     words = ["--suite", "distributed_test", "--ranks", "2", "--backend", "ringcomm", "--limit-s", "60"]
-    runner = [sys.executable, str(ROOT / "benchmarks" / "conformance.py"), "--log", str(log), *words]
-    ended = subprocess.run([*runner, "-k", rf"\.({'|'.join(NAMES)})$"], capture_output=True, text=True, timeout=170)
+    runner = [sys.executable, "-m", "benchmarks.conformance", "--log", str(log), *words]
+    command = [*runner, "-k", rf"\.({'|'.join(NAMES)})$"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     records = {r["test"].split(".")[-1]: r for r in map(json.loads, log.read_text().splitlines())}
     assert sorted(records) == NAMES, ended.stdout

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_ranks
-from emulated import call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringcomm
@@ -23,6 +21,8 @@ from ringcomm.context.blocks import FLASH_CPU, FLASH_CUDA, PLAIN, Kernel, Scores
 from ringcomm.context.ring import FACTS, FACTS_NBYTES, GRADS, KEYS
 from ringcomm.context.sequence import LAYOUTS, Block, block_of
 from ringcomm.errors import AbortedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError
+from tests.support import torch_ranks
+from tests.support.emulated import call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Tensors = list[torch.Tensor]
@@ -404,7 +404,7 @@ def on_an_emulated_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_messages_of_the_cuda_engine_on_an_emulated_device() -> None:
-    call("test_context", "on_an_emulated_device")
+    call("tests.test_context", "on_an_emulated_device")
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_context import on_ranks
 from torch import nn
 
 import ringcomm
 from ringcomm.context import context_parallel, gather_sequence, positions, ring_attention, shard_sequence
 from ringcomm.context.sequence import LAYOUTS
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
+from tests.test_context import on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs Hugging Face's models; pip install transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")

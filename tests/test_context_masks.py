@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_context import SHAPES, Tensors, assert_near, inputs, on_ranks
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,6 +14,7 @@ import ringcomm
 from ringcomm.context import context_parallel, gather_sequence, positions, ring_attention, shard_sequence
 from ringcomm.context.sequence import LAYOUTS, blocks_of
 from ringcomm.errors import UnsupportedError
+from tests.test_context import SHAPES, Tensors, assert_near, inputs, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

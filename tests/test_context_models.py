@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_context import GOOD, full, inputs, on_ranks
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -19,6 +18,7 @@ import ringcomm
 from ringcomm.context import context_parallel, gather_sequence, positions, shard_sequence
 from ringcomm.context.sequence import LAYOUTS
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from tests.test_context import GOOD, full, inputs, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DTYPES, ops_of, reduced, same_bits, values
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
+from tests.support.reference import DTYPES, ops_of, reduced, same_bits, values
 
 WHY_NOT = _C.why_no_cuda() or ("" if torch.cuda.is_available() else "torch sees no CUDA device")
 EMULATED = _C.build_info()["cuda"] == "emulated"

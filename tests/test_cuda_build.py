@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import sass_lint
-from choice import choose
 
 import ringcomm
 from ringcomm import _C, errors
+from tests.support import sass_lint
+from tests.support.choice import choose
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = _C.build_info()["cuda"]

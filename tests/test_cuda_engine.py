@@ -1,7 +1,7 @@
 """The CUDA engine under the Python face, on emulated devices: the very kernels, compiled for the host.
 
-Each test runs in a Python of its own, which has the emulated `_C` (tests/emulated.py); what it runs is in
-tests/cuda_cases.py.
+Each test runs in a Python of its own, which has the emulated `_C` (tests/support/emulated.py); what it runs is in
+tests/support/cuda_cases.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from choice import choose
-from emulated import call, module
-from reference import DTYPES
+
+from tests.support.choice import choose
+from tests.support.emulated import call, module
+from tests.support.reference import DTYPES
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="the engines need Linux"),
 ]
 COUNTS = [0, 1, 7, 1000, 4099]
-HOME = "cuda_cases"
+HOME = "tests.support.cuda_cases"
 KINDS = [  # ranks, devices that are emulated, device
     pytest.param("threads", 1, "cuda:0", id="threads-one-device"),
     pytest.param("threads", 2, "cuda", id="threads-two-devices"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 from torch import nn
 
 import ringcomm
@@ -20,6 +19,7 @@ from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+from tests.support import torch_ranks
 
 Values = dict[str, torch.Tensor]
 WORLD = 3

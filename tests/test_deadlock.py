@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_ranks
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, RingcommError
+from tests.support import torch_ranks
 
 RANKS = ["threads", "processes"]
 ADVICE = "call the collectives of all communicators in the same order on every rank"

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-import train_runs
-from elastic_runs import Job
+
+from tests.support import train_runs
+from tests.support.elastic_runs import Job
 
 WORDS = ("--steps", "120", "--batch", "2", "--context", "32", "--layers", "1", "--dim", "32", "--heads", "2")
 WORDS += ("--sample", "0")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from choice import slow
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-from endurance import Held, endure, growth
+from benchmarks.endurance import Held, endure, growth
+from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,11 +1,11 @@
 """A short fault campaign: two trials of each kind of fault with processes, and two with threads. Many more:
-`python benchmarks/faults.py`."""
+`python -m benchmarks.faults`."""
 
 from __future__ import annotations
 
-import fault_plan
-import fault_trials
 import pytest
+
+from tests.support import fault_plan, fault_trials
 
 SEED = 1
 TRIALS = [fault_plan.trial_of(SEED, number) for number in range(4 * len(fault_plan.KINDS))]

@@ -7,8 +7,9 @@ csrc/, by folder:
 | 0 | csrc/core | the C++ standard library |
 | 1 | csrc/cpu; csrc/cuda, csrc/nccl | floor 0, the operating system; and the CUDA runtime (cuda/runtime.h) |
 | 1 | csrc/hosts | floor 0: it composes an engine and a wire, whatever they are |
-| 1 | csrc/cuda/emulator | the C++ standard library and the operating system: it takes the CUDA runtime's place |
 | 2 | csrc/bind/module.cpp; csrc/bind/c10d_* | floors 0 and 1 and pybind11; the interface of floor 0 and torch |
+
+tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
 
 ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS.
 """
@@ -25,7 +26,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NATIVE = sorted(path for suffix in (".h", ".cpp", ".cu") for path in (ROOT / "csrc").rglob(f"*{suffix}"))
+NATIVE = [
+    path
+    for folder in ("csrc", "tests/support/emulator")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".h", ".cpp", ".cu")
+]
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 FORBIDDEN_INCLUDES = {
@@ -34,7 +40,7 @@ FORBIDDEN_INCLUDES = {
     "hosts": r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h|cpu/|bind/",
     "nccl": r"pybind11|torch|c10|ATen|Python\.h|cpu/|bind/|hosts/|cuda/(?!runtime\.h)",
     "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/",
-    "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/(?!emulator/)",
+    "emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|bind/|cpu/|core/|cuda/",
 }
 FLOORS = (
     *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
@@ -177,6 +183,20 @@ def test_arguments_are_typed(path: Path) -> None:
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         untyped = [arg.arg for arg in given if arg.annotation is None and arg.arg not in ("self", "cls")]
         assert not untyped, f"{path.name}: {node.name} leaves {untyped} without a type"
+
+
+CHANGES_THE_PATH = re.compile(
+    r"\bsys\.path(\[.*?\])?(\s*\+?=[^=]|\.(append|clear|extend|insert|pop|remove)\b)|\bsyspath_prepend"
+)
+OTHERS_TESTS = ROOT / "benchmarks" / "conformance_run.py"
+"""It runs test files of torch, which import their neighbours by name."""
+
+
+def test_no_file_changes_where_python_looks_for_modules() -> None:
+    """Tests, benchmarks and their helpers are modules of packages that lie at the root."""
+    folders = ("ringcomm", "tests", "benchmarks", "examples", "cmake")
+    files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    assert {path for path in files if CHANGES_THE_PATH.search(path.read_text())} == {OTHERS_TESTS}
 
 
 def run_python(program: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ import ringcomm
 from ringcomm.data_parallel.fully_shard import FSDPModule, fully_shard, register_forward_method
 from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
 from ringcomm.data_parallel.shard import shard, whole
+from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, find, given, note, seed, settings
-from program_calls import CALLS
-from program_ranks import Pool
-from programs import OPS, Program, Step, programs, random_program, shrunk
 
 from ringcomm import Communicator
+from tests.support.program_calls import CALLS
+from tests.support.program_ranks import Pool
+from tests.support.programs import OPS, Program, Step, programs, random_program, shrunk
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
 QUIET = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))

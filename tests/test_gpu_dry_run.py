@@ -10,26 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import emulated
 import pytest
 
+from benchmarks.gpu import machine, run
+from benchmarks.gpu.document import Document
 from ringcomm import _C
+from tests.support import emulated
 
 ROOT = Path(__file__).resolve().parent.parent
-# benchmarks/ and examples/ have modules of the same names, which other tests import.
-NAMES = ("run", "report", "document", "machine")
-others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-
-import machine  # noqa: E402
-import run  # noqa: E402
-from document import Document  # noqa: E402
-
-sys.path.pop(0)
-for name in NAMES:
-    sys.modules.pop(name, None)
-sys.modules.update(others)
-
 EMULATED = _C.build_info()["cuda"] == "emulated"
 pytestmark = [
     pytest.mark.timeout(600),
@@ -37,12 +25,14 @@ pytestmark = [
     pytest.mark.skipif(EMULATED, reason="this is the Python that has the emulated engine"),
 ]
 STARTS = """
-import os, emulated
+import os
+from tests.support import emulated
 emulated.install(os.environ[emulated.MODULE])
 """
 # One call that is like many others breaks as a kernel that reads past an array would, and with it its process.
 BREAKS = """
-import torch, one_thread
+import torch
+from benchmarks.gpu import one_thread
 from ringcomm.comm.communicator import Communicator
 
 usual = Communicator.all_reduce
@@ -74,8 +64,7 @@ def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> No
     """Every Python that is started from now on has the emulated engine."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(STARTS + more)
-    path = [str(folder), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
     monkeypatch.setenv(emulated.MODULE, str(emulated.module()))
     monkeypatch.setenv("RINGCOMM_EMULATED_SMS", "4")
 
@@ -187,11 +176,10 @@ def test_the_stages_of_gpu_more_run_on_an_emulated_gpu(tmp_path: Path, monkeypat
 
 def test_a_stage_that_fails_hangs_or_is_lost_costs_only_itself(tmp_path: Path) -> None:
     """The one that is lost notes three pieces, and dies within the second: two processes do all of them."""
-    out, marks = tmp_path / "gpu.json", str(ROOT / "benchmarks" / "gpu")
+    out = tmp_path / "gpu.json"
     lost = f"""
-import os, sys
-sys.path.append({marks!r})
-from document import BEGUN, Document
+import os
+from benchmarks.gpu.document import BEGUN, Document
 from pathlib import Path
 document = Document(Path({str(out)!r}))
 for name in "abc":

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringcomm
 from ringcomm.data_parallel import hooks
 from ringcomm.tools.bench.check import tree_sum
+from tests.support import torch_ranks
 
 WORLD = 3
 STEPS = 3

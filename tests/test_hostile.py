@@ -13,12 +13,10 @@ from multiprocessing import Pipe, current_process
 from pathlib import Path
 from typing import Any
 
-import emulated
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hostile import drawn, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +25,8 @@ from ringcomm import _C, errors
 from ringcomm.comm import launch
 from ringcomm.comm.hosts import identity
 from ringcomm.comm.sealed import seal, unseal
+from tests.support import emulated
+from tests.support.hostile import drawn, refusal
 
 LIMIT_MS = 600_000  # whoever waits for it instead of refusing fails by the test's own limit
 
@@ -106,7 +106,7 @@ def emulated_handles(examples: int) -> None:
 
 @pytest.mark.timeout(900)  # the first to come builds the emulated engine
 def test_a_changed_handle_of_a_gpu_is_refused() -> None:
-    emulated.call("test_hostile", "emulated_handles", 12)
+    emulated.call("tests.test_hostile", "emulated_handles", 12)
 
 
 @pytest.mark.parametrize("kind", ["cpu"])
@@ -488,5 +488,5 @@ def emulated_settings(variable: str, values: list[str], folder: str) -> None:
 
 @pytest.mark.timeout(900)  # the first to come builds the emulated engine
 def test_wrong_files_and_layouts_of_a_gpu_are_refused(tmp_path: Path) -> None:
-    emulated.call("test_hostile", "emulated_settings", "RINGCOMM_TUNING", TUNINGS, str(tmp_path))
-    emulated.call("test_hostile", "emulated_settings", "RINGCOMM_CUDA_LAYOUT", LAYOUTS, str(tmp_path))
+    emulated.call("tests.test_hostile", "emulated_settings", "RINGCOMM_TUNING", TUNINGS, str(tmp_path))
+    emulated.call("tests.test_hostile", "emulated_settings", "RINGCOMM_CUDA_LAYOUT", LAYOUTS, str(tmp_path))

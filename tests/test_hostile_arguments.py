@@ -8,13 +8,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from hostile import drawn, refusal
-from hostile_values import MISFITS, NO_ARRAYS, NO_LISTS, NO_NUMBERS, NO_OPTIONS, NO_SUMS, NOT_TO_WRITE, PLAIN, Make
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ringcomm
 from ringcomm import Communicator
+from tests.support.hostile import drawn, refusal
+from tests.support.hostile_values import (
+    MISFITS,
+    NO_ARRAYS,
+    NO_LISTS,
+    NO_NUMBERS,
+    NO_OPTIONS,
+    NO_SUMS,
+    NOT_TO_WRITE,
+    PLAIN,
+    Make,
+)
 
 # ---- values, by what they cannot be ------------------------------------------------------------------------------
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hostile import refusal
-from hostile_calls import CALLS, WRONG, model
 from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, errors
 from ringcomm.data_parallel import memory
 from ringcomm.errors import shown
+from tests.support.hostile import refusal
+from tests.support.hostile_calls import CALLS, WRONG, model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from choice import choose
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import DTYPES, FLOATS, combine_of, divided, factor_of, leaves_of, ops_of, same_bits, stored, tree, values
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
@@ -24,6 +22,20 @@ from ringcomm.arrays.devices import CPU
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, identity, memory_store
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from tests.support.choice import choose
+from tests.support.reference import (
+    DTYPES,
+    FLOATS,
+    combine_of,
+    divided,
+    factor_of,
+    leaves_of,
+    ops_of,
+    same_bits,
+    stored,
+    tree,
+    values,
+)
 
 Ranks = tuple[tuple[int, ...], ...]
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_backend_calls as calls
 import torch
 import torch.distributed as dist
-import torch_ranks
 from torch import nn
-from torch_checks import all_reduce_works, combined, expect, raised, values
 
 import ringcomm
 from ringcomm.errors import MismatchError
+from tests import test_backend_calls as calls
+from tests.support import torch_ranks
+from tests.support.torch_checks import all_reduce_works, combined, expect, raised, values
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parent.parent

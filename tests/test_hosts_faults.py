@@ -16,15 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 import torch
-import torch_ranks
-from namespaces import Cluster
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import MismatchError, RingcommError
+from tests.support import namespaces, torch_ranks
+from tests.support.namespaces import Cluster
 
 Told = tuple[str, str, float]  # a rank's error, its sentence, and seconds to it
 

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mesh_cases as cases
-import parity
 import pytest
 import torch
-from choice import choose
-from mesh_cases import Job, Net, make
-from parity import Case, differences, train_ranks
-from test_mesh_training import Result, same, trained
 
 import ringcomm
 from ringcomm import checkpoint
+from tests.support import mesh_cases as cases
+from tests.support import parity
+from tests.support.choice import choose
+from tests.support.mesh_cases import Job, Net, make
+from tests.support.parity import Case, differences, train_ranks
+from tests.test_mesh_training import Result, same, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOSTS = ([2, 2], [2, 1, 1])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
 from torch import nn
 
 import ringcomm
@@ -18,6 +17,7 @@ from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.partition import PROBES, measured_bucket_bytes
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import shard
+from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 4

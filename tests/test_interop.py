@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from choice import slow
 
 import ringcomm
 from ringcomm import Communicator
+from tests.support.choice import slow
 
 
 class OnlyDlpack:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_ranks
 from torch.distributed import FileStore
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.observe.record import records
+from tests.support import torch_ranks
 
 Told = tuple[str, str, bool]  # what a rank's call raised, its sentence, and whether that was long before the limit
 

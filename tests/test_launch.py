@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from choice import slow
 
 import ringcomm
 from ringcomm import Communicator, errors
+from tests.support.choice import slow
 
 RANKS = ("threads", "processes")
 

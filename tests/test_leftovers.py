@@ -12,10 +12,10 @@ import time
 
 import pytest
 import torch
-from choice import slow
 
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import InvalidArgumentError
+from tests.support.choice import slow
 
 HEAD = """
 import os, signal, sys, time

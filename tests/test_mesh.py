@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
-from tensor_cases import difference, on_ranks, part, tensor_of
 from torch import nn
 
 import ringcomm
@@ -16,6 +14,8 @@ from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.mesh import Mesh, init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
+from tests.support import torch_ranks
+from tests.support.tensor_cases import difference, on_ranks, part, tensor_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,13 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mesh_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_ranks
-from choice import choose, slow
-from mesh_cases import Job, Net, make, pieces_of
 from torch import nn
 
 import ringcomm
@@ -21,6 +17,10 @@ from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
 from ringcomm.data_parallel.shard_spec import ShardSpec, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
+from tests.support import mesh_cases as cases
+from tests.support import torch_ranks
+from tests.support.choice import choose, slow
+from tests.support.mesh_cases import Job, Net, make, pieces_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import mesh_cases as cases
 import pytest
 import torch
-from mesh_cases import Job, Net
 
 import ringcomm
 from ringcomm.data_parallel.group import ranks_of_mesh
 from ringcomm.data_parallel.precision import GradScaler
 from ringcomm.errors import InvalidArgumentError
+from tests.support import mesh_cases as cases
+from tests.support.mesh_cases import Job, Net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,11 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import mesh_cases as cases
 import pytest
 import torch
-from choice import slow
-from mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 import ringcomm
 from ringcomm.data_parallel.memory import predict
@@ -22,6 +19,9 @@ from ringcomm.data_parallel.shard import restage
 from ringcomm.data_parallel.shard_spec import ShardSpec
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from tests.support import mesh_cases as cases
+from tests.support.choice import slow
+from tests.support.mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 2

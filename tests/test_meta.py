@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_shard import STAGES, Tower, loss_of, sgd, state_of, step_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from tests.test_shard import STAGES, Tower, loss_of, sgd, state_of, step_of
 
 WORLD = 3
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hosts_cases
-import namespaces
 import pytest
-import torch_ranks
-from choice import slow
-from namespaces import Cluster
 
 from ringcomm import run_ranks
+from tests.support import hosts_cases, namespaces, torch_ranks
+from tests.support.choice import slow
+from tests.support.namespaces import Cluster
 
 PROGRAM = str(Path(hosts_cases.__file__))
 COUNT = 3 << 19  # elements of the message that is counted: 6 MiB of float32, the same share for 2 and for 3 hosts

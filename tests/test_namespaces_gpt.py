@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-import namespaces
 import pytest
-import train_runs
-from namespaces import Cluster
+
+from tests.support import namespaces, train_runs
+from tests.support.namespaces import Cluster
 
 PROGRAM = str(train_runs.EXAMPLES / "train_gpt.py")
 LIMIT_S = 100.0

@@ -9,8 +9,9 @@ import subprocess
 from typing import Any
 
 import pytest
-from choice import slow
-from emulated import EMULATES, ROOT, build, module, run
+
+from tests.support.choice import slow
+from tests.support.emulated import EMULATES, ROOT, build, module, run
 
 PLAIN = ""
 SANITIZED = {  # what to instrument: world sizes of engine_test

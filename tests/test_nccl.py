@@ -6,17 +6,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import emulated
 import pytest
 
 from ringcomm import _C, errors
 from ringcomm.comm import nccl
+from tests.support import emulated
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="the engines need Linux"),
 ]
-HOME = "nccl_cases"
+HOME = "tests.support.nccl_cases"
 needs_cuda_build = pytest.mark.skipif("no CUDA engine" in _C.why_no_nccl(""), reason=_C.why_no_nccl(""))
 
 

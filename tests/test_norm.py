@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
@@ -25,6 +24,7 @@ from ringcomm.arrays.devices import EMULATED
 from ringcomm.data_parallel import norm
 from ringcomm.data_parallel.norm import fold_native, fold_torch, total_norm
 from ringcomm.errors import DtypeError, InvalidArgumentError, UnsupportedError
+from tests.support import torch_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 Cut = list[list[torch.Tensor]]  # the fragments of every rank

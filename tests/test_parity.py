@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from choice import slow
-from parity import (
+
+from tests.support.choice import slow
+from tests.support.parity import (
     BUCKETS_MB,
     OPTIMIZERS,
     Case,

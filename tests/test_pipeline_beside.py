@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
 from torch import nn
 
 import ringcomm
@@ -21,6 +20,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_absent
+from tests.test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_meta import Meter, Wide
-from test_meta import fill as fill_plain
-from test_pipeline import Net, cross_entropy, cuts, tokens
 from torch import nn
 
 import ringcomm
@@ -20,6 +17,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.place import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
+from tests.test_meta import Meter, Wide
+from tests.test_meta import fill as fill_plain
+from tests.test_pipeline import Net, cross_entropy, cuts, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import Block, Net, cross_entropy, cuts, make, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +28,7 @@ from ringcomm.errors import (
 )
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.schedules import Schedule, one_f_one_b
+from tests.test_pipeline import Block, Net, cross_entropy, cuts, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

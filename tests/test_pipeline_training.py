@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ringcomm
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.pipeline_parallel.check import times
+from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.pipeline import Pipeline
+from tests.test_pipeline import (
     SCHEDULES,
     Block,
     Gradients,
@@ -26,15 +35,6 @@ from test_pipeline import (
     plain,
     tokens,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-import ringcomm
-from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.pipeline_parallel.check import times
-from ringcomm.pipeline_parallel.messages import Messages
-from ringcomm.pipeline_parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

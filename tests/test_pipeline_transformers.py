@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import SCHEDULES, Gradients, differing, gradients
 from torch import nn
 
 import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
+from tests.test_pipeline import SCHEDULES, Gradients, differing, gradients
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 
 import ringcomm
 from ringcomm import Communicator, errors
 from ringcomm.observe import record
 from ringcomm.observe.record import Record
+from tests.support import torch_ranks
 
 ONES = np.ones(4, np.float32)
 HERE = os.path.relpath(__file__)

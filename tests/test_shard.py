@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import differences_of
 from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.sharded_model import sharded_model_of
+from tests.support.parity import differences_of
 
 STAGES = (0, 1, 2, 3)
 SHARD = importlib.import_module("ringcomm.data_parallel.shard")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_shard import STAGES, Tower, batch, loss_of, sgd, state_of, step_of, tower
 from torch import nn
 
 import ringcomm
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
+from tests.test_shard import STAGES, Tower, batch, loss_of, sgd, state_of, step_of, tower
 
 Sharded = Callable[[ringcomm.Communicator, Tower, torch.optim.Optimizer], Any]
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
-from test_shard import STAGES, loss_of, sgd, state_of
 from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.sharded_gradient import ShardedGradient
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from tests.support import torch_ranks
+from tests.test_shard import STAGES, loss_of, sgd, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import InvalidArgumentError
+from tests.support import torch_ranks
 
 WORLD = 3
 COUNTS = (4, 1, 7)  # of each rank's batch

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import close, on_ranks, part, sent, tensor_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +23,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor_parallel.overlapped import gather_linear, linear_scatter
+from tests.support.tensor_cases import close, on_ranks, part, sent, tensor_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]

@@ -7,13 +7,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import mesh_cases as cases
 import pytest
 import torch
-import torch_ranks
-from tensor_cases import close, difference, on_ranks, part
-from test_tensor_outputs import MODELS, built
-from test_tensor_transformers import GPT2, GPT_OSS, gpt_oss, llama, run, tokens
 from torch import nn
 
 import ringcomm
@@ -21,6 +16,11 @@ from ringcomm import checkpoint
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
+from tests.support import mesh_cases as cases
+from tests.support import torch_ranks
+from tests.support.tensor_cases import close, difference, on_ranks, part
+from tests.test_tensor_outputs import MODELS, built
+from tests.test_tensor_transformers import GPT2, GPT_OSS, gpt_oss, llama, run, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_cases import on_ranks
-from test_tensor_transformers import VOCABULARY, check, gpt2, run, spread
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.tensor_parallel.outputs import CutOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
+from tests.support.tensor_cases import on_ranks
+from tests.test_tensor_transformers import VOCABULARY, check, gpt2, run, spread
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -7,29 +7,25 @@ which have come through all layers, five times that.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import close, difference, on_ranks, part, sent, unlike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
+from examples.gpt import GPT
 from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import GPT
+from tests.support.tensor_cases import close, difference, on_ranks, part, sent, unlike
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, WIDTH, LENGTH = 29, 96, 12

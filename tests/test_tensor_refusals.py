@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import on_ranks
-from test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 from torch import nn
 
 from ringcomm.data_parallel.arguments import matches
@@ -17,6 +15,8 @@ from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, Uns
 from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
+from tests.support.tensor_cases import on_ranks
+from tests.test_tensor_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
-from tensor_cases import close, on_ranks, part, sent, unlike
 from torch import nn
 
 import ringcomm
@@ -21,6 +19,8 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise, Dropout
+from tests.support import torch_ranks
+from tests.support.tensor_cases import close, on_ranks, part, sent, unlike
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_cases import Net
-from tensor_cases import on_ranks, unlike
-from test_tensor_outputs import MLP, MODELS, NEOX, Plan, built
-from test_tensor_transformers import check, llama, run, tokens
 from torch import nn
 
 import ringcomm
@@ -22,6 +18,10 @@ from ringcomm.tensor_parallel.outputs import CutOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
+from tests.support.mesh_cases import Net
+from tests.support.tensor_cases import on_ranks, unlike
+from tests.test_tensor_outputs import MLP, MODELS, NEOX, Plan, built
+from tests.test_tensor_transformers import check, llama, run, tokens
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
@@ -56,7 +56,7 @@ def test_a_right_plan_passes_and_computes_the_same() -> None:
 
 
 def test_sequence_parallel_passes() -> None:
-    from test_tensor_transformers import LLAMA_SEQUENCE
+    from tests.test_tensor_transformers import LLAMA_SEQUENCE
 
     check(llama(), LLAMA_SEQUENCE, 2, True, sequence_dim=1, verify=True)
 
@@ -221,7 +221,7 @@ def test_digests() -> None:
 
 def test_a_pipeline_over_a_mesh_passes() -> None:
     """pp=2 x tp=2; the check of gradients does not depend on which stage a rank has."""
-    import mesh_cases as cases
+    from tests.support import mesh_cases as cases
 
     def body(model: Net, mesh: Any) -> None:
         cases.parallelize(model, cases.PLAN, mesh["tp"], verify=True)
@@ -286,7 +286,7 @@ def test_tied_layers_gradients_that_are_none_and_blocks_of_another_stage_pass(pp
         else:
             ringcomm.Pipeline(ringcomm.split(model, ["blocks.1"]), mesh["pp"], microbatches=2).step(x)
 
-    import mesh_cases as cases
+    from tests.support import mesh_cases as cases
 
     cases.run({"pp": pp, "tp": 2}, body, model)  # type: ignore[arg-type]
 
@@ -303,7 +303,7 @@ class Uneven(nn.Module):
 
 
 def test_a_model_that_a_pipeline_has_parts_of_passes() -> None:
-    import mesh_cases as cases
+    from tests.support import mesh_cases as cases
 
     def body(model: Uneven, mesh: Any) -> None:
         parallelize(model, {"up": "colwise", "down": "rowwise"}, mesh["tp"], verify=True)

@@ -7,8 +7,9 @@ import importlib.util
 
 import pytest
 import torch
-from choice import choose
-from third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
+
+from tests.support.choice import choose
+from tests.support.third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
 
 
 def is_good(told: str) -> bool:

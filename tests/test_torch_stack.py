@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 from torch import nn
+
+from tests.support import torch_ranks
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch_ranks
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.comm.schedule import num_steps, ring_step
 from ringcomm.observe.trace import merge, trace
 from ringcomm.tools import cli
+from tests.support import torch_ranks
 
 Span = dict[str, Any]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch_ranks
-import train_runs
-from choice import choose
-from train_runs import EXAMPLES, checksum, example, final_losses, steps, train_everywhere, verdict
+
+from tests.support import torch_ranks, train_runs
+from tests.support.choice import choose
+from tests.support.train_runs import EXAMPLES, checksum, example, final_losses, steps, train_everywhere, verdict
 
 SMALL = (
     "--steps", "4", "--batch", "2", "--context", "32", "--layers", "4", "--dim", "32", "--heads", "4",

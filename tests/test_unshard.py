@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_meta import HOW, Odd, Tower, on_cpu, ranks, same
-from test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError
+from tests.test_meta import HOW, Odd, Tower, on_cpu, ranks, same
+from tests.test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
 

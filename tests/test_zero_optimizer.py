@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch_ranks
 from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.zero_optimizer import ZeroRedundancyOptimizer
+from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3

@@ -1,8 +1,8 @@
 """
 What the CUDA engine reaches with several ranks on one GPU, beside NCCL in the same run.
 
-    python benchmarks/gpu/bench.py [--only headline] [--seconds 200] [--resume] [--out FILE]
-    RINGCOMM_NCCL=/path/to/libnccl.so.2 python benchmarks/gpu/bench.py      # NCCL 2.30.3 or newer
+    python -m benchmarks.gpu.bench [--only headline] [--seconds 200] [--resume] [--out FILE]
+    RINGCOMM_NCCL=/path/to/libnccl.so.2 python -m benchmarks.gpu.bench      # NCCL 2.30.3 or newer
 
 Writes gpu.json after every row, and gpu.md. All of it is labelled "N ranks sharing one GPU (L2/HBM)": no byte crosses a
 link between GPUs. One thread drives all ranks. Buffers are rotated, so that N * S bytes of inputs come from memory, not
@@ -25,16 +25,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from document import BEGUN, LOST, Document, default_path
-from machine import first_line
-from nccl_peer import DTYPES as NCCL_DTYPES
-from nccl_peer import Peer
-from one_thread import EMULATED, PLACE, Communicator, communicators, context_is_lost, synchronize, together
-from smoke import MOST_FAILURES, met
 
 import ringcomm
+from benchmarks.gpu import report
+from benchmarks.gpu.document import BEGUN, LOST, Document, default_path
+from benchmarks.gpu.machine import first_line
+from benchmarks.gpu.nccl_peer import DTYPES as NCCL_DTYPES
+from benchmarks.gpu.nccl_peer import Peer
+from benchmarks.gpu.one_thread import (
+    EMULATED,
+    PLACE,
+    Communicator,
+    communicators,
+    context_is_lost,
+    synchronize,
+    together,
+)
+from benchmarks.gpu.smoke import MOST_FAILURES, met
 
 DTYPES = {
     name: getattr(torch, name)

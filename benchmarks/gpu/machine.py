@@ -1,7 +1,7 @@
 """
 The first stage of `make gpu`: what the machine is and what its driver allows, tried where that can be tried.
 
-    python benchmarks/gpu/machine.py [--out FILE]
+    python -m benchmarks.gpu.machine [--out FILE]
 
 Uses libcuda and torch alone, since ringcomm is not built yet.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from document import ROOT, Document, default_path
+from benchmarks.gpu.document import ROOT, Document, default_path
 
 _MULTICAST, _VMM, _VMM_BY_DESCRIPTOR, _MPS, _COMPUTE_MODE = 132, 102, 103, 133, 20  # CUdevice_attribute
 

@@ -1,7 +1,7 @@
 """
 NCCL with several ranks on one GPU, driven by one thread: the peer that `bench.py` measures beside ringcomm.
 
-    python benchmarks/gpu/nccl_peer.py LIBNCCL WORLD_SIZE    # then one JSON object a line on stdin, answers on stdout
+    python -m benchmarks.gpu.nccl_peer LIBNCCL WORLD_SIZE    # then one JSON object a line on stdin, answers on stdout
 
     {"op": "all_reduce", "dtype": "float32", "nbytes": 1048576, "sets": 4, "calls": 20, "graph": true}  ->  {"us": 12.3}
 

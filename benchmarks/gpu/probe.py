@@ -1,7 +1,7 @@
 """
 Compiles and runs probe.cu, and keeps its numbers.
 
-    python benchmarks/gpu/probe.py CAPABILITY [--out FILE]
+    python -m benchmarks.gpu.probe CAPABILITY [--out FILE]
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from document import ROOT, Document, default_path
-from machine import missing, program
+from benchmarks.gpu.document import ROOT, Document, default_path
+from benchmarks.gpu.machine import missing, program
 
 SOURCE = Path(__file__).with_name("probe.cu")
 

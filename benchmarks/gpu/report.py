@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from document import LABEL, Document
+from benchmarks.gpu.document import LABEL, Document
 
 Row = dict[str, Any]
 

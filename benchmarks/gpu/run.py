@@ -1,7 +1,7 @@
 """
 Everything that needs a GPU, in one command and under ten minutes: `make gpu`. What takes longer: `make gpu-more`.
 
-    python benchmarks/gpu/run.py [--more] [--only STAGE ...] [--skip STAGE ...] [--seconds 590] [--out FILE]
+    python -m benchmarks.gpu.run [--more] [--only STAGE ...] [--skip STAGE ...] [--seconds 590] [--out FILE]
 
 Stages, the most telling first: facts about the machine; the build for its GPU alone, and a probe of the GPU beside it;
 smoke: does each path work at all; the headline of the benchmark; the tests, a process for each file; the rest of the
@@ -30,14 +30,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import report
-from document import LOST, ROOT, Document, default_path
-from machine import missing, program
+from benchmarks.gpu import report
+from benchmarks.gpu.document import LOST, ROOT, Document, default_path
+from benchmarks.gpu.machine import missing, program
 
 SECONDS = 590.0
 LEAST_S = 5.0  # a stage with less time than this is left out
 MOST_STARTS = 4  # of a stage that loses its process
-HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Stage:
 
 
 def script(name: str, *words: str) -> list[str]:
-    return [sys.executable, str(HERE / name), *words]
+    return [sys.executable, "-m", f"benchmarks.gpu.{name}", *words]
 
 
 def build(capability: str, out: str) -> Stage:
@@ -66,7 +65,7 @@ def build(capability: str, out: str) -> Stage:
     words = ["nice", "-n", "5", sys.executable, "setup.py", "build_ext", "--inplace"]
     told = {"RINGCOMM_CUDA_ARCHS": os.environ.get("RINGCOMM_CUDA_ARCHS") or capability, "RINGCOMM_CUDA": "ON"}
     told |= {"RINGCOMM_NVCC": program("nvcc")}
-    probe = Stage("probe", 90, script("probe.py", capability or "native", "--out", out), "machine")
+    probe = Stage("probe", 90, script("probe", capability or "native", "--out", out), "machine")
     return Stage("build", 200, words, "build", environment=told, beside=probe)
 
 
@@ -80,7 +79,7 @@ def tests(name: str, limit_s: float, marks: str) -> Stage:
 def stages(capability: str, out: str) -> list[Stage]:
     """`make gpu`."""
     usual, keep = "not slow and not more", ["--out", out]
-    smoke, bench = script("smoke.py", *keep), script("bench.py", *keep, "--resume", "--seconds", "{seconds}")
+    smoke, bench = script("smoke", *keep), script("bench", *keep, "--resume", "--seconds", "{seconds}")
     sanitizer = [program("compute-sanitizer"), "--tool", "memcheck", "--error-exitcode", "9"]
     ncu = [
         program("ncu"),
@@ -106,7 +105,7 @@ def stages(capability: str, out: str) -> list[Stage]:
         Stage(
             "sanitizer", 60, [*sanitizer, *smoke, "--few", "--part", "sanitizer"], "tools", needs="compute-sanitizer"
         ),
-        Stage("profile", 45, [*ncu, *script("bench.py", "--profile", *keep)], "tools", needs="ncu"),
+        Stage("profile", 45, [*ncu, *script("bench", "--profile", *keep)], "tools", needs="ncu"),
         *(tests(name, 60, usual) for name in ("nccl", "parallel", "training")),
     ]
 
@@ -115,7 +114,7 @@ def more_stages(capability: str, out: str) -> list[Stage]:
     """`make gpu-more`."""
     tune = [sys.executable, "-m", "ringcomm", "tune", "all_reduce", "-g", "2,4", "--device", "cuda:0", "-f", "16"]
     tune += ["--threads", "0", "--rounds", "3", "-o", str(Path(out).with_suffix(".tuning"))]
-    types = script("bench.py", "--out", out, "--resume", "--seconds", "{seconds}", "--only", "types")
+    types = script("bench", "--out", out, "--resume", "--seconds", "{seconds}", "--only", "types")
     return [
         build(capability, out),
         tests("bits", 180, "more"),
@@ -252,7 +251,7 @@ class Runner:
 def run_all(more: bool, only: list[str], skip: list[str], runner: Runner) -> int:
     """All stages; 1 where one failed, 2 where those behind the facts lack something."""
     out = str(runner.document.path)
-    wanted = [Stage("facts", 40, script("machine.py", "--out", out), "machine")]
+    wanted = [Stage("facts", 40, script("machine", "--out", out), "machine")]
     with runner.ending():
         while wanted:
             stage = wanted.pop(0)

@@ -1,7 +1,7 @@
 """
 Whether each path works at all: every algorithm on 2, 4 and 8 ranks, met in each way, bit by bit against the CPU engine.
 
-    python benchmarks/gpu/smoke.py [--few] [--part smoke] [--resume] [--out FILE]
+    python -m benchmarks.gpu.smoke [--few] [--part smoke] [--resume] [--out FILE]
 
 A line for each cell: PASS or FAIL. After a failure the next cell gets new communicators; only a GPU that this process
 cannot use any more ends it. One thread drives all ranks, and no call may take more than 5 seconds.
@@ -24,11 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from document import BEGUN, LOST, Document, default_path
-from machine import first_line
-from one_thread import EMULATED, PLACE, Communicator, communicators, context_is_lost, synchronize, together
 
 import ringcomm
+from benchmarks.gpu.document import BEGUN, LOST, Document, default_path
+from benchmarks.gpu.machine import first_line
+from benchmarks.gpu.one_thread import (
+    EMULATED,
+    PLACE,
+    Communicator,
+    communicators,
+    context_is_lost,
+    synchronize,
+    together,
+)
 
 APART = "RINGCOMM_CUDA_APART"
 MEETINGS = {"known": "0", "apart": "1", "staged": "2"}

@@ -1,7 +1,7 @@
 """
 The cpu engine from C++ beside libraries that are timed from C (MPI, oneCCL), in turns, as one table.
 
-    python benchmarks/peers/compare.py --config peers.json -n 2 --max 268435456 --out benchmarks/results/peers-2.md
+    python -m benchmarks.peers.compare --config peers.json -n 2 --max 268435456 --out benchmarks/results/peers-2.md
 
 The config names the peers: {"NAME": {"command": "mpiexec -n {n} ./mpi_bench NAME {batches} {min} {max} {ops}",
 "env": {...}, "ops": [...]}}; $VARIABLES are taken from the environment. Build the programs first:

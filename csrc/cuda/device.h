@@ -18,7 +18,7 @@
 #define RINGCOMM_SHARED(T, name) __shared__ T name
 #define RINGCOMM_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #elif defined(RINGCOMM_EMULATE)
-#include "cuda/emulator/emulator.h"
+#include "emulator.h"
 #define RINGCOMM_DEVICE inline
 #define RINGCOMM_COLD __attribute__((noinline))
 #define RINGCOMM_DEVICE_CALL inline

@@ -20,7 +20,7 @@
 #include "cuda/tuning.h"
 
 #if defined(RINGCOMM_EMULATE)
-#include "cuda/emulator/emulator.h"
+#include "emulator.h"
 #endif
 
 namespace ringcomm::cuda {

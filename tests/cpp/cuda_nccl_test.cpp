@@ -1,5 +1,5 @@
-// The wire over NCCL on emulated GPUs, with a fake of NCCL (tests/fake_nccl) that waits wherever NCCL may wait and says
-// where it is misused. Ranks are threads.
+// The wire over NCCL on emulated GPUs, with a fake of NCCL (tests/support/fake_nccl) that waits wherever NCCL may wait
+// and says where it is misused. Ranks are threads.
 //
 //   cuda_nccl_test [quick] [section...]
 #include <cuda_runtime.h>

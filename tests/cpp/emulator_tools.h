@@ -1,6 +1,7 @@
 // What the tests of the emulator use: accesses and flags of kernels, a few kernels, streams, processes.
 #pragma once
 
+#include <cuda_runtime.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -8,8 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-
-#include "cuda/emulator/cuda_runtime.h"
 
 namespace ringcomm::test {
 

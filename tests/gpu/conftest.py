@@ -7,19 +7,15 @@ process that has lost the GPU ends, and another goes on."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.document import BEGUN, LOST, Document
 from ringcomm import _C
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "benchmarks" / "gpu")]
-
-from document import BEGUN, LOST, Document  # noqa: E402  from the folder of the benchmark
-
 OUT = os.environ.get("RINGCOMM_GPU_OUT", "")
 _lost = pytest.StashKey[bool]()
 
@@ -77,7 +73,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if OUT and report.failed:
-        import one_thread
+        from benchmarks.gpu import one_thread
 
         if one_thread.context_is_lost():
             item.session.shouldstop = "the CUDA context of this process is lost"

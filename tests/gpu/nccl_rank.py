@@ -1,19 +1,15 @@
-"""One rank of tests/gpu/test_gpu_nccl.py, a process: `nccl_rank.py FILE` writes its results there. The environment says
-which rank it is, and which host it takes itself to be on."""
+"""One rank of tests/gpu/test_gpu_nccl.py, a process: `python -m tests.gpu.nccl_rank FILE` writes its results
+there. The environment says which rank it is, and which host it takes itself to be on."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from reference import values
-
 import ringcomm
 from ringcomm import Communicator
+from tests.support.reference import values
 
 
 def cells(comm: Communicator, place: str) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_thread import PLACE, communicators, synchronize, together  # noqa: F401  for the tests
 
 import ringcomm
+from benchmarks.gpu.one_thread import PLACE, communicators, synchronize, together  # noqa: F401  for the tests
 from ringcomm.arrays.devices import EMULATED
 
 LIMITS_S = {"threads": 200, "processes": 400} if EMULATED else {"threads": 15, "processes": 60}

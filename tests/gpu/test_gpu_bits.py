@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_gpu import EMULATED, in_threads, place, ranks
-from reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, same_bits, values
 
 from ringcomm import Communicator
+from tests.gpu.on_gpu import EMULATED, in_threads, place, ranks
+from tests.support.reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, same_bits, values
 
 pytestmark = in_threads
 COUNTS = (1, 1000) if EMULATED else (0, 1, 7, 1000, 4099, 70_001)

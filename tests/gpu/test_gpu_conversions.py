@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_gpu import in_threads, place, ranks
 
 from ringcomm import Communicator
+from tests.gpu.on_gpu import in_threads, place, ranks
 
 pytestmark = in_threads
 LOWER = (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from on_gpu import EMULATED, PLACE, in_processes, ranks, real
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm import Communicator
+from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks, real
 
 pytestmark = in_processes
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from nccl_rank import cells
-from on_gpu import LIMITS_S, in_processes, real
-from reference import same_bits
 
 import ringcomm
 from ringcomm import _C
 from ringcomm.comm import nccl
+from tests.gpu.nccl_rank import cells
+from tests.gpu.on_gpu import LIMITS_S, in_processes, real
+from tests.support.reference import same_bits
 
 pytestmark = [in_processes, real]
-RANK = Path(__file__).with_name("nccl_rank.py")
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def why_not(way: str) -> str:
@@ -60,7 +60,8 @@ def test_real_nccl_gives_the_bits_of_the_cpu_engine(way: str, hosts: list[int], 
     files = [tmp_path / f"{rank}.pt" for rank in range(world_size)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(file)],
+            [sys.executable, "-m", "tests.gpu.nccl_rank", str(file)],
+            cwd=ROOT,
             env=environment(way, rank, hosts, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

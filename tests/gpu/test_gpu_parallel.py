@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from cuda_parallel import attend, train_on
-from on_gpu import EMULATED, PLACE, in_processes, ranks
+
+from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks
+from tests.support.cuda_parallel import attend, train_on
 
 pytestmark = in_processes
 

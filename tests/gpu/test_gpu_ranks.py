@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from on_gpu import EMULATED, PLACE, in_processes, place, ranks
-from reference import reduced, same_bits, values
 
 from ringcomm import Communicator, errors
+from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, place, ranks
+from tests.support.reference import reduced, same_bits, values
 
 pytestmark = in_processes
 more = pytest.mark.more

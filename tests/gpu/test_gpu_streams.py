@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from on_gpu import PLACE, communicators, in_threads, ranks, real, synchronize, together
 
 from ringcomm import Communicator
+from tests.gpu.on_gpu import PLACE, communicators, in_threads, ranks, real, synchronize, together
 
 pytestmark = in_threads
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from on_gpu import EMULATED, PLACE, communicators, in_threads, synchronize, together
+
+from tests.gpu.on_gpu import EMULATED, PLACE, communicators, in_threads, synchronize, together
 
 pytestmark = in_threads
 CALLS = 60 if EMULATED else 20_000

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_training import every_stage, train_on
-from on_gpu import EMULATED, PLACE, in_processes, ranks
+
+from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks
+from tests.support.cuda_training import every_stage, train_on
 
 pytestmark = in_processes
 

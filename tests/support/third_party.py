@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch_ranks
 from torch import nn
 
 import ringcomm
 from ringcomm.errors import AbortedError, UnsupportedError
+from tests.support import torch_ranks
 
 WORLD_SIZE = 3
 STEPS = 3

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training_programs import Block, Call, Program
+
+from tests.support.training_programs import Block, Call, Program
 
 LENGTH = 3  # of a sequence
 BATCH = 2

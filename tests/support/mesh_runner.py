@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mesh_models import MeshNet, batch, build, build_on_meta, loss_of
-from mesh_programs import Place, Program, name_of, shrunk
 from torch import nn
-from training_models import Wrapper
-from training_runner import Failure, clip_by_exact_norm, same_bits
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
 from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.tensor_parallel import Colwise
+from tests.support.mesh_models import MeshNet, batch, build, build_on_meta, loss_of
+from tests.support.mesh_programs import Place, Program, name_of, shrunk
+from tests.support.training_models import Wrapper
+from tests.support.training_runner import Failure, clip_by_exact_norm, same_bits
 
 CALL_LIMIT_S = 20.0
 PROGRAM_LIMIT_S = 60

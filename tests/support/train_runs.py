@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.support import torch_ranks
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 def example(name: str) -> Any:
-    """A module of the example, on a rank."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
+    """A module of the example, which pytest's pythonpath names."""
     return importlib.import_module(name)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from program_arrays import Memory, Rows
-from programs import ALGORITHMS, BYTES_ONLY, HUGE, Program, Step
-from reference import factor_of, ops_of, reduced, reduced_in_ring_order, values
+
+from tests.support.program_arrays import Memory, Rows
+from tests.support.programs import ALGORITHMS, BYTES_ONLY, HUGE, Program, Step
+from tests.support.reference import factor_of, ops_of, reduced, reduced_in_ring_order, values
 
 HUGE_BYTES = 2 << 20
 _MOST_ELEMENTS, _SLACK = 600_000, 65_537

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from training_faults import Fault, Function
 
 from ringcomm.context import attention
 from ringcomm.context.attention import _Call
@@ -22,6 +21,7 @@ from ringcomm.pipeline_parallel.weight_grads import WeightGradStore
 from ringcomm.tensor_parallel import sequence
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
+from tests.support.training_faults import Fault, Function
 
 FAULTS: list[Fault] = []
 

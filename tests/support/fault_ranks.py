@@ -16,14 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fault_plan
 import torch
 import torch.distributed as dist
-from fault_plan import Call, Step, Trial
 from torch import nn
 
 import ringcomm
 from ringcomm import errors
+from tests.support import fault_plan
+from tests.support.fault_plan import Call, Step, Trial
 
 START_S = 12.0  # limit of the start, which is not what is tried
 ASLEEP_S = 12.0  # a stalled thread sleeps at most as long

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from program_calls import calls_of
-from program_ranks import LIMIT_S, Ranks, Run, slot_bytes
-from programs import REDUCING, Program
-from reference import ops_of
 
 import ringcomm
 from ringcomm import Communicator
+from tests.support.program_calls import calls_of
+from tests.support.program_ranks import LIMIT_S, Ranks, Run, slot_bytes
+from tests.support.programs import REDUCING, Program
+from tests.support.reference import ops_of
 
 
 class ProcessRanks(Ranks):

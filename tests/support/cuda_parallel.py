@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cuda_training import bits
 from torch import nn
 
 import ringcomm
 from ringcomm.tensor_parallel.plan import Colwise
+from tests.support.cuda_training import bits
 
 PLAN: dict[str, Any] = {
     "embed": "vocab",

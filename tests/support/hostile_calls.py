@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hostile_values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
 from torch import nn
 
 import ringcomm
 from ringcomm import Communicator
 from ringcomm import tensor_parallel as tensor
+from tests.support.hostile_values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
 
 # ---- values, by what they cannot be ------------------------------------------------------------------------------
 

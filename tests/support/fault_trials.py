@@ -15,9 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import fault_ranks
-import forked
-from fault_plan import Trial
+from tests.support import fault_ranks, forked
+from tests.support.fault_plan import Trial
 
 LIMIT_S = 15.0
 """Of a whole trial; what is not over by then is a hang."""

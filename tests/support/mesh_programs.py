@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import training_programs
-from training_programs import Block, Call, Draw
+from tests.support import training_programs
+from tests.support.training_programs import Block, Call, Draw
 
 # What a block can be: kinds of `training_models` and `mesh_models` whose results do not depend on how a batch is cut.
 _NAMES = (

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import test_collectives as matrix
 import torch
-from reference import DTYPES, has_oneshot, ops_of, reduced, same_bits, values
-from test_communicator import every_method
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm import hosts
+from tests import test_collectives as matrix
+from tests.support.reference import DTYPES, has_oneshot, ops_of, reduced, same_bits, values
+from tests.test_communicator import every_method
 
 LIMIT_S = 60
 _DLPACK_CUDA = 2
@@ -439,7 +439,7 @@ def bad_input() -> None:
 
 
 def cupy_arrays(comm: Communicator) -> None:
-    from fake_cupy import LOG, Device, ExternalStream, ndarray
+    from tests.support.fake_cupy import LOG, Device, ExternalStream, ndarray
 
     ones = ndarray(np.ones((2, 3), np.float32))
     assert comm.all_reduce(ones) is ones
@@ -461,7 +461,7 @@ def cupy_arrays(comm: Communicator) -> None:
 
 
 def cupy() -> None:
-    import fake_cupy
+    from tests.support import fake_cupy
 
     fake_cupy.install()
     ranks(cupy_arrays, 1, device="cuda:0")
@@ -469,7 +469,7 @@ def cupy() -> None:
 
 
 def same_as_on_the_cpu_through_cupy(comm: Communicator) -> None:
-    from fake_cupy import ndarray
+    from tests.support.fake_cupy import ndarray
 
     for dtype in ("float32", "float64", "int8", "int64", "bool"):
         everyone = [values(dtype, rank, 100) for rank in range(comm.world_size)]

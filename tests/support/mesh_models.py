@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import training_models
-from mesh_programs import Program
 from torch import nn
 from torch.nn import functional as F
-from training_models import BODIES, Bag, Body, Net, unwrapped, wrapped
-from training_programs import Call
+
+from tests.support import training_models
+from tests.support.mesh_programs import Program
+from tests.support.training_models import BODIES, Bag, Body, Net, unwrapped, wrapped
+from tests.support.training_programs import Call
 
 VOCABULARY = 13  # which no number of ranks divides
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

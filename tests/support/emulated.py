@@ -1,8 +1,9 @@
 """The native builds of the tests, once for each kind, and the emulated CUDA engine for Python tests: functions run in a
 Python that has it.
 
-As a module: `call("cuda_cases", "lists", 3)`. As a script, and in every process that such a script starts: puts the
-emulated `_C` in the place of the installed one before anything else imports it, and makes the calls that come.
+As a module: `call("tests.support.cuda_cases", "lists", 3)`. As a program, and in every process that such a program
+starts: puts the emulated `_C` in the place of the installed one before anything else imports it, and makes the calls
+that come.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 MODULE = "RINGCOMM_TEST_MODULE"  # path of the emulated `_C`, for children
 # The core then takes half the time to compile and no more to run; the plain build is optimized as the installed one is.
 INSTRUMENTED = ("-DCMAKE_BUILD_TYPE=Instrumented", "-DCMAKE_CXX_FLAGS_INSTRUMENTED=-O1 -DNDEBUG")
@@ -113,9 +114,10 @@ class Caller:
     """A Python that has the emulated engine, and forks itself for each call: torch is imported once."""
 
     def __init__(self) -> None:
-        words = [sys.executable, "-X", "faulthandler", __file__]
+        words = [sys.executable, "-X", "faulthandler", "-m", __name__]
         told = {**os.environ, MODULE: str(module())}
-        self._python = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=told)
+        pipe = subprocess.PIPE
+        self._python = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=told)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -211,7 +213,7 @@ if __name__ in ("__main__", "__mp_main__"):
     install(os.environ[MODULE])
 
 if __name__ == "__main__":
-    import forked
+    from tests.support import forked
 
     forked.install()
     serve()

@@ -32,15 +32,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of programs t
 
 import torch
 import torch.distributed as dist
-import torch_ranks
-import training_models
 from torch import nn
-from training_models import Boom, Net, batch, build, loss_of, unwrapped
-from training_programs import FEATURES, Program, shrunk
 
 import ringcomm
 from ringcomm import backend
 from ringcomm.data_parallel import hooks
+from tests.support import torch_ranks, training_models
+from tests.support.training_models import Boom, Net, batch, build, loss_of, unwrapped
+from tests.support.training_programs import FEATURES, Program, shrunk
 
 Seen = list[tuple[str, torch.Tensor]]
 PLACEMENTS = ("plain", "torch", "ddp", "stage 0", "stage 1", "stage 2", "stage 3")

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import forked
+from tests.support import forked
 
 GROUP_TIMEOUT_S = 30.0
 

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from program_arrays import Memory, Rows, as_tensor, difference, library_of
-from program_calls import Asked, Sources, calls_of
-from programs import Grouping, Program
 
 import ringcomm
 from ringcomm import Communicator
 from ringcomm.errors import AbortedError
+from tests.support.program_arrays import Memory, Rows, as_tensor, difference, library_of
+from tests.support.program_calls import Asked, Sources, calls_of
+from tests.support.programs import Grouping, Program
 
 LIMIT_S = 60.0  # of one call
 

@@ -26,7 +26,7 @@ from typing import Any
 
 INTERFACE = "rc0"
 MTU = 16000  # fewer packets for a program to carry
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 

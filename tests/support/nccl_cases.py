@@ -1,5 +1,6 @@
-"""What tests/test_nccl.py runs in a Python whose cuda devices are emulated and whose NCCL is a fake (tests/fake_nccl):
-ranks as threads, on hosts that are pretended. The bits must be those of the cpu engine on one host."""
+"""What tests/test_nccl.py runs in a Python whose cuda devices are emulated and whose NCCL is a fake
+(tests/support/fake_nccl): ranks as threads, on hosts that are pretended. The bits must be those of the cpu engine on
+one host."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits, values
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm import nccl
+from tests.support.reference import same_bits, values
 
 LIMIT_S = 60
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
-from reference import ARITHMETIC, BITWISE, DTYPES
+
+from tests.support.reference import ARITHMETIC, BITWISE, DTYPES
 
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses one of several; the first are the simplest."""
