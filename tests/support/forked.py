@@ -30,11 +30,13 @@ def server() -> Any:
 
 def context() -> Any:
     """What makes processes and pipes, as multiprocessing's contexts do."""
-    if _C.build_info()["cuda"] != "emulated":
+    if _C.build_info()["cuda"] == "emulated":  # the server would have the installed `_C`
+        # A fork of a process with threads may copy a lock that one holds.
+        alone = threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1
+        return SimpleNamespace(Pipe=multiprocessing.Pipe, Process=_of_this_process) if alone else _NEW_PYTHONS
+    if _C.why_no_cuda():
         return SimpleNamespace(Pipe=server().Pipe, Process=_of_the_server)
-    # The server would have the installed `_C`. A fork of a process with threads may copy a lock that one holds.
-    alone = threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1
-    return SimpleNamespace(Pipe=multiprocessing.Pipe, Process=_of_this_process) if alone else _NEW_PYTHONS
+    return _NEW_PYTHONS  # beside a GPU they start as they do for a user
 
 
 _NEW_PYTHONS = multiprocessing.get_context("spawn")
