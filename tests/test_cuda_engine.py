@@ -100,6 +100,10 @@ def test_pools_of_torch(kind: str, devices: int, device: str) -> None:
     run("pools", kind, device, devices=devices)
 
 
+def test_pools_need_a_torch_that_has_them() -> None:
+    run("no_pools")
+
+
 def test_bad_input() -> None:
     run("bad_input")
 
