@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     three every pair."""
     products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
     for item in items:
-        axes = [str(mark.args[0]).split(",")[0].strip("(' ") for mark in item.iter_markers("parametrize")]
+        axes = [str(mark.args[0]).split(",")[0].strip("[(' ") for mark in item.iter_markers("parametrize")]
         usual = item.path.parent == HERE and item.get_closest_marker("slow") is None
         if usual and len(axes) > 1 and isinstance(item, pytest.Function):
             values = tuple(id(item.callspec.params[axis]) for axis in axes)
