@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the engines need Linux"),
 ]
 COUNTS = [0, 1, 7, 1000, 4099]
+SMALL = "channels=2,slot_bytes=4096,stage_bytes=4096,p2p_channels=1,p2p_slot_bytes=4096"
 HOME = "tests.support.cuda_cases"
 KINDS = [  # ranks, devices that are emulated, device
     pytest.param("threads", 1, "cuda:0", id="threads-one-device"),
@@ -64,6 +65,18 @@ def test_every_method_gives_what_it_gives_on_the_cpu(kind: str) -> None:
 @pytest.mark.parametrize("world_size", choose([2, 3, 5], [3]))  # the matrix has others
 def test_the_bits_are_the_cpu_engines(world_size: int) -> None:
     run("same_bits_as_cpu", world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "devices", "device"),
+    [
+        pytest.param(12, "threads", 2, "cuda", id="12-on-two-devices"),
+        pytest.param(32, "threads", 4, "cuda", id="32-on-four-devices"),
+        pytest.param(9, "processes", 1, "cuda:0", id="9-processes"),
+    ],
+)
+def test_many_ranks(world_size: int, kind: str, devices: int, device: str) -> None:
+    run("many_ranks", world_size, kind, device, devices=devices, RINGCOMM_CUDA_LAYOUT=SMALL)
 
 
 def test_memory_that_the_peers_do_not_see_is_staged() -> None:

@@ -20,10 +20,11 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from tests.support.house import circles, imported, imports_of, includes, modules_of, name_of, path_changes, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = [
@@ -70,42 +71,7 @@ KNOWS_ARRAYS = {
 TORCH_AT_IMPORT = {"backend"}
 
 
-def includes(path: Path) -> list[str]:
-    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
-
-
-def name_of(path: Path) -> str:
-    """A module's name below `ringcomm`; empty for the package itself."""
-    return ".".join(path.relative_to(ROOT / "ringcomm").with_suffix("").parts).removesuffix("__init__").rstrip(".")
-
-
-MODULES = {name_of(path): path for path in PYTHON if name_of(path)}
-
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imported(nodes: Iterable[ast.AST]) -> set[str]:
-    """Full names of what is imported: a module, or a name in one."""
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports name the whole path"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def imports_of(path: Path) -> set[str]:
-    """Modules of `ringcomm` that a file imports anywhere, by their names below it."""
-    used = set()
-    for name in imported(ast.walk(tree_of(path))):
-        inside = name.removeprefix("ringcomm").lstrip(".")
-        if name.split(".")[0] == "ringcomm" and inside not in ROOT_NAMES:
-            used.add(inside if inside in MODULES else inside.rpartition(".")[0])
-    return used
+MODULES = modules_of(ROOT / "ringcomm")
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -132,22 +98,14 @@ def test_every_module_has_a_floor() -> None:
 def test_imports_go_down(name: str) -> None:
     home = name.split(".")[0]
     below = {*FLOORS[: FLOORS.index(home) + 1]} - (APART - {home} if home in APART else set())
-    above = {used for used in imports_of(MODULES[name]) if used.split(".")[0] not in below}
+    above = {used for used in imports_of(MODULES[name], MODULES, ROOT_NAMES) if used.split(".")[0] not in below}
     if home == "tools":
         above -= {""}
     assert not above, f"{name} imports {sorted(above)}, which is not below it"
 
 
 def test_files_import_one_another_only_where_it_is_known() -> None:
-    edges = {name: imports_of(path) & MODULES.keys() for name, path in MODULES.items()}
-    reached = {name: {name} for name in MODULES}
-    while True:
-        wider = {name: seen.union(*(edges[each] for each in seen)) for name, seen in reached.items()}
-        if wider == reached:
-            break
-        reached = wider
-    circles = {frozenset(b for b in reached[a] if a in reached[b]) for a in MODULES}
-    assert sorted(map(sorted, (circle for circle in circles if len(circle) > 1))) == sorted(map(sorted, CIRCLES))
+    assert sorted(map(sorted, circles(MODULES))) == sorted(map(sorted, CIRCLES))
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)
@@ -185,9 +143,6 @@ def test_arguments_are_typed(path: Path) -> None:
         assert not untyped, f"{path.name}: {node.name} leaves {untyped} without a type"
 
 
-CHANGES_THE_PATH = re.compile(
-    r"\bsys\.path(\[.*?\])?(\s*\+?=[^=]|\.(append|clear|extend|insert|pop|remove)\b)|\bsyspath_prepend"
-)
 OTHERS_TESTS = ROOT / "benchmarks" / "conformance_run.py"
 """It runs test files of torch, which import their neighbours by name."""
 
@@ -196,7 +151,7 @@ def test_no_file_changes_where_python_looks_for_modules() -> None:
     """Tests, benchmarks and their helpers are modules of packages that lie at the root."""
     folders = ("ringcomm", "tests", "benchmarks", "examples", "cmake")
     files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
-    assert {path for path in files if CHANGES_THE_PATH.search(path.read_text())} == {OTHERS_TESTS}
+    assert {path for path in files if path_changes(path)} == {OTHERS_TESTS}
 
 
 def run_python(program: str) -> str:

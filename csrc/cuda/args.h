@@ -16,10 +16,12 @@
 
 namespace ringcomm::cuda {
 
-inline constexpr int kMaxRanks = 8;
+inline constexpr int kMaxRanks = 32;       // of a communicator on one host
+inline constexpr int kMaxLaunchRanks = 8;  // of one process on one device: they share a launch
+inline constexpr int kMaxPacketRanks = 8;  // of a communicator that has oneshot
 inline constexpr int kMaxChannels = 64, kUsualChannels = 16;
-inline constexpr int kMaxMessages = 16;
-inline constexpr int kMaxCopies = kMaxRanks * kMaxRanks;
+inline constexpr int kMaxMessages = 16;  // of a list that one launch serves
+inline constexpr int kMaxCopies = kMaxLaunchRanks * kMaxLaunchRanks;
 inline constexpr int kMaxArenas = 64;
 inline constexpr int kMaxBuffers = 192;  // allocations of user memory that a rank shows to other processes
 inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its arenas, then user memory
@@ -59,7 +61,7 @@ struct Layout {
   std::int32_t p2p_channels = 1;     // most blocks that serve one send or recv
   std::uint64_t slot_bytes = 0;      // of a ring link; multiple of kLineBytes
   std::uint64_t stage_bytes = 0;     // of a staging region, a channel has two; multiple of kLineBytes * world_size
-  std::uint64_t packet_bytes = 0;    // most payload of one channel's oneshot message; multiple of 1920
+  std::uint64_t packet_bytes = 0;    // most payload of one channel's oneshot message; multiple of 1920; 0: no oneshot
   std::uint64_t p2p_slot_bytes = 0;  // multiple of kLineBytes
 
   RINGCOMM_HD constexpr std::uint64_t board_bytes() const { return depth * (sizeof(SlotHeader) + slot_bytes); }
@@ -70,15 +72,17 @@ struct Layout {
   // two kinds never share a place: what is data to one could be a flag to the other.
   RINGCOMM_HD constexpr std::uint64_t ll_at() const { return kLineBytes; }
   RINGCOMM_HD constexpr std::uint64_t ll128_at() const { return ll_at() + 2 * packet_bytes; }
-  RINGCOMM_HD constexpr std::uint64_t box_bytes() const { return ll128_at() + packet_bytes / 15 * 16; }
+  RINGCOMM_HD constexpr std::uint64_t box_bytes() const {
+    return packet_bytes ? ll128_at() + packet_bytes / 15 * 16 : 0;
+  }
 
   // One channel: state, consumed, meets, announcements, board, two regions for what goes out, two for a reduced shard,
   // boxes.
   RINGCOMM_HD constexpr std::uint64_t shard_bytes() const { return stage_bytes / world_size; }
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
   RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
-  RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + kLineBytes; }
-  RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + kMaxRanks * sizeof(SlotHeader); }
+  RINGCOMM_HD constexpr std::uint64_t announced_at() const { return meets_at() + round_up(world_size * sizeof(Flag), kLineBytes); }
+  RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + world_size * sizeof(SlotHeader); }
   RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
   RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 2 * (stage_bytes + shard_bytes()); }
   RINGCOMM_HD constexpr std::uint64_t channel_bytes() const { return boxes_at() + 2 * world_size * box_bytes(); }
@@ -129,26 +133,34 @@ struct alignas(kLineBytes) HostPage {
 
 // ---- arguments of a launch ------------------------------------------------------------------------------------------
 
+// Bytes of arguments that every driver takes. CUDA 12.1 and newer take 32,764; larger arguments make a launch longer.
+inline constexpr std::size_t kSmallArgs = 4096;
+
+// What a rank's kernels always need. It lies in the rank's device memory and is complete once the ranks are connected;
+// after that, only regions change. Arguments that hold it would be copied with every launch.
+struct RankTable {
+  HostPage* host;
+  char* segments[kMaxRanks];              // of every rank, as mapped on this rank
+  char* regions[kMaxRanks][kMaxRegions];  // of every rank: its address on this rank; null: none
+};
+
 struct RankArgs {
   std::int32_t rank;
   std::int32_t unused;
   double factor;           // premul_sum
-  Location input, output;  // of messages[0], as it is announced to the peers
-  HostPage* host;
-  char* const* arenas;        // [peer * kMaxRegions + region]: its address on this rank; null: none
-  char* segments[kMaxRanks];  // of every rank, as mapped on this rank
+  Location input, output;  // of message 0, as it is announced to the peers
+  char* segment;           // the own one: the first thing that a kernel reads; the table is read beside it
+  const RankTable* table;
+
+  RINGCOMM_HD char* segment_of(int peer) const { return peer == rank ? segment : table->segments[peer]; }
 };
 
-// One message of a call: the pointers of the ranks in this launch.
-//   all_reduce, reduce, broadcast   count elements
-//   reduce_scatter, all_gather, ... count elements of one part
-// The elements are the kernel's (Arithmetic::scale of them in one of the caller's); bytes where nothing is reduced.
-// With CallArgs::parts, input[p] of message r is part r of rank p, of `count` elements, and output[r] is rank r's.
-struct Message {
-  const void* input[kMaxRanks];
-  void* output[kMaxRanks];
-  std::uint64_t count;
+// The pointers of one message at one rank.
+struct MessageBuffers {
+  const void* input;
+  void* output;
 };
+inline constexpr int kMaxMessageBuffers = kMaxMessages * kMaxLaunchRanks;
 
 struct CallArgs {
   Op op;
@@ -157,20 +169,30 @@ struct CallArgs {
   Algorithm algorithm;
   std::int32_t root;
   std::int32_t wide_packets;  // oneshot: LL128 instead of LL
+  std::int32_t num_ranks;     // of this launch: those of blockIdx.y
   std::int32_t num_messages;
-  std::int32_t parts;  // 1: reduce_scatter of world_size messages, message r being the parts for rank r
-  std::int32_t unused;
+  std::int32_t parts;          // 1: reduce_scatter of world_size messages, message r being the parts for rank r
   std::uint64_t signed_count;  // the count of the signature
   std::uint64_t timeout_ns;
   Layout layout;
   std::int8_t ring_order[kMaxRanks];  // ring_order[position] = rank
-  RankArgs ranks[kMaxRanks];          // by blockIdx.y
-  Message messages[kMaxMessages];
+  RankArgs ranks[kMaxLaunchRanks];    // by blockIdx.y
+  // Of each message:
+  //   all_reduce, reduce, broadcast   count elements
+  //   reduce_scatter, all_gather, ... count elements of one part
+  // The elements are the kernel's (Arithmetic::scale of them in one of the caller's); bytes where nothing is reduced.
+  std::uint64_t counts[kMaxRanks];
+  MessageBuffers all_buffers[kMaxMessageBuffers];
 
+  // Of message m at the rank in ranks[y]. With `parts`, the input of message r is part r, and only rank r has an output
+  // of it.
+  RINGCOMM_HD constexpr const MessageBuffers& buffers(int m, int y) const { return all_buffers[m * num_ranks + y]; }
+  constexpr MessageBuffers& buffers(int m, int y) { return all_buffers[m * num_ranks + y]; }
   RINGCOMM_HD constexpr int divisor() const { return reduce_op == ReduceOp::kAvg ? layout.world_size : 1; }
   RINGCOMM_HD constexpr bool scales() const { return reduce_op == ReduceOp::kPremulSum; }
 };
-static_assert(sizeof(CallArgs) <= 4096, "kernel arguments have 4 KiB");
+static_assert(sizeof(CallArgs) <= kSmallArgs, "the arguments are to fit for every driver");
+static_assert(kMaxMessages <= kMaxRanks, "a list has more messages than counts");
 
 // One piece that a rank's blocks copy. A copy with targets > 1 is followed by targets - 1 entries with the other
 // targets of the same source.
@@ -181,55 +203,62 @@ struct Copy {
   std::uint64_t targets;
 };
 
-// What a rank's part of a data movement consists of where pointers of the peers are not known at launch: what it gives
-// to each peer, and where it puts what it gets from each. Element counts are bytes.
-//   give[rank], take[rank]  its own part, copied here unless it is in place (equal addresses); only take_bytes counts
-//   all_to_all              every give_bytes and take_bytes is set: the ranks compare them
-// RankArgs::input and output are `visible` only where parts are even and lie one after the other (input of scatter and
-// all_to_all, output of all_gather, gather and all_to_all), and where every peer has mapped the arena.
+// Copies between the ranks of one launch: the addresses are known and the data is ready.
+struct CopyArgs {
+  std::int32_t first[kMaxLaunchRanks + 1];  // copies [first[y], first[y + 1]) are made by blocks (x, y)
+  Copy copies[kMaxCopies];
+};
+static_assert(sizeof(CopyArgs) <= kSmallArgs, "the arguments are to fit for every driver");
+
+// What a rank gives to one peer, and where it puts what it gets from it, in bytes.
 struct Exchange {
-  const char* give[kMaxRanks];
-  char* take[kMaxRanks];
-  std::uint64_t give_bytes[kMaxRanks];
-  std::uint64_t take_bytes[kMaxRanks];
+  const char* give;
+  char* take;
+  std::uint64_t give_bytes, take_bytes;
 };
 
-// all_gather, broadcast, gather, scatter, all_to_all, barrier.
-struct CopyArgs {
+// all_gather, broadcast, gather, scatter, all_to_all and barrier where pointers of the peers are not known at launch.
+//   exchange of a rank with itself  its own part, copied here unless it is in place (equal addresses); only take_bytes
+//                                   counts
+//   all_to_all                      every give_bytes and take_bytes is set: the ranks compare them
+// RankArgs::input and output are `visible` only where parts are even and lie one after the other (input of scatter and
+// all_to_all, output of all_gather, gather and all_to_all), and where every peer has mapped the arena.
+template <int kMaxExchanges>
+struct ExchangeArgsOf {
   Op op;
   DType dtype;
   Algorithm algorithm;
   std::uint8_t unused;
   std::int32_t root;
-  std::int32_t known;
-  std::int32_t same_for_all;  // give[] is one piece for every peer: it is staged once
+  std::int32_t num_ranks;     // of this launch
+  std::int32_t same_for_all;  // each rank gives one piece to every peer: it is staged once
   std::uint64_t signed_count;
   std::uint64_t timeout_ns;
   Layout layout;
-  std::int32_t first[kMaxRanks + 1];  // known: copies [first[y], first[y + 1]) belong to ranks[y]
-  std::int32_t unused2;
-  RankArgs ranks[kMaxRanks];
-  union {
-    Copy copies[kMaxCopies];        // known
-    Exchange exchanges[kMaxRanks];  // else: by blockIdx.y
-  };
+  RankArgs ranks[kMaxLaunchRanks];
+  Exchange exchanges[kMaxExchanges];  // [y * world_size + peer] of the rank in ranks[y]
 };
-static_assert(sizeof(CopyArgs) <= 4096, "kernel arguments have 4 KiB");
+inline constexpr int kUsualExchanges = 104;
+using ExchangeArgs = ExchangeArgsOf<kUsualExchanges>;
+static_assert(sizeof(ExchangeArgs) <= kSmallArgs, "the arguments are to fit for every driver");
+// For several ranks of one launch in a large communicator.
+using ManyExchangeArgs = ExchangeArgsOf<kMaxLaunchRanks * kMaxRanks>;
+static_assert(sizeof(ManyExchangeArgs) <= 32764, "the arguments are larger than any driver takes");
+constexpr bool needs_many_exchanges(int num_ranks, int world_size) { return num_ranks * world_size > kUsualExchanges; }
 
 // Sends and receives of one rank: grid (most channels of a transfer, num_transfers). Messages of one peer in one
 // direction keep their order: the blocks of the first of them serve them all. All others are independent. A receive
 // takes the oldest message on its link, whose tag, type and count must match.
-inline constexpr int kMaxTransfers = 16;
+inline constexpr int kMaxTransfers = 64;
 struct Transfer {
   char* data;
   std::uint64_t nbytes;
   std::uint64_t count;
-  Location at;            // of `data`, for the peer
-  std::int32_t channels;  // that share it; follows from the size, so it is the same at both ends
-  std::int32_t unused;
-  std::int32_t peer;
+  Location at;  // of `data`, for the peer
   std::int32_t tag;
-  std::int32_t sends;
+  std::int16_t peer;
+  std::int8_t channels;  // that share it; follows from the size, so it is the same at both ends
+  bool sends;
   DType dtype;
 };
 struct TransferArgs {
@@ -240,6 +269,7 @@ struct TransferArgs {
   std::int32_t unused;
   Transfer transfers[kMaxTransfers];
 };
-static_assert(sizeof(TransferArgs) <= 4096, "kernel arguments have 4 KiB");
+static_assert(sizeof(TransferArgs) <= kSmallArgs, "the arguments are to fit for every driver");
+static_assert(kMaxTransfers >= 2 * (kMaxRanks - 1), "a launch has room for a message of every link");
 
 }  // namespace ringcomm::cuda

@@ -33,8 +33,10 @@ class Block {
   RINGCOMM_DEVICE const Layout& layout() const { return layout_; }
 
   // This channel in the segment of any rank.
-  RINGCOMM_DEVICE char* of(int rank) const { return args_.segments[rank] + layout_.channel_at(channel()); }
-  RINGCOMM_DEVICE ChannelState& state() const { return *reinterpret_cast<ChannelState*>(of(rank())); }
+  RINGCOMM_DEVICE char* of(int rank) const { return args_.segment_of(rank) + layout_.channel_at(channel()); }
+  RINGCOMM_DEVICE ChannelState& state() const {
+    return *reinterpret_cast<ChannelState*>(args_.segment + layout_.channel_at(channel()));
+  }
   RINGCOMM_DEVICE Flag* consumed(int rank) const { return flag(of(rank) + layout_.consumed_at()); }
   RINGCOMM_DEVICE Flag* meets(int rank) const { return flag(of(rank) + layout_.meets_at()); }
   RINGCOMM_DEVICE SlotHeader* announced(int rank) const {
@@ -125,9 +127,9 @@ class Block {
   }
 
   // Sends this rank's signature and buffer locations to every peer, and waits for theirs. Afterwards
-  // announced(rank())[p] holds the announcement of rank p (this rank's own included). `note` travels in `offset`;
-  // part_bytes[p] is for peer p.
-  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0, const u64* part_bytes = nullptr) const {
+  // announced(rank())[p] holds the announcement of rank p (this rank's own included). `note` travels in `offset`; the
+  // part_bytes that thread p passes are for rank p.
+  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0, u64 part_bytes = 0) const {
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
       SlotHeader* const there = &announced(peer)[rank()];
@@ -136,7 +138,7 @@ class Block {
       store_one(&there->factor, args_.factor);
       store_one(&there->input, args_.input);
       store_one(&there->output, args_.output);
-      store_one(&there->part_bytes, part_bytes ? part_bytes[peer] : 0);
+      store_one(&there->part_bytes, part_bytes);
       post(&there->flag, signature.sequence + 1);
       const SlotHeader* const here = &announced(rank())[peer];
       ok = wait(&here->flag, signature.sequence + 1, peer, WaitKind::kAnnouncement) &&
@@ -148,7 +150,7 @@ class Block {
   RINGCOMM_DEVICE char* resolve(int peer, const Location& at) const {
     if (!at.visible) return nullptr;
     if (at.arena < 0) return reinterpret_cast<char*>(at.where);
-    char* const base = args_.arenas[peer * kMaxRegions + at.arena];
+    char* const base = args_.table->regions[peer][at.arena];
     return base ? base + at.where : nullptr;
   }
 
@@ -157,8 +159,9 @@ class Block {
                               const Signature& theirs) const {
     const bool first = first_to_report(layout_, args_);
     if (first) {
-      store_one(&args_.host->status.mine, mine);
-      store_one(&args_.host->status.theirs, theirs);
+      Status& status = args_.table->host->status;
+      store_one(&status.mine, mine);
+      store_one(&status.theirs, theirs);
     }
     write_down(layout_, args_, first, failure, kind, peer, expected, seen);
   }
@@ -174,32 +177,31 @@ class Block {
   // needs a stack.
   RINGCOMM_COLD static bool must_stop(const Layout& layout, const RankArgs& args, u64 deadline, u64 target, u64 seen,
                                       int peer, WaitKind kind) {
-    const bool aborted =
-        load_relaxed(flag(args.segments[args.rank])) != 0 || load_relaxed(&args.host->abort.value) != 0;
+    const bool aborted = load_relaxed(flag(args.segment)) != 0 || load_relaxed(&args.table->host->abort.value) != 0;
     if (!aborted && now_ns() < deadline) return false;
     write_down(layout, args, first_to_report(layout, args), aborted ? Failure::kAborted : Failure::kTimeout, kind, peer,
                target, seen);
     return true;
   }
   RINGCOMM_DEVICE static bool first_to_report(const Layout& layout, const RankArgs& args) {
-    return claim_once(flag(args.segments[args.rank] + layout.reported_at()));
+    return claim_once(flag(args.segment + layout.reported_at()));
   }
   RINGCOMM_COLD static void write_down(const Layout& layout, const RankArgs& args, bool first, Failure failure,
                                        WaitKind kind, int peer, u64 expected, u64 seen) {
     if (first) {
       const int channel = static_cast<int>(blockIdx.x);
-      Status& status = args.host->status;
+      Status& status = args.table->host->status;
       store_one(&status.wait, static_cast<u32>(kind));
       store_one(&status.peer, peer);
       store_one(&status.channel, channel);
       store_one(&status.expected, expected);
       store_one(&status.seen, seen);
-      const char* const state = args.segments[args.rank] + layout.channel_at(channel);
+      const char* const state = args.segment + layout.channel_at(channel);
       const bool counts = channel < layout.channels;  // links may have more of them
       store_one(&status.calls, counts ? load_one(&reinterpret_cast<const ChannelState*>(state)->calls) : 0);
       post(&status.code, static_cast<u64>(failure));
     }
-    for (int p = 0; p < layout.world_size; ++p) post(flag(args.segments[p]), 1);
+    for (int p = 0; p < layout.world_size; ++p) post(flag(args.segment_of(p)), 1);
   }
 
   const Layout& layout_;

@@ -23,11 +23,14 @@ void check_address(const char* call, const void* data, const char* side, int dev
 
 }  // namespace
 
-void check_algorithm(const Call& call, int rank) {
-  if (call.algorithm == Algorithm::kOneshot && call.op == Op::kAllReduce && !has_packets(call))
-    fail(ErrorCode::kUnsupported, "all_reduce: rank ", rank, " asked for algorithm oneshot for ", name(call.dtype),
-         ", ", name(call.reduce_op), ", for which the cuda engine has no such kernel; ",
-         "use algorithm auto or direct, whose bits are the same");
+void check_algorithm(const Call& call, int rank, int world_size) {
+  if (call.algorithm != Algorithm::kOneshot || call.op != Op::kAllReduce || has_packets(call, world_size)) return;
+  if (world_size > kMaxPacketRanks)
+    fail(ErrorCode::kUnsupported, "all_reduce: rank ", rank, " asked for algorithm oneshot, which has at most ",
+         kMaxPacketRanks, " ranks, on ", world_size, "; use algorithm auto or direct, whose bits are the same");
+  fail(ErrorCode::kUnsupported, "all_reduce: rank ", rank, " asked for algorithm oneshot for ", name(call.dtype), ", ",
+       name(call.reduce_op), ", for which the cuda engine has no such kernel; ",
+       "use algorithm auto or direct, whose bits are the same");
 }
 
 void check_parts(const Call& call, int rank, int world_size) {

@@ -6,7 +6,7 @@
 namespace ringcomm::cuda {
 
 // The algorithm must serve this call.
-void check_algorithm(const Call& call, int rank);
+void check_algorithm(const Call& call, int rank, int world_size);
 // In lists, the rank's own entry must be as long as the single tensor.
 void check_parts(const Call& call, int rank, int world_size);
 // Every stream is accepted but the per-thread default one.

@@ -18,7 +18,7 @@ class Columns {
   RINGCOMM_DEVICE u64 length() const {
     u64 all = 0;
     for (int m = 0; m < args_.num_messages; ++m) {
-      const u64 count = whole_lines(args_.messages[m].count);
+      const u64 count = whole_lines(args_.counts[m]);
       all = args_.parts ? larger(all, count) : all + count;
     }
     return all;
@@ -30,7 +30,7 @@ class Columns {
     u64 begin = 0;
     for (int m = 0; m < args_.num_messages && begin < run.offset + run.count; ++m) {
       if (args_.parts && m != column) continue;
-      const u64 count = args_.messages[m].count, end = begin + count;
+      const u64 count = args_.counts[m], end = begin + count;
       const u64 from = larger(begin, run.offset), to = smaller(end, run.offset + run.count);
       if (from < to) each(m, from - begin, (from - run.offset) * element_, to - from);
       begin += whole_lines(count);
@@ -39,15 +39,15 @@ class Columns {
   // Copies to the staging area.
   RINGCOMM_DEVICE void stage(const Block& block, int column, const Slice& run, char* to) const {
     visit(column, run, [&](int m, u64 at, u64 offset, u64 count) {
-      const u64 before = scatters() && !args_.parts ? column * args_.messages[m].count : 0;
-      const char* from = static_cast<const char*>(args_.messages[m].input[rank_]);
+      const u64 before = scatters() && !args_.parts ? column * args_.counts[m] : 0;
+      const char* from = static_cast<const char*>(args_.buffers(m, blockIdx.y).input);
       copy_run(block, from + (before + at) * element_, count * element_, to + offset);
     });
   }
   // Copies from a staging area to the outputs.
   RINGCOMM_DEVICE void take_home(const Block& block, const Slice& run, const char* from) const {
     visit(rank_, run, [&](int m, u64 at, u64 offset, u64 count) {
-      char* const to = static_cast<char*>(args_.messages[m].output[rank_]);
+      char* const to = static_cast<char*>(args_.buffers(m, blockIdx.y).output);
       copy_run(block, from + offset, count * element_, to + at * element_);
     });
   }

@@ -86,6 +86,22 @@ RINGCOMM_HD constexpr auto tree_of_first(int ranks, const Leaf& leaf, const Comb
   }
 }
 
+// Ranks whose values a thread holds at once. More are combined in groups of as many.
+inline constexpr int kGroupRanks = 8;
+
+// The canonical tree over one to four groups, of which only the last may have less than kGroupRanks ranks. It consists
+// of the trees of the groups, because it splits at powers of two. Each group is needed once, in order.
+template <typename Value, typename Tree, typename Combine>
+RINGCOMM_HD constexpr Value tree_of_groups(int groups, const Tree& tree, const Combine& combine) {
+  Value sum{}, first_pair{};
+  for (int g = 0; g < groups; ++g) {
+    const Value group = tree(g);
+    if (g == 2) first_pair = sum;
+    sum = g % 2 ? combine(sum, group) : group;
+  }
+  return groups > 2 ? combine(first_pair, sum) : sum;
+}
+
 namespace proof {
 // Values that distinguish every order and grouping of the leaves.
 struct Leaf {
@@ -106,6 +122,19 @@ constexpr bool same_tree() {
 }
 static_assert(same_tree<1>() && same_tree<2>() && same_tree<3>() && same_tree<4>(), "not the canonical order");
 static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>(), "not the canonical order");
+
+template <int kRanks>
+constexpr bool same_tree_of_groups() {
+  const auto group = [](int g) {
+    const auto leaf = [g](int p) { return Leaf{}(g * kGroupRanks + p); };
+    return tree_of_first<kGroupRanks>(static_cast<int>(smaller(kRanks - g * kGroupRanks, kGroupRanks)), leaf, Node{});
+  };
+  return tree_of_groups<u64>(static_cast<int>(ceil_div(kRanks, kGroupRanks)), group, Node{}) ==
+         tree_reduce<kRanks>(0, Leaf{}, Node{});
+}
+static_assert(same_tree_of_groups<8>() && same_tree_of_groups<9>() && same_tree_of_groups<16>(), "not canonical");
+static_assert(same_tree_of_groups<17>() && same_tree_of_groups<23>() && same_tree_of_groups<24>(), "not canonical");
+static_assert(same_tree_of_groups<25>() && same_tree_of_groups<29>() && same_tree_of_groups<32>(), "not canonical");
 }  // namespace proof
 
 // Only sums are averaged, and only sums of fractions scaled.
@@ -124,8 +153,16 @@ template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled
 class Combiner {
   using Acc = AccOf<T>;
   static constexpr bool kDivides = std::is_same_v<Combine, Sum> && !std::is_same_v<Acc, bool>;
+  static constexpr bool kBitwise = kIsBitwise<T, Combine>;
 
  public:
+  // What the ranks are combined in: accumulators of elements, or whole words where only their bits count.
+  template <int kWords>
+  struct Partials {
+    static constexpr int kCount = kWords * 4 / static_cast<int>(kBitwise ? 4 : sizeof(T));
+    std::conditional_t<kBitwise, u32, Acc> of[kCount];
+  };
+
   // Sums are divided by `divisor`. `factors`: one per rank, read if kScaled.
   RINGCOMM_DEVICE Combiner(int ranks, int divisor, [[maybe_unused]] const double* factors = nullptr)
       : ranks_(ranks), divisor_(divisor) {
@@ -142,20 +179,34 @@ class Combiner {
   // kWords words of elements; words(p) points to those of rank p.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE void combine_words(u32* result, const Words& words) const {
-    if constexpr (kIsBitwise<T, Combine>) {
-      RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = tree<u32>([&](int p) { return words(p)[i]; });
+    store_words<kWords>(result, add_up<kWords>(words));
+  }
+
+  // The two halves of combine_words, between which groups of ranks are combined.
+  template <int kWords, typename Words>
+  RINGCOMM_DEVICE Partials<kWords> add_up(const Words& words) const {
+    Partials<kWords> partials;
+    RINGCOMM_UNROLL for (int i = 0; i < Partials<kWords>::kCount; ++i) {
+      if constexpr (kBitwise)
+        partials.of[i] = tree<u32>([&](int p) { return words(p)[i]; });
+      else
+        partials.of[i] = tree<T>([&](int p) { return element<T>(words(p), i); });
+    }
+    return partials;
+  }
+  template <int kWords>
+  RINGCOMM_DEVICE void store_words(u32* result, Partials<kWords> partials) const {
+    if constexpr (kBitwise) {
+      RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = partials.of[i];
     } else {
-      constexpr int kElements = kWords * 4 / static_cast<int>(sizeof(T));
-      Acc acc[kElements];
-      RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] =
-          tree<T>([&](int p) { return element<T>(words(p), i); });
+      constexpr int kCount = Partials<kWords>::kCount;
       if constexpr (kDivides) {
         if (divisor_ != 1) {
-          RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) acc[i] = divide(acc[i], divisor_);
+          RINGCOMM_UNROLL for (int i = 0; i < kCount; ++i) partials.of[i] = divide(partials.of[i], divisor_);
         }
       }
       RINGCOMM_UNROLL for (int i = 0; i < kWords; ++i) result[i] = 0;
-      RINGCOMM_UNROLL for (int i = 0; i < kElements; ++i) put_element<T>(result, i, Element<T>::store(acc[i]));
+      RINGCOMM_UNROLL for (int i = 0; i < kCount; ++i) put_element<T>(result, i, Element<T>::store(partials.of[i]));
     }
   }
 

@@ -19,16 +19,18 @@ struct Addresses {
   char* of[kMaxRanks];
 };
 
-class CopyBlock {
+template <typename Args>
+class ExchangeBlock {
  public:
-  RINGCOMM_DEVICE CopyBlock(const Block& block, const CopyArgs& args)
+  RINGCOMM_DEVICE ExchangeBlock(const Block& block, const Args& args)
       : block_(block),
         args_(args),
-        exchange_(args.exchanges[blockIdx.y]),
+        exchanges_(args.exchanges + blockIdx.y * args.layout.world_size),
         signature_(block.sign(args.op, args.dtype, ReduceOp::kSum, args.algorithm, args.root, args.signed_count)) {}
 
   RINGCOMM_DEVICE void run() {
-    if (!block_.announce(signature_, lines_of_longest_part(), exchange_.give_bytes)) return;
+    const int p = block_.thread();
+    if (!block_.announce(signature_, lines_of_longest_part(), p < world_size() ? exchanges_[p].give_bytes : 0)) return;
     if (args_.op == Op::kAllToAll && !block_.agree(same_parts())) return;
     copy_own_part();
     const bool ok = args_.op == Op::kBarrier ? block_.meet() : sees_all_buffers() ? direct() : staged();
@@ -49,7 +51,7 @@ class CopyBlock {
   RINGCOMM_DEVICE u32 lines_of_longest_part() const {
     u64 most = 0;
     for (int i = 1; i < world_size(); ++i)
-      most = larger(most, larger(exchange_.give_bytes[peer(i)], exchange_.take_bytes[peer(i)]));
+      most = larger(most, larger(exchanges_[peer(i)].give_bytes, exchanges_[peer(i)].take_bytes));
     return static_cast<u32>(ceil_div(most, kLineBytes));
   }
   // Only all_to_all has parts that no signature covers. The counts of a mismatch report are then bytes.
@@ -57,15 +59,15 @@ class CopyBlock {
     const int p = block_.thread();
     if (p >= world_size() || p == rank()) return true;
     Signature mine = signature_, theirs = signature_;
-    mine.count = kUneven | exchange_.take_bytes[p];
+    mine.count = kUneven | exchanges_[p].take_bytes;
     theirs.count = kUneven | load_one(&said(p).part_bytes);
     return block_.same(mine, theirs, p);
   }
 
   RINGCOMM_DEVICE void copy_own_part() const {
-    char* const to = exchange_.take[rank()];
-    if (exchange_.take_bytes[rank()] == 0 || to == exchange_.give[rank()]) return;
-    copy_tiles(block_, 0, exchange_.give[rank()], exchange_.take_bytes[rank()], [&](const auto& f) { f(to); });
+    char* const to = exchanges_[rank()].take;
+    if (exchanges_[rank()].take_bytes == 0 || to == exchanges_[rank()].give) return;
+    copy_tiles(0, exchanges_[rank()].give, exchanges_[rank()].take_bytes, [&](const auto& f) { f(to); });
   }
 
   // ---- direct -------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class CopyBlock {
       char* const base = block_.resolve(p, touched(p));
       found = base != nullptr;
       if (!found) block_.report(Failure::kMismatch, WaitKind::kAnnouncement, p, 0, 0, signature_, signature_);
-      const u64 part = pulls() ? exchange_.take_bytes[p] : exchange_.give_bytes[p];
+      const u64 part = pulls() ? exchanges_[p].take_bytes : exchanges_[p].give_bytes;
       to.of[p] = base + (args_.op == Op::kBroadcast ? 0 : rank() * part);
     }
     return block_.agree(found);
@@ -122,30 +124,30 @@ class CopyBlock {
     if (!find_buffers(at, spreads)) return false;
     const int root = args_.root;
     if (spreads) {
-      const u64 nbytes = rank() == root ? exchange_.give_bytes[root] : exchange_.take_bytes[root];
+      const u64 nbytes = rank() == root ? exchanges_[root].give_bytes : exchanges_[root].take_bytes;
       const Slice share = shard_of(nbytes, world_size(), rank(), kLineBytes);
-      const char* const from = rank() == root ? exchange_.give[root] : at.of[root];
-      copy_tiles(block_, 0, from + share.offset, share.count, [&](const auto& f) {
+      const char* const from = rank() == root ? exchanges_[root].give : at.of[root];
+      copy_tiles(0, from + share.offset, share.count, [&](const auto& f) {
         for (int i = 0; i < world_size(); ++i) {
           const int p = peer(i);
-          if (p != root) f((p == rank() ? exchange_.take[root] : at.of[p]) + share.offset);
+          if (p != root) f((p == rank() ? exchanges_[root].take : at.of[p]) + share.offset);
         }
       });
     } else if (args_.op == Op::kAllGather) {
-      copy_tiles(block_, 0, exchange_.give[peer(1)], exchange_.give_bytes[peer(1)], [&](const auto& f) {
+      copy_tiles(0, exchanges_[peer(1)].give, exchanges_[peer(1)].give_bytes, [&](const auto& f) {
         for (int i = 1; i < world_size(); ++i) f(at.of[peer(i)]);
       });
     } else if (args_.op == Op::kAllToAll) {
       for (int i = 1; i < world_size(); ++i) push(i, peer(i), at);
     } else if (rank() != root && pulls()) {
-      copy_tiles(block_, 0, at.of[root], exchange_.take_bytes[root], [&](const auto& f) { f(exchange_.take[root]); });
+      copy_tiles(0, at.of[root], exchanges_[root].take_bytes, [&](const auto& f) { f(exchanges_[root].take); });
     } else if (rank() != root) {
       push(0, root, at);
     }
     return block_.meet();
   }
   RINGCOMM_DEVICE void push(int turn, int p, const Addresses& at) const {
-    copy_tiles(block_, turn, exchange_.give[p], exchange_.give_bytes[p], [&](const auto& f) { f(at.of[p]); });
+    copy_tiles(turn, exchanges_[p].give, exchanges_[p].give_bytes, [&](const auto& f) { f(at.of[p]); });
   }
 
   // ---- staged -------------------------------------------------------------------------------------------------------
@@ -177,46 +179,47 @@ class CopyBlock {
   RINGCOMM_DEVICE void give(const Slice& s, int region) const {
     for (int i = 1; i < world_size(); ++i) {
       const int p = peer(i);
-      const u32 nbytes = within(s, exchange_.give_bytes[p]);
+      const u32 nbytes = within(s, exchanges_[p].give_bytes);
       if (nbytes == 0) continue;
-      copy_run(block_, exchange_.give[p] + s.offset, nbytes, place(rank(), p, region));
+      copy_run(block_, exchanges_[p].give + s.offset, nbytes, place(rank(), p, region));
       if (args_.same_for_all) return;
     }
   }
   RINGCOMM_DEVICE void take(const Slice& s, int region) const {
     for (int i = 1; i < world_size(); ++i) {
       const int p = peer(i);
-      const u32 nbytes = within(s, exchange_.take_bytes[p]);
-      if (nbytes != 0) copy_run(block_, place(p, rank(), region), nbytes, exchange_.take[p] + s.offset);
+      const u32 nbytes = within(s, exchanges_[p].take_bytes);
+      if (nbytes != 0) copy_run(block_, place(p, rank(), region), nbytes, exchanges_[p].take + s.offset);
     }
   }
 
   const Block& block_;
-  const CopyArgs& args_;
-  const Exchange& exchange_;
+  const Args& args_;
+  const Exchange* const exchanges_;  // by peer
   const Signature signature_;
 };
 
-RINGCOMM_DEVICE void known_copies(const Block& block, const CopyArgs& args) {
+template <typename Args>
+RINGCOMM_KERNEL(kMostThreads)
+exchange_parts(const __grid_constant__ Args args) {
+  const Block block(args.layout, args.ranks[blockIdx.y], args.timeout_ns);
+  ExchangeBlock<Args>(block, args).run();
+}
+
+RINGCOMM_KERNEL(kMostThreads) copy_between_ranks(const __grid_constant__ CopyArgs args) {
   const int end = args.first[blockIdx.y + 1];
   for (int i = args.first[blockIdx.y]; i < end; i += static_cast<int>(args.copies[i].targets)) {
     const int targets = static_cast<int>(args.copies[i].targets);
-    copy_tiles(block, i, args.copies[i].source, args.copies[i].nbytes, [&](const auto& f) {
+    copy_tiles(i, args.copies[i].source, args.copies[i].nbytes, [&](const auto& f) {
       for (int k = 0; k < targets; ++k) f(args.copies[i + k].target);
     });
   }
 }
 
-RINGCOMM_KERNEL(kMostThreads) copy_between_ranks(const __grid_constant__ CopyArgs args) {
-  const Block block(args.layout, args.ranks[blockIdx.y], args.timeout_ns);
-  if (args.known)
-    known_copies(block, args);
-  else
-    CopyBlock(block, args).run();
-}
-
 }  // namespace
 
 Kernel<CopyArgs> copy_kernel() { return copy_between_ranks; }
+Kernel<ExchangeArgs> exchange_kernel() { return exchange_parts<ExchangeArgs>; }
+Kernel<ManyExchangeArgs> many_exchange_kernel() { return exchange_parts<ManyExchangeArgs>; }
 
 }  // namespace ringcomm::cuda

@@ -126,6 +126,8 @@ void CopyCall::exchange(const std::vector<std::vector<Letter>>& letters) {
   const auto end = Clock::now() + std::chrono::milliseconds(limit);
   for (auto look = Clock::now() + kBetweenLooks;;) {
     Line* open = nullptr;
+    // A mailbox holds few letters, and a peer whose letter finds no room waits here too.
+    for (const Row& row : rows_) row.context->group().read_letters();
     for (Line& line : lines) {
       Group& group = rows_[line.row].context->group();
       Mail mail;

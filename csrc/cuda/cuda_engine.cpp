@@ -163,7 +163,7 @@ void CudaEngine::check_open(const char* call) const {
 
 void CudaEngine::check(const Call& call) const {
   check_call(call, rank(), world_size());
-  check_algorithm(call, rank());
+  check_algorithm(call, rank(), world_size());
   check_parts(call, rank(), world_size());
   check_stream(name(call.op), call.stream, rank());
   check_memory(call, context_->device(), rank());
@@ -353,9 +353,20 @@ void CudaEngine::prepare_device() {
       continue;
     }
     load(direct_kernel(arithmetic.dtype, arithmetic.op));
-    load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
+    if (world_size() <= kMaxPacketRanks) load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
   }
-  load(copy_kernel());
+  if (context_->setting().known) load(copy_kernel());
+  if (const int here = static_cast<int>(context_->group().team().size()); needs_many_exchanges(here, world_size())) {
+    int driver = 0;
+    cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", rank());
+    if (driver < 12010)
+      fail(ErrorCode::kUnsupported, "connect: rank ", rank(), " expected a driver for CUDA 12.1 or newer, which ", here,
+           " ranks of one process on one GPU need in a communicator of ", world_size(), ", got one for CUDA ",
+           driver / 1000, '.', driver % 1000 / 10, "; update it, or start the ranks as processes");
+    load(many_exchange_kernel());
+  } else {
+    load(exchange_kernel());
+  }
   if (context_->group().one_process()) return;
   load(transfer_kernel());
   links_->connect();

@@ -44,7 +44,7 @@ struct Homecoming {
   const u32 each;
   char* const to;
 
-  RINGCOMM_DEVICE const char* from(int p) const { return args.segments[p] + shards; }
+  RINGCOMM_DEVICE const char* from(int p) const { return args.segment_of(p) + shards; }
   RINGCOMM_DEVICE int around(int p) const { return p < world_size ? p : p - world_size; }
 };
 // Copies the shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it
@@ -177,6 +177,7 @@ class Direct {
   RINGCOMM_DEVICE int rank() const { return block_.rank(); }
   RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
   RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
+  RINGCOMM_DEVICE const MessageBuffers& buffers(int message) const { return args_.buffers(message, blockIdx.y); }
   RINGCOMM_DEVICE Signature signature() const {
     return block_.sign(args_.op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
   }
@@ -203,16 +204,16 @@ class Direct {
     return false;
   }
   RINGCOMM_DEVICE const char* input(int p) const {
-    if (p == rank()) return static_cast<const char*>(args_.messages[0].input[p]);
+    if (p == rank()) return static_cast<const char*>(buffers(0).input);
     return block_.resolve(p, said(p).input);
   }
   RINGCOMM_DEVICE char* output(int p) const {
-    if (p == rank()) return static_cast<char*>(args_.messages[0].output[p]);
+    if (p == rank()) return static_cast<char*>(buffers(0).output);
     return block_.resolve(p, said(p).output);
   }
   // Sets what this rank reduces of the message, and where the result goes.
   RINGCOMM_DEVICE void aim() {
-    const u64 count = args_.messages[0].count;
+    const u64 count = args_.counts[0];
     const bool scatters = columns_.scatters();
     const Slice own = scatters ? Slice{rank() * count, count} : shard_of(count, world_size(), rank(), columns_.align());
     if (const int p = block_.thread(); p < world_size() && own.count) {
@@ -266,8 +267,8 @@ class Direct {
     if (args_.op == Op::kReduce && rank() != args_.root) return;
     const u32 each = static_cast<u32>(shard(run, 0).count * element_);  // bytes of a shard; the last ones may have less
     columns_.visit(rank(), run, [&](int m, u64 at, u64 offset, u64 count) {
-      char* const to = static_cast<char*>(args_.messages[m].output[rank()]) + at * element_;
-      take_shards_home(block_.args(), world_size(), reduced(rank(), round) - block_.args().segments[rank()], each,
+      char* const to = static_cast<char*>(buffers(m).output) + at * element_;
+      take_shards_home(block_.args(), world_size(), reduced(rank(), round) - block_.args().segment, each,
                        static_cast<u32>(offset), static_cast<u32>(offset + count * element_), to);
     });
   }
@@ -317,7 +318,7 @@ template <typename T>
 RINGCOMM_DEVICE void reduce_any(const Progress& what) {
 #define X(e, Combine)                        \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (what.combine == ReduceOp::e) return Reducer<T, Combine>(what).run();
+    if (what.combine == ReduceOp::e) return Reducer<T, Combine, kMaxRanks>(what).run();
   RINGCOMM_FOR_EACH_COMBINE(X)
 #undef X
 }

@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr std::size_t kTableBytes = sizeof(char*) * kMaxRanks * kMaxRegions;
+constexpr std::size_t kTableBytes = round_up(sizeof(RankTable), kLineBytes);
 constexpr std::size_t kAlign = 512;                // of what allocate gives: whole sectors, whole vectors
 constexpr std::size_t kSmallestArena = 32u << 20;  // later ones are larger: there can be kMaxArenas
 constexpr std::size_t kDoublings = 4, kArenasOfASize = 8;
@@ -36,8 +36,8 @@ void check_layout(int rank, const Layout& layout) {
                     layout.p2p_channels <= kMaxChannels && layout.depth >= 2 && layout.p2p_depth >= 2 &&
                     layout.slot_bytes >= kLineBytes && layout.slot_bytes % kLineBytes == 0 &&
                     layout.p2p_slot_bytes >= kLineBytes && layout.p2p_slot_bytes % kLineBytes == 0 &&
-                    layout.stage_bytes > 0 && layout.stage_bytes % (kLineBytes * w) == 0 && layout.packet_bytes > 0 &&
-                    layout.packet_bytes % 1920 == 0;
+                    layout.stage_bytes > 0 && layout.stage_bytes % (kLineBytes * w) == 0 &&
+                    (layout.packet_bytes > 0) == (w <= kMaxPacketRanks) && layout.packet_bytes % 1920 == 0;
   if (!fits)
     fail(ErrorCode::kInvalid, "communicator: rank ", rank, " expected 1 to ", kMaxChannels,
          " channels, 2 slots or more per link and sizes above 0, got ", text_of(layout),
@@ -127,7 +127,7 @@ void Group::allocate_own() {
   own_->device = device_;
   own_->pid = getpid();
   own_->segment = DeviceMemory::create(device_, layout_.segment_bytes(), true, "the segment", rank_);
-  void *page = nullptr, *tables = nullptr;
+  void *page = nullptr, *table = nullptr;
   check(cudaHostAlloc(&page, sizeof(PageAndOnes), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc of the host page", rank_);
   std::memset(page, 0, sizeof(PageAndOnes));
@@ -136,11 +136,11 @@ void Group::allocate_own() {
   check(cudaHostGetDevicePointer(&page, own_->page, 0), "cudaHostGetDevicePointer of the host page", rank_);
   own_->device_page = static_cast<HostPage*>(page);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", rank_);
-  check(cudaMalloc(&tables, kTableBytes + kLineBytes), "cudaMalloc of the table of regions", rank_);
-  tables_ = static_cast<char*>(tables);
-  check(cudaMemsetAsync(tables_, 0, kTableBytes + kLineBytes, stream_), "clearing the table of regions", rank_);
-  check(cudaStreamSynchronize(stream_), "clearing the table of regions", rank_);
-  segments_[rank_] = own_->segment->data();
+  check(cudaMalloc(&table, kTableBytes + kLineBytes), "cudaMalloc of the table of addresses", rank_);
+  table_ = static_cast<char*>(table);
+  check(cudaMemsetAsync(table_, 0, kTableBytes + kLineBytes, stream_), "clearing the table of addresses", rank_);
+  set_entry(offsetof(RankTable, host), own_->device_page);
+  set_segment(rank_, own_->segment->data());
 }
 
 Group::~Group() {
@@ -187,19 +187,27 @@ void Group::free_own() noexcept {
       tolerate(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
       tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");
     }
-    if (tables_) tolerate(cudaFree(tables_), "cudaFree");
+    if (table_) tolerate(cudaFree(table_), "cudaFree");
   } catch (const Error&) {
     // The context is lost, and all of it with it.
   }
   stream_ = nullptr;
-  tables_ = nullptr;
+  table_ = nullptr;
+}
+
+RankArgs Group::args() const {
+  RankArgs args{};
+  args.rank = rank_;
+  args.factor = 1;
+  args.segment = segment(rank_);
+  args.table = reinterpret_cast<const RankTable*>(table_);
+  return args;
 }
 
 HostPage* Group::page() const { return own_->page; }
-HostPage* Group::device_page() const { return own_->device_page; }
 CopyWords* Group::words_seen() const { return reinterpret_cast<PageAndOnes*>(own_->page)->words; }
 
-char* Group::scratch() const { return tables_ + kTableBytes; }
+char* Group::scratch() const { return table_ + kTableBytes; }
 
 void Group::copy(void* target, const void* source, std::size_t nbytes, const char* what) const {
   const DeviceGuard guard(device_, rank_);
@@ -252,6 +260,11 @@ bool Group::receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_m
   if (timeout_ms == 0 || !mailbox_->receive(timeout_ms)) return false;
   while (mailbox_->receive(0)) continue;
   return mailbox_->take(kind, from, last, mail);
+}
+
+void Group::read_letters() {
+  const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
+  while (lock.owns_lock() && mailbox_->receive(0)) continue;
 }
 
 void Group::close_unused_mappings() {
@@ -309,8 +322,16 @@ void Group::release(void* data) {
 
 void Group::set_region(int peer, int region, char* base) {
   bases_[peer * kMaxRegions + region] = base;
-  char** const entry = reinterpret_cast<char**>(tables_) + peer * kMaxRegions + region;
-  copy(entry, &base, sizeof base, "writing to the table of regions");
+  set_entry(offsetof(RankTable, regions) + (peer * kMaxRegions + region) * sizeof(char*), base);
+}
+
+void Group::set_segment(int peer, char* segment) {
+  segments_[peer] = segment;
+  set_entry(offsetof(RankTable, segments) + peer * sizeof(char*), segment);
+}
+
+void Group::set_entry(std::size_t at, const void* pointer) {
+  copy(table_ + at, &pointer, sizeof pointer, "writing to the table of addresses");
 }
 
 void Group::add_arena(const Mapped& memories) {

@@ -60,10 +60,9 @@ class Group {
 
   // Peers, valid once connected.
   char* segment(int peer) const { return segments_[peer]; }
-  char* const* device_arenas() const { return reinterpret_cast<char* const*>(tables_); }    // for RankArgs::arenas
-  char* region(int peer, int region) const { return bases_[peer * kMaxRegions + region]; }  // the same, for the host
+  RankArgs args() const;  // of this rank, for a launch
+  char* region(int peer, int region) const { return bases_[peer * kMaxRegions + region]; }  // RankTable's, for the host
   HostPage* page() const;                                                                   // host address
-  HostPage* device_page() const;  // the same page, for RankArgs::host
   CopyWords* words_seen() const;  // behind the page, by peer: where StreamWaits copies the segment's
   bool one_process() const { return one_process_; }
   bool one_device() const { return one_device_; }  // and in this process
@@ -82,6 +81,8 @@ class Group {
   // `timeout_ms`.
   Mailbox::Sent send(int peer, const Mail& mail);
   bool receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail);
+  // Makes room in the mailbox: keeps the letters that have come until they are received.
+  void read_letters();
   const Process& process(int peer) const { return peers_[peer].handle.process; }
   // The stream on which stop() enqueues its writes to the peers.
   cudaStream_t stream() const { return stream_; }
@@ -157,6 +158,8 @@ class Group {
   char* scratch() const;  // a line of this device's memory
   void add_arena(const Mapped& memories);
   void set_region(int peer, int region, char* base);
+  void set_segment(int peer, char* segment);
+  void set_entry(std::size_t at, const void* pointer);  // of the table
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;
   void let_go() noexcept;
@@ -172,6 +175,7 @@ class Group {
   void check_written(int peer);
   [[noreturn]] void broken_path(int peer, const char* expected) const;
   void look_at_paths();
+  void check_team() const;
   void read_mail();
   void check_hope(int peer, bool gone, std::int64_t deadline) const;
   void post(int peer, const Mail& mail, std::int64_t deadline);
@@ -191,8 +195,8 @@ class Group {
   std::vector<Peer> peers_;
   std::atomic<char*> segments_[kMaxRanks] = {};
   std::atomic<bool> stopped_{false}, started_{false};
-  char* tables_ = nullptr;                 // device memory: the table of regions, then scratch lines
-  std::vector<std::atomic<char*>> bases_;  // the same table
+  char* table_ = nullptr;                  // device memory: the RankTable, then a scratch line
+  std::vector<std::atomic<char*>> bases_;  // its regions
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
   std::vector<int> team_;
   std::int8_t ring_order_[kMaxRanks] = {};

@@ -297,6 +297,20 @@ void Group::look_at_paths() {
   std::copy(order.begin(), order.end(), ring_order_);
 }
 
+// The ranks of one process on one device share a launch. The same on all ranks.
+void Group::check_team() const {
+  for (int p = 0; p < world_size(); ++p) {
+    const GroupHandle& first = peers_[p].handle;
+    const auto count = std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+      return peer.handle.instance == first.instance && peer.handle.uuid == first.uuid;
+    });
+    if (count > kMaxLaunchRanks)
+      fail(ErrorCode::kUnsupported, "connect: rank ", rank_, " expected at most ", kMaxLaunchRanks,
+           " ranks of one process on one GPU, got ", count, " with rank ", p, " on ", first.device_text(),
+           "; start the others as processes, or on other GPUs");
+  }
+}
+
 void Group::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
   const std::lock_guard<std::mutex> lock(exchange_mutex_);
   if (started_.exchange(true))
@@ -307,11 +321,12 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
   try {
     adopt(handles);
     for (int p = 0; p < world_size(); ++p) check_handle(p, peers_[rank_].handle, peers_[p].handle);
+    check_team();
     offer(*own_->segment, end);
     for (int p = 0; p < world_size(); ++p) {
       if (p == rank_) continue;
       enable_peer_access(p);
-      segments_[p] = map(p, peers_[p].handle.segment, end)->data();
+      set_segment(p, map(p, peers_[p].handle.segment, end)->data());
       read_probe(p);
       write_probe(p);
     }

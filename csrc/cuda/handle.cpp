@@ -73,7 +73,7 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 128 * 1024;
   layout.stage_bytes = 256 * 1024;
   layout.packet_bytes = 9 * 1920;  // 256 KiB, the most that auto sends as packets, in one launch of 16 channels
-  layout.p2p_channels = 16;
+  layout.p2p_channels = world_size <= 8 ? 16 : 8;
   layout.p2p_depth = 4;
   layout.p2p_slot_bytes = 64 * 1024;
   if (const char* const settings = std::getenv("RINGCOMM_CUDA_LAYOUT")) {
@@ -83,7 +83,7 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.slot_bytes = round_up(layout.slot_bytes, kLineBytes);
   layout.p2p_slot_bytes = round_up(layout.p2p_slot_bytes, kLineBytes);
   layout.stage_bytes = round_up(layout.stage_bytes, kLineBytes * world_size);
-  layout.packet_bytes = round_up(layout.packet_bytes, 1920);
+  layout.packet_bytes = world_size <= kMaxPacketRanks ? round_up(layout.packet_bytes, 1920) : 0;
   return layout;
 }
 

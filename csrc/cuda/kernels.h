@@ -27,8 +27,10 @@ Kernel<CallArgs> direct_kernel(DType dtype, ReduceOp op);
 Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op);
 // all_gather and broadcast round the ring; CallArgs counts are bytes.
 Kernel<CallArgs> ring_copy_kernel();
-// all_gather, broadcast, gather, scatter, all_to_all, barrier.
+// all_gather, broadcast, gather, scatter, all_to_all: of ranks that are all in one launch, and of others, with barrier.
 Kernel<CopyArgs> copy_kernel();
+Kernel<ExchangeArgs> exchange_kernel();
+Kernel<ManyExchangeArgs> many_exchange_kernel();
 // send and recv between processes.
 Kernel<TransferArgs> transfer_kernel();
 // Bucket packing; see pack_args.h. Casts between any two of float32, float64, float16 and bfloat16, and between float32

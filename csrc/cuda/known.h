@@ -38,7 +38,7 @@ reduce_known(const __grid_constant__ KnownArgs args) {
   u64 rows = 0;
   for (int m = 0; m < args.num_messages; ++m) {
     aim(args, m, sizeof(T), rows, what);
-    Reducer<T, Combine>(what).run();
+    Reducer<T, Combine, kMaxLaunchRanks>(what).run();
   }
 }
 

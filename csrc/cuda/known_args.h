@@ -18,7 +18,7 @@ struct KnownArgs {
   std::int32_t scatters;
   std::int32_t divisor;  // of sums; 1: none
   std::int32_t scaled;   // values of source p are multiplied by factor[p]
-  double factor[kMaxRanks];
+  double factor[kMaxLaunchRanks];
   std::uint64_t count[kMaxMessages];  // elements of the kernel's type
   char* address[kKnownAddresses];
 
@@ -31,6 +31,6 @@ struct KnownArgs {
     count[num_messages++] = elements;
   }
 };
-static_assert(2 * kMaxRanks <= kKnownAddresses, "a message does not fit");
+static_assert(2 * kMaxLaunchRanks <= kKnownAddresses, "a message does not fit");
 
 }  // namespace ringcomm::cuda

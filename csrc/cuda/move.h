@@ -104,13 +104,13 @@ RINGCOMM_DEVICE void copy_run(const Block& block, const char* from, u64 nbytes, 
 
 // A run that all channels share, in tiles that they take in turn, beginning with channel `turn`.
 template <typename Each>
-RINGCOMM_DEVICE void copy_tiles(const Block& block, int turn, const char* from, u64 nbytes, const Each& each) {
-  const u64 channels = block.num_channels(), vectors = 16ull * block.threads();
+RINGCOMM_DEVICE void copy_tiles(int turn, const char* from, u64 nbytes, const Each& each) {
+  const u64 channels = gridDim.x, vectors = 16ull * blockDim.x;
   const u64 share = ceil_div(ceil_div(nbytes, channels), kLineBytes) * kLineBytes;
   const u64 tile = larger(vectors, smaller(kInFlight * vectors, share));
-  const u64 mine = (block.channel() + channels - static_cast<u64>(turn) % channels) % channels;
+  const u64 mine = (blockIdx.x + channels - static_cast<u64>(turn) % channels) % channels;
   for (u64 at = mine * tile; at < nbytes; at += channels * tile)
-    copy_to_all(block.threads(), from + at, static_cast<u32>(smaller(tile, nbytes - at)), targets(each, at));
+    copy_to_all(blockDim.x, from + at, static_cast<u32>(smaller(tile, nbytes - at)), targets(each, at));
 }
 
 // ---- windows --------------------------------------------------------------------------------------------------------

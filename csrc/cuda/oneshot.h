@@ -228,13 +228,13 @@ class OneShot {
   RINGCOMM_DEVICE bool pull(const Lines& lines, bool ok) const {
     constexpr int kWords = 2 * Lines::kWords;
     if (lines.any(!ok)) return false;
-    const Combiner<T, Combine, kMaxRanks> combiner(world_size_, args_.divisor());
+    const Combiner<T, Combine, kMaxPacketRanks> combiner(world_size_, args_.divisor());
     const u64 steps = lines.steps_of(words_.count());
     for (u64 i = lines.first(); i < steps; i += lines.step()) {
-      u32 own[kWords], value[kMaxRanks][kWords] = {}, result[2];
+      u32 own[kWords], value[kMaxPacketRanks][kWords] = {}, result[2];
       read<Lines>(i, own);
       if (!await(lines, i, value)) return false;
-      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxPacketRanks; ++p) {
         RINGCOMM_UNROLL for (int k = 0; k < kWords; ++k) value[p][k] = p == rank_ ? own[k] : value[p][k];
       }
       RINGCOMM_UNROLL for (int k = 0; k < Lines::kWords; ++k) {
@@ -251,7 +251,7 @@ class OneShot {
   template <typename Lines>
   RINGCOMM_DEVICE char* box(int rank, int source) const {
     const Layout& layout = args_.layout;
-    return args_.ranks[blockIdx.y].segments[rank] + layout.channel_at(static_cast<int>(blockIdx.x)) +
+    return args_.ranks[blockIdx.y].segment_of(rank) + layout.channel_at(static_cast<int>(blockIdx.x)) +
            layout.boxes_at() +
            ((RINGCOMM_FAULT == Fault::kBoxesDoNotTakeTurns ? 0 : packets_ & 1) * world_size_ + source) *
                layout.box_bytes() +
@@ -266,15 +266,15 @@ class OneShot {
   }
   // Waits for all peers' packets of step i; they are polled together.
   template <typename Lines, int kWords>
-  RINGCOMM_DEVICE bool await(const Lines& lines, u64 i, u32 (&value)[kMaxRanks][kWords]) const {
+  RINGCOMM_DEVICE bool await(const Lines& lines, u64 i, u32 (&value)[kMaxPacketRanks][kWords]) const {
     u32 missing = ((1u << world_size_) - 1) & ~(1u << rank_);
     for (u32 spins = 1; missing != 0; ++spins) {
       const u32 wanted = missing;
-      typename Lines::Look look[kMaxRanks] = {};
-      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      typename Lines::Look look[kMaxPacketRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxPacketRanks; ++p) {
         if (wanted >> p & 1) lines.look(box<Lines>(rank_, p) + lines.offset(i), value[p], look[p]);
       }
-      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      RINGCOMM_UNROLL for (int p = 0; p < kMaxPacketRanks; ++p) {
         if ((wanted >> p & 1) && lines.there(look[p])) missing &= ~(1u << p);
       }
       // A thread may pause only on a line that it has just polled in vain, or it might miss being woken: the one polled
@@ -295,7 +295,7 @@ class OneShot {
   }
   RINGCOMM_DEVICE static int highest(u32 bits) {
     int at = 0;
-    RINGCOMM_UNROLL for (int p = 1; p < kMaxRanks; ++p) at = bits >> p & 1 ? p : at;
+    RINGCOMM_UNROLL for (int p = 1; p < kMaxPacketRanks; ++p) at = bits >> p & 1 ? p : at;
     return at;
   }
 
@@ -309,12 +309,12 @@ template <typename T, typename Combine>
 RINGCOMM_KERNEL(kMostThreads)
 oneshot(const __grid_constant__ CallArgs args) {
   const RankArgs& rank = args.ranks[blockIdx.y];
-  const auto& state =
-      *reinterpret_cast<const ChannelState*>(rank.segments[rank.rank] + args.layout.channel_at(blockIdx.x));
+  const auto& state = *reinterpret_cast<const ChannelState*>(rank.segment + args.layout.channel_at(blockIdx.x));
   const u64 packets = load_one(&state.packets), deadline = now_ns() + args.timeout_ns;
-  const Slice piece = shard_of(args.messages[0].count, gridDim.x, blockIdx.x, kPerVec<T>);
-  const Words<T> words(static_cast<const T*>(args.messages[0].input[rank.rank]) + piece.offset,
-                       static_cast<T*>(args.messages[0].output[rank.rank]) + piece.offset, piece.count);
+  const Slice piece = shard_of(args.counts[0], gridDim.x, blockIdx.x, kPerVec<T>);
+  const MessageBuffers& buffers = args.buffers(0, blockIdx.y);
+  const Words<T> words(static_cast<const T*>(buffers.input) + piece.offset,
+                       static_cast<T*>(buffers.output) + piece.offset, piece.count);
   const OneShot<T, Combine> oneshot(args, words, packets, deadline);
   push_header(args, packets);
   if (args.wide_packets)

@@ -79,6 +79,8 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, b
   plan.wide_packets = plan.algorithm == Algorithm::kOneshot && setting.whole_lines && nbytes > kWideBytes;
   if (entry && entry->threads) plan.threads = entry->threads;
   if (setting.threads) plan.threads = setting.threads;
+  // Every rank has a thread that waits for it; more than a GPU's smallest block has only in the emulator.
+  plan.threads = static_cast<int>(larger(plan.threads, round_up(setting.layout.world_size, kBlockThreadsStep)));
   plan.channels = most_channels(plan, nbytes, setting);
   if (entry && entry->channels)
     plan.channels = plan.waits ? static_cast<int>(smaller(entry->channels, setting.layout.channels)) : entry->channels;

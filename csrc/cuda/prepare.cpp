@@ -74,18 +74,17 @@ class CopyList {
   int next_ = 0;
 };
 
-// What a rank gives and takes if its peers launch separately.
-Exchange exchange_of(const Call& call, int rank, int world_size) {
-  Exchange x{};
+// What a rank gives to each peer and takes from it if the peers launch separately.
+void list_exchanges(const Call& call, int rank, int world_size, Exchange* with) {
   const Parts input = input_parts(call), output = output_parts(call);
   const std::size_t each = element_bytes(call.dtype);
   const auto give = [&](int p, const void* data, std::size_t count) {
-    x.give[p] = static_cast<const char*>(data);
-    x.give_bytes[p] = count * each;
+    with[p].give = static_cast<const char*>(data);
+    with[p].give_bytes = count * each;
   };
   const auto take = [&](int p, void* data, std::size_t count) {
-    x.take[p] = static_cast<char*>(data);
-    x.take_bytes[p] = count * each;
+    with[p].take = static_cast<char*>(data);
+    with[p].take_bytes = count * each;
   };
   const bool at_root = rank == call.root;
   for (int p = 0; p < world_size; ++p) {
@@ -114,7 +113,6 @@ Exchange exchange_of(const Call& call, int rank, int world_size) {
         break;
     }
   }
-  return x;
 }
 
 }  // namespace
@@ -128,8 +126,9 @@ bool in_place(const Call& call, int world_size) {
   return false;
 }
 
-bool has_packets(const Call& call) {
+bool has_packets(const Call& call, int world_size) {
   if (call.op != Op::kAllReduce || call.reduce_op == ReduceOp::kPremulSum) return false;
+  if (world_size > kMaxPacketRanks) return false;
   const Arithmetic arithmetic = arithmetic_of(call.dtype, call.reduce_op);
   return oneshot_kernel(arithmetic.dtype, arithmetic.op) != nullptr;
 }
@@ -151,7 +150,7 @@ Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead, std::ui
 }
 
 Plan Preparation::plan_for(Algorithm requested) const {
-  return make_plan(call().op, requested, nbytes(), has_packets(call()), in_place_anywhere(), setting_,
+  return make_plan(call().op, requested, nbytes(), has_packets(call(), world_size()), in_place_anywhere(), setting_,
                    context().tuning());
 }
 
@@ -205,8 +204,10 @@ bool Preparation::enqueue() const {
     ring_copy();
   else if (plan_.known)
     copy();
+  else if (needs_many_exchanges(static_cast<int>(rows_.size()), world_size()))
+    exchange(many_exchange_kernel());
   else
-    exchange();
+    exchange(exchange_kernel());
   return plan_.waits;
 }
 
@@ -231,13 +232,9 @@ void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& a
 }
 
 RankArgs Preparation::rank_args(const Row& row) const {
-  const Group& group = row.context->group();
-  RankArgs args{};
-  args.rank = row.rank;
+  RankArgs args = row.context->group().args();
   args.factor = row.batch->first().factor;
-  args.host = group.device_page();
-  args.arenas = group.device_arenas();
-  for (int p = 0; p < world_size(); ++p) args.segments[p] = group.segment(p);
+  if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args, row);
   return args;
 }
 
@@ -267,10 +264,10 @@ void Preparation::fill_common(Args& args) const {
   args.algorithm = call.algorithm;
   args.root = rooted(call.op) ? call.root : 0;
   args.layout = setting_.layout;
+  args.num_ranks = static_cast<std::int32_t>(rows_.size());
   std::int64_t limit_ms = 0;
   for (std::size_t y = 0; y < rows_.size(); ++y) {
     args.ranks[y] = rank_args(rows_[y]);
-    if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args.ranks[y], rows_[y]);
     limit_ms = std::max(limit_ms, rows_[y].batch->limit_ms);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
@@ -297,8 +294,8 @@ void Preparation::reduce_known() const {
     if (args.num_messages) launch_kernel(kernel, channels, args);
     args.num_messages = 0;
   };
-  const void* sources[kMaxRanks];
-  void* outputs[kMaxRanks];
+  const void* sources[kMaxLaunchRanks];
+  void* outputs[kMaxLaunchRanks];
   for (int m = 0; m < (parts ? world_size() : num_calls()); ++m) {
     for (std::size_t y = 0; y < rows_.size(); ++y) {
       const Call& mine = call(y, parts ? 0 : m);
@@ -326,6 +323,9 @@ void Preparation::reduce() const {
   args.reduce_op = call().reduce_op;
   args.wide_packets = plan_.wide_packets;
   std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
+  args.parts = call().op == Op::kReduceScatter && !call().input_parts.empty();
+  if (args.parts && setting_.ranks_of_a_device * world_size() > kMaxMessageBuffers)
+    return reduce_each_part(kernel, args, arithmetic.scale);
   args.num_messages = add_messages(args, arithmetic.scale);
   if (plan_.algorithm == Algorithm::kOneshot) return reduce_packets(kernel, args, element_bytes(arithmetic.dtype));
   launch_kernel(kernel, channels(kernel), args);
@@ -334,38 +334,49 @@ void Preparation::reduce() const {
 // One launch for each piece that the boxes can hold.
 void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const {
   const int channels = this->channels(kernel);
-  const std::size_t count = args.messages[0].count;
+  const std::size_t count = args.counts[0];
   const std::size_t most = oneshot_elements(setting_.layout, channels, element);
   for (std::size_t at = 0; at == 0 || at < count; at += most) {
-    for (const Row& row : rows_) {
-      args.messages[0].input[row.rank] = static_cast<const char*>(row.batch->first().input) + at * element;
-      args.messages[0].output[row.rank] = static_cast<char*>(row.batch->first().output) + at * element;
-    }
-    args.messages[0].count = smaller(most, count - at);
+    for (std::size_t y = 0; y < rows_.size(); ++y)
+      args.buffers(0, y) = {static_cast<const char*>(call(y).input) + at * element,
+                            static_cast<char*>(call(y).output) + at * element};
+    args.counts[0] = smaller(most, count - at);
     launch_kernel(kernel, channels, args);
+  }
+}
+
+// A reduce for each part: the parts of this many ranks do not fit into the arguments of one launch. The orders of
+// summation are those of the reduce_scatter.
+void Preparation::reduce_each_part(Kernel<CallArgs> kernel, CallArgs& args, int scale) const {
+  args.op = Op::kReduce;
+  args.parts = 0;
+  args.num_messages = 1;
+  for (std::size_t y = 0; y < rows_.size(); ++y) args.ranks[y].input = args.ranks[y].output = {};  // are of all parts
+  for (args.root = 0; args.root < world_size(); ++args.root) {
+    args.counts[0] = input_parts(call()).count(args.root) * scale;
+    for (std::size_t y = 0; y < rows_.size(); ++y)
+      args.buffers(0, static_cast<int>(y)) = {input_parts(call(y)).data(args.root),
+                                              rows_[y].rank == args.root ? call(y).output : nullptr};
+    launch_kernel(kernel, channels(kernel), args);
   }
 }
 
 // Counts are in elements of the kernel, `scale` per element of the call. Returns the number of messages.
 int Preparation::add_messages(CallArgs& args, int scale) const {
-  if (call().op == Op::kReduceScatter && !call().input_parts.empty()) {
-    args.parts = 1;
+  if (args.parts) {
     for (std::size_t y = 0; y < rows_.size(); ++y) {
       const Parts input = input_parts(call(y));
       for (int p = 0; p < world_size(); ++p) {
-        args.messages[p].input[rows_[y].rank] = input.data(p);
-        args.messages[p].count = input.count(p) * scale;
+        args.buffers(p, y).input = input.data(p);
+        args.counts[p] = input.count(p) * scale;
       }
-      args.messages[rows_[y].rank].output[rows_[y].rank] = call(y).output;
+      args.buffers(rows_[y].rank, y).output = call(y).output;
     }
     return world_size();
   }
   for (int i = 0; i < num_calls(); ++i) {
-    args.messages[i].count = call(lead_, i).count * scale;
-    for (std::size_t y = 0; y < rows_.size(); ++y) {
-      args.messages[i].input[rows_[y].rank] = call(y, i).input;
-      args.messages[i].output[rows_[y].rank] = call(y, i).output;
-    }
+    args.counts[i] = call(lead_, i).count * scale;
+    for (std::size_t y = 0; y < rows_.size(); ++y) args.buffers(i, y) = {call(y, i).input, call(y, i).output};
   }
   return num_calls();
 }
@@ -378,31 +389,27 @@ void Preparation::ring_copy() const {
   fill_common(args);
   std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
   args.num_messages = 1;
-  args.messages[0].count = call(lead_).count * element_bytes(call().dtype);
-  for (std::size_t y = 0; y < rows_.size(); ++y) {
-    args.messages[0].input[rows_[y].rank] = call(y).input;
-    args.messages[0].output[rows_[y].rank] = output_parts(call(y)).data(0);
-  }
+  args.counts[0] = call(lead_).count * element_bytes(call().dtype);
+  for (std::size_t y = 0; y < rows_.size(); ++y) args.buffers(0, y) = {call(y).input, output_parts(call(y)).data(0)};
   const Kernel<CallArgs> kernel = ring_copy_kernel();
   launch_kernel(kernel, channels(kernel), args);
 }
 
 void Preparation::copy() const {
   CopyArgs args{};
-  fill_common(args);
-  args.known = 1;
   CopyList(args, rows_);
   if (args.first[world_size()] == 0) return;
   const Kernel<CopyArgs> kernel = copy_kernel();
   launch_kernel(kernel, channels(kernel), args);
 }
 
-void Preparation::exchange() const {
-  CopyArgs args{};
+template <typename Args>
+void Preparation::exchange(Kernel<Args> kernel) const {
+  Args args{};
   fill_common(args);
   args.same_for_all = call().op == Op::kAllGather || call().op == Op::kBroadcast;
-  for (std::size_t y = 0; y < rows_.size(); ++y) args.exchanges[y] = exchange_of(call(y), rows_[y].rank, world_size());
-  const Kernel<CopyArgs> kernel = copy_kernel();
+  for (std::size_t y = 0; y < rows_.size(); ++y)
+    list_exchanges(call(y), rows_[y].rank, world_size(), args.exchanges + y * world_size());
   launch_kernel(kernel, channels(kernel), args);
 }
 

@@ -44,10 +44,12 @@ class Preparation {
   void reduce() const;
   void reduce_known() const;
   void reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const;
+  void reduce_each_part(Kernel<CallArgs> kernel, CallArgs& args, int scale) const;
   int add_messages(CallArgs& args, int scale) const;
   void ring_copy() const;
   void copy() const;
-  void exchange() const;
+  template <typename Args>
+  void exchange(Kernel<Args> kernel) const;
 
   const std::vector<Row>& rows_;
   const std::size_t lead_;
@@ -60,8 +62,9 @@ class Preparation {
 // Whether an all_to_all writes where it reads.
 bool in_place(const Call& call, int world_size);
 
-// Whether oneshot serves the call: not every pair has a kernel, and its packets carry no factors.
-bool has_packets(const Call& call);
+// Whether oneshot serves the call: not every pair has a kernel, its packets carry no factors, and every rank needs room
+// for those of all others.
+bool has_packets(const Call& call, int world_size);
 
 // Whether the parts are contiguous and of equal size, so that the first address stands for all.
 bool in_one_piece(const Parts& parts, int world_size, std::size_t element);

@@ -28,8 +28,57 @@ RINGCOMM_DEVICE u64 rows_of(u64 nbytes) { return ceil_div(nbytes, blockDim.x * s
 // The first row of block `block` of `blocks`, which take rows in turn; the messages before had `rows` rows.
 RINGCOMM_DEVICE u64 first_row(u64 block, u64 blocks, u64 rows) { return (block + blocks - rows % blocks) % blocks; }
 
-// Reduces the sources into the targets.
-template <typename T, typename Combine>
+static_assert(kMaxLaunchRanks <= kGroupRanks && kMaxRanks <= 4 * kGroupRanks, "tree_of_groups has four groups");
+
+// Reduces kSize bytes of all ranks; load(p) gives those of rank p.
+template <typename T, typename Combine, int kSize, bool kScaled, typename Load>
+RINGCOMM_DEVICE Chunk<kSize> reduce_at(const Reduction& what, const Load& load) {
+  constexpr int kWords = kSize < 4 ? 1 : kSize / 4;
+  using Group = Combiner<T, Combine, kGroupRanks, 1, kScaled>;
+  using Partials = typename Group::template Partials<kWords>;
+  const auto group = [&](int g) {
+    const int first = g * kGroupRanks, ranks = static_cast<int>(smaller(what.num_sources - first, kGroupRanks));
+    Chunk<kSize> value[kGroupRanks] = {};
+    RINGCOMM_UNROLL for (int p = 0; p < kGroupRanks; ++p) {
+      if (p < ranks) value[p] = load(first + p);
+    }
+    return Group(ranks, 1, what.factor + first).template add_up<kWords>([&](int p) { return value[p].word; });
+  };
+  const auto combine = [](Partials left, const Partials& right) {
+    RINGCOMM_UNROLL for (int i = 0; i < Partials::kCount; ++i) left.of[i] = Combine::apply(left.of[i], right.of[i]);
+    return left;
+  };
+  const Partials sum =
+      tree_of_groups<Partials>(static_cast<int>(ceil_div(what.num_sources, kGroupRanks)), group, combine);
+  Chunk<kSize> result;
+  Group(what.num_sources, what.divisor, what.factor).template store_words<kWords>(result.word, sum);
+  return result;
+}
+// Reduces more ranks than a group has. A function of its own: the loops for few ranks need all registers.
+template <typename T, typename Combine, bool kScaled>
+RINGCOMM_DEVICE_CALL void reduce_groups(const Reduction& what, bool whole_vectors) {
+  constexpr int kSize = sizeof(T) >= 4 ? sizeof(Vec) : 4 * sizeof(T);
+  constexpr int kEach = kSize / static_cast<int>(sizeof(T));
+  const u64 chunks = whole_vectors ? what.count / kEach : 0;
+  const u64 first = what.first * blockDim.x + threadIdx.x, step = what.step * blockDim.x;
+  for (u64 v = first; v < chunks; v += step) {
+    const auto result = reduce_at<T, Combine, kSize, kScaled>(
+        what, [&](int p) { return load_chunk<kSize>(what.source[p] + v * kSize); });
+    for (int t = 0; t < what.num_targets; ++t) store_chunk<kSize>(what.target[t] + v * kSize, result);
+  }
+  for (u64 i = chunks * kEach + first; i < what.count; i += step) {
+    const auto result = reduce_at<T, Combine, sizeof(T), kScaled>(what, [&](int p) {
+      Chunk<sizeof(T)> chunk{};
+      put_element<T>(chunk.word, 0, load_one(reinterpret_cast<const T*>(what.source[p]) + i));
+      return chunk;
+    });
+    for (int t = 0; t < what.num_targets; ++t)
+      store_one(reinterpret_cast<T*>(what.target[t]) + i, element<T>(result.word, 0));
+  }
+}
+
+// Reduces the sources, of which there are at most kMost, into the targets.
+template <typename T, typename Combine, int kMost>
 class Reducer {
   // Worth a separate loop for two ranks and one for four.
   static constexpr bool kUsual = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>> && sizeof(T) > 1;
@@ -52,7 +101,10 @@ class Reducer {
   // Scaled reductions have their own loop, so that the usual sums multiply nothing.
   template <bool kScaled>
   RINGCOMM_DEVICE void reduce() const {
-    const u64 chunks = aligned_buffers() ? what_.count / kEach : 0;
+    const bool aligned = aligned_buffers();
+    if constexpr (kMost > kGroupRanks)
+      if (what_.num_sources > kGroupRanks) return reduce_groups<T, Combine, kScaled>(what_, aligned);
+    const u64 chunks = aligned ? what_.count / kEach : 0;
     if constexpr (!kHasFew) {
       reduce_chunks<8, 1, kScaled>(chunks);
     } else if (what_.num_sources > 4) {
@@ -100,10 +152,10 @@ class Reducer {
   template <bool kScaled>
   RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
     if (begin == what_.count) return;
-    const Combiner<T, Combine, kMaxRanks, 1, kScaled> combiner(what_.num_sources, what_.divisor, what_.factor);
+    const Combiner<T, Combine, kGroupRanks, 1, kScaled> combiner(what_.num_sources, what_.divisor, what_.factor);
     for (u64 i = begin + first(); i < what_.count; i += what_.step * blockDim.x) {
-      T value[kMaxRanks] = {};
-      RINGCOMM_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      T value[kGroupRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kGroupRanks; ++p) {
         if (p < what_.num_sources) value[p] = load_one(reinterpret_cast<const T*>(what_.source[p]) + i);
       }
       const T result = combiner.combine([&](int p) { return value[p]; });

@@ -169,7 +169,7 @@ class RingBlock {
   RINGCOMM_DEVICE Board outbox() const {
     return Board::at(plan_.outbox, block_.layout().depth, block_.layout().slot_bytes);
   }
-  RINGCOMM_DEVICE u64 count_of(int message) const { return args_.messages[message].count; }
+  RINGCOMM_DEVICE u64 count_of(int message) const { return args_.counts[message]; }
   RINGCOMM_DEVICE char* slot_of(const Outgoing& out) const {
     return out.any ? outbox().slot(plan_.sent + out.ticket) : nullptr;
   }
@@ -187,13 +187,13 @@ class RingBlock {
   RINGCOMM_DEVICE const char* input(int chunk, u64 window) const {
     const int m = message_of(users_chunk(chunk));
     const u64 before = args_.op == Op::kReduceScatter && !args_.parts ? users_chunk(chunk) * count_of(m) : 0;
-    return static_cast<const char*>(args_.messages[m].input[block_.rank()]) +
+    return static_cast<const char*>(args_.buffers(m, blockIdx.y).input) +
            (before + slice(chunk, window).offset) * elements_.element();
   }
   RINGCOMM_DEVICE char* output(int chunk, u64 window) const {
     const int m = message_of(block_.rank());  // of parts, only the own one comes out
     const u64 before = args_.op == Op::kAllGather ? users_chunk(chunk) * count_of(m) : 0;
-    return static_cast<char*>(args_.messages[m].output[block_.rank()]) +
+    return static_cast<char*>(args_.buffers(m, blockIdx.y).output) +
            (before + slice(RINGCOMM_FAULT == Fault::kWrongChunk ? position_of(block_.rank()) : chunk, window).offset) *
                elements_.element();
   }

@@ -22,10 +22,10 @@ const char* name(Path::Kind kind);
 // What CUDA reports about two devices that this process sees.
 Path path_between(int from, int to, int rank);
 
-// A ring through all ranks, as a list of ranks that begins with 0. Among all orders it has the best worst link, then
-// the largest sum of its links, then it is the first in lexical order. paths[a][b] is the path from rank a to rank b; a
-// link counts as its worse direction. World sizes up to 8, because every order is tried. The identity if a path is
-// unknown.
+// A ring through all ranks, as a list of ranks that begins with 0. paths[a][b] is the path from rank a to rank b; a
+// link counts as its worse direction. Up to 8 ranks every order is tried: the result has the best worst link, then the
+// largest sum of its links, then it is the first in lexical order. More ranks are ordered by nearest neighbours, then
+// improved by reversing parts of the ring, which need not find the best. The identity if a path is unknown.
 std::vector<int> ring_order(const std::vector<std::vector<Path>>& paths);
 
 }  // namespace ringcomm::cuda

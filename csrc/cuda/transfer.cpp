@@ -197,11 +197,7 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
   const int rank = context_.rank();
   TransferArgs args{};
   args.layout = group.layout();
-  args.rank.rank = rank;
-  args.rank.factor = 1;
-  args.rank.host = group.device_page();
-  args.rank.arenas = group.device_arenas();
-  for (int p = 0; p < context_.world_size(); ++p) args.rank.segments[p] = group.segment(p);
+  args.rank = group.args();
   std::int64_t limit_ms = 0;
   std::map<Way, int> channels;  // the blocks of a way's first message serve all of them
   for (const Call* call : calls) {
@@ -214,13 +210,13 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
     transfer.nbytes = call->count * element_bytes(call->dtype);
     transfer.count = call->count;
     if (transfer.nbytes) transfer.at = group.locate_own(transfer.data, transfer.nbytes);
-    transfer.channels = message_channels(transfer.nbytes, channels_);
-    transfer.peer = call->root;
+    transfer.channels = static_cast<std::int8_t>(message_channels(transfer.nbytes, channels_));
+    transfer.peer = static_cast<std::int16_t>(call->root);
     transfer.tag = call->tag;
     transfer.sends = sends;
     transfer.dtype = call->dtype;
     int& most = channels[way(*call)];
-    most = std::max(most, transfer.channels);
+    most = std::max<int>(most, transfer.channels);
     limit_ms = std::max(limit_ms, context_.limit(*call));
     newest_[way(*call)].follow(stream, capture, rank);
   }
@@ -252,6 +248,5 @@ std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& 
   }
   return rounds;
 }
-static_assert(kMaxTransfers >= 2 * (kMaxRanks - 1), "a launch has room for a message of every link");
 
 }  // namespace ringcomm::cuda

@@ -24,7 +24,7 @@ namespace ringcomm::cuda {
 namespace {
 
 RINGCOMM_DEVICE bool share_a_link(const Transfer& a, const Transfer& b) {
-  return a.peer == b.peer && (a.sends != 0) == (b.sends != 0);
+  return a.peer == b.peer && a.sends == b.sends;
 }
 
 struct Found {
@@ -36,7 +36,7 @@ class TransferBlock {
   RINGCOMM_DEVICE TransferBlock(const Block& block, const Transfer& first)
       : block_(block),
         peer_(first.peer),
-        sends_(first.sends != 0),
+        sends_(first.sends),
         mine_(link(block.rank(), peer_)),
         theirs_(link(peer_, block.rank())),
         board_(Board::at((sends_ ? theirs_ : mine_) + block.layout().link_board_at(), block.layout().p2p_depth,
@@ -74,7 +74,7 @@ class TransferBlock {
 
  private:
   RINGCOMM_DEVICE char* link(int at, int peer) const {
-    return block_.args().segments[at] + block_.layout().link_at(peer, block_.channel());
+    return block_.args().segment_of(at) + block_.layout().link_at(peer, block_.channel());
   }
   // The tickets of this direction, in this rank's own memory.
   RINGCOMM_DEVICE u64* count() const {

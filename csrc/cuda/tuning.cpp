@@ -33,6 +33,8 @@ class Line {
     constexpr auto kMost = std::numeric_limits<std::uint64_t>::max();
     entry.up_to_bytes = bytes == "max" ? kMost : number(bytes, "up_to_bytes", 0, kMost);
     entry.algorithm = algorithm_of(algorithm, entry.op);
+    if (entry.algorithm == Algorithm::kOneshot && entry.world_size > kMaxPacketRanks)
+      refuse(concat("expected a world_size of at most ", kMaxPacketRanks, " with oneshot, got ", entry.world_size));
     entry.channels = static_cast<int>(number(channels, "channels", 0, 65535));
     entry.threads = static_cast<int>(number(threads, "threads", 0, kMostBlockThreads));
     if (entry.threads % kBlockThreadsStep != 0)

@@ -46,13 +46,12 @@ std::string all_reduces(std::uint64_t seed) {
     args.reduce_op = ReduceOp::kSum;
     args.wide_packets = wide;
     args.num_messages = 1;
-    args.messages[0].count = count;
+    args.counts[0] = count;
     args.timeout_ns = 600'000'000'000;
     for (int r = 0; r < world_size; ++r) {
       Buffers& own = buffers[c].emplace_back(count);
       for (std::size_t i = 0; i < count; ++i) reinterpret_cast<float*>(own.input.data())[i] = given(r, c, i);
-      args.messages[0].input[r] = own.input.data();
-      args.messages[0].output[r] = own.output.data();
+      args.buffers(0, r) = {own.input.data(), own.output.data()};
       args.ranks[r].input = {-1, visible, reinterpret_cast<std::uint64_t>(own.input.data())};
       args.ranks[r].output = {-1, visible, reinterpret_cast<std::uint64_t>(own.output.data())};
     }

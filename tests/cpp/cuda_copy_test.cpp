@@ -11,6 +11,7 @@ namespace ringcomm::test {
 namespace {
 
 using cuda::CopyArgs;
+using cuda::ExchangeArgs;
 using cuda::Failure;
 using cuda::Transfer;
 using cuda::TransferArgs;
@@ -43,8 +44,7 @@ std::string known_copies(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(1, 4), channels = random.between(1, 3);
   World world(small_layout(world_size, channels, random));
-  CopyArgs args = world.call<CopyArgs>(Op::kAllGather, DType::kUInt8, Algorithm::kDirect, 0, 1);
-  args.known = 1;
+  CopyArgs args{};
   std::vector<Memory> sources, targets;
   int next = 0;
   for (int r = 0; r < world_size; ++r) {
@@ -85,12 +85,12 @@ class Collective {
       for (int p = 0; p < world_size_; ++p)
         nbytes_[r][p] = !uneven_ ? even : op_ == Op::kAllGather && p > 0 ? nbytes_[r][0] : random.count(most);
     for (int r = 0; r < world_size_; ++r) make_buffers(random, r);
-    args_ = world.call<CopyArgs>(op_, DType::kUInt8, Algorithm::kDirect, root_, even | (uneven_ ? kUneven : 0));
+    args_ = world.call<ExchangeArgs>(op_, DType::kUInt8, Algorithm::kDirect, root_, even | (uneven_ ? kUneven : 0));
     args_.same_for_all = same_for_all();
     for (int r = 0; r < world_size_; ++r) describe(r);
   }
 
-  bool run(const Form& form) { return world_.run(cuda::copy_kernel(), args_, form); }
+  bool run(const Form& form) { return world_.run(cuda::exchange_kernel(), args_, form); }
   std::string what() const {
     return text(world_size_) + " ranks, " + name(op_) + (uneven_ ? ", uneven" : "") + (in_place_ ? ", in place" : "") +
            ", root " + text(root_) + ", " + text(nbytes_[0][0]) + " bytes, visible " + std::to_string(visible_) + ": ";
@@ -168,16 +168,15 @@ class Collective {
   void describe(int r) {
     args_.ranks[r].input = location(r, const_cast<char*>(input_of(r)));
     args_.ranks[r].output = location(r, outputs_[r].data());
-    cuda::Exchange& exchange = args_.exchanges[r];
-    exchange = {};
     for (int p = 0; p < world_size_; ++p) {
+      cuda::Exchange& exchange = args_.exchanges[r * world_size_ + p];
       if (gives(r, p)) {
-        exchange.give[p] = input_of(r) + (piece_for(r, p) - inputs_[r].data());
-        exchange.give_bytes[p] = nbytes_[r][p];
+        exchange.give = input_of(r) + (piece_for(r, p) - inputs_[r].data());
+        exchange.give_bytes = nbytes_[r][p];
       }
       if (takes(r, p)) {
-        exchange.take[p] = place_of(r, p);
-        exchange.take_bytes[p] = nbytes_[p][r];
+        exchange.take = place_of(r, p);
+        exchange.take_bytes = nbytes_[p][r];
       }
     }
   }
@@ -188,10 +187,10 @@ class Collective {
   int root_ = 0;
   bool uneven_ = false, in_place_ = false;
   int visible_ = 0;  // -1: the buffers of all ranks; 0: of none; r + 1: of rank r alone
-  std::size_t nbytes_[cuda::kMaxRanks][cuda::kMaxRanks] = {};
+  std::size_t nbytes_[cuda::kMaxLaunchRanks][cuda::kMaxLaunchRanks] = {};
   std::vector<Memory> inputs_, outputs_;
   std::vector<std::vector<std::vector<char>>> parts_;  // [rank][peer], as they were before
-  CopyArgs args_{};
+  ExchangeArgs args_{};
 };
 
 std::string collectives(std::uint64_t seed) {
@@ -212,15 +211,15 @@ std::string barriers(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(2, 5), channels = random.between(1, 2);
   World world(small_layout(world_size, channels, random));
-  CopyArgs args = world.call<CopyArgs>(Op::kBarrier, DType::kUInt8, Algorithm::kDirect, 0, 0);
+  ExchangeArgs args = world.call<ExchangeArgs>(Op::kBarrier, DType::kUInt8, Algorithm::kDirect, 0, 0);
   for (int calls = 0; calls < 3; ++calls)
-    if (!world.run(cuda::copy_kernel(), args, random_form(random, channels))) return world.error;
+    if (!world.run(cuda::exchange_kernel(), args, random_form(random, channels))) return world.error;
   Form form = random_form(random, channels);
   form.together = form.exact = false;
   form.timeout_ms = 30;
   form.absent = static_cast<int>(random.below(world_size));
   if (const std::string who = who_gave_up(world); !who.empty()) return who;
-  if (!world.run(cuda::copy_kernel(), args, form)) return world.error;
+  if (!world.run(cuda::exchange_kernel(), args, form)) return world.error;
   for (int r = 0; r < world_size; ++r) {
     if (r == form.absent) continue;
     if (world.failure(r) == Failure::kNone) return "rank " + text(r) + " came out alone";
@@ -237,18 +236,18 @@ std::string uneven_sizes_differ(std::uint64_t seed) {
   const int world_size = random.between(2, 4);
   World world(small_layout(world_size, 1, random));
   Memory buffer(4096);
-  CopyArgs args = world.call<CopyArgs>(Op::kAllToAll, DType::kUInt8, Algorithm::kDirect, 0, kUneven);
+  ExchangeArgs args = world.call<ExchangeArgs>(Op::kAllToAll, DType::kUInt8, Algorithm::kDirect, 0, kUneven);
   const int giver = static_cast<int>(random.below(world_size)), taker = (giver + 1) % world_size;
   for (int r = 0; r < world_size; ++r)
     for (int p = 0; p < world_size; ++p) {
-      cuda::Exchange& exchange = args.exchanges[r];
-      exchange.give[p] = exchange.take[p] = buffer.data() + 128 * r;
-      exchange.give_bytes[p] = r == giver && p == taker ? 100 : 64;
-      exchange.take_bytes[p] = 64;
+      cuda::Exchange& exchange = args.exchanges[r * world_size + p];
+      exchange.give = exchange.take = buffer.data() + 128 * r;
+      exchange.give_bytes = r == giver && p == taker ? 100 : 64;
+      exchange.take_bytes = 64;
     }
   Form form = random_form(random, 1);
   form.exact = false;
-  if (!world.run(cuda::copy_kernel(), args, form)) return world.error;
+  if (!world.run(cuda::exchange_kernel(), args, form)) return world.error;
   const cuda::Status& status = world.status(taker);
   if (world.failure(taker) != Failure::kMismatch || status.peer != giver) return "the reader did not notice";
   if (status.mine.count != (kUneven | 64) || status.theirs.count != (kUneven | 100))
@@ -329,8 +328,8 @@ class Letters {
       transfer.nbytes = memory.nbytes();
       transfer.count = memory.nbytes() / 4;
       transfer.at = sends ? letter.source : letter.target;
-      transfer.channels = letter.channels;
-      transfer.peer = sends ? letter.to : letter.from;
+      transfer.channels = static_cast<std::int8_t>(letter.channels);
+      transfer.peer = static_cast<std::int16_t>(sends ? letter.to : letter.from);
       transfer.tag = letter.tag;
       transfer.sends = sends;
       transfer.dtype = DType::kFloat32;
@@ -423,9 +422,10 @@ std::string letter_without_reader(std::uint64_t seed) {
   args.rank = world.rank_args(0);
   args.num_transfers = 1;
   const Location at{-1, static_cast<std::int32_t>(random.below(2)), reinterpret_cast<std::uint64_t>(buffer.data())};
-  const int sends = random.one_in(2);
-  args.transfers[0] = {buffer.data(), buffer.nbytes(), buffer.nbytes(), at, world.layout().p2p_channels, 0, 1, 0,
-                       sends,         DType::kUInt8};
+  const bool sends = random.one_in(2);
+  args.transfers[0] = {
+      buffer.data(), buffer.nbytes(), buffer.nbytes(), at, 0, 1, static_cast<std::int8_t>(world.layout().p2p_channels),
+      sends,         DType::kUInt8};
   Form form = random_form(random, world.layout().p2p_channels);
   form.exact = false;
   form.timeout_ms = 30;

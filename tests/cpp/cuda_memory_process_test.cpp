@@ -98,7 +98,7 @@ void check_memory(const World& world, Groups& groups, int arena) {
   for (auto& group : groups)
     for (int p = 0; p < world.world_size; ++p) {
       reinterpret_cast<int*>(group->segment(p) + layout.channel_at(1))[group->rank()] = 100 * p + group->rank();
-      char* const base = group->device_arenas()[p * cuda::kMaxRegions + arena];
+      char* const base = group->args().table->regions[p][arena];
       reinterpret_cast<int*>(base + std::stoull(wheres[p]))[group->rank()] = 1000 * p + group->rank();
     }
   world.meet(concat("written", arena, "."));

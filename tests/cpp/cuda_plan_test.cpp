@@ -23,7 +23,7 @@ Setting setting(int world_size, bool known) {
   return s;
 }
 Plan plan(Op op, Algorithm requested, std::uint64_t nbytes, const Setting& s, const Tuning& tuning = {}) {
-  return make_plan(op, requested, nbytes, true, false, s, tuning);
+  return make_plan(op, requested, nbytes, s.layout.world_size <= cuda::kMaxPacketRanks, false, s, tuning);
 }
 
 // auto keeps the bits: it takes the ring for nothing that is added up.
@@ -34,11 +34,12 @@ void choices() {
         for (int o = 0; o <= static_cast<int>(Op::kBarrier); ++o) {
           const Op op = static_cast<Op>(o);
           const Plan p = plan(op, Algorithm::kAuto, nbytes, setting(w, known));
-          const bool small = op == Op::kAllReduce && !known && nbytes <= 64u << 10;
+          const bool small = op == Op::kAllReduce && !known && nbytes <= 64u << 10 && w <= cuda::kMaxPacketRanks;
           require(p.algorithm != Algorithm::kRing && (!small || p.algorithm == Algorithm::kOneshot) &&
                       (p.algorithm == Algorithm::kOneshot ? op == Op::kAllReduce && !known : true),
                   concat("auto: ", name(op), " of ", nbytes, " bytes takes ", name(p.algorithm)));
           require(p.known == known && p.waits == !known, "a launch that knows everything waits for nobody");
+          require(p.threads >= w, "a thread for every rank");
           require(p.channels >= 1 && (!p.waits || p.channels <= 16), "channels");
           require(!p.waits || channels_that_fit(p, 16 * w, w) == p.channels, "room for all channels");
         }
@@ -143,7 +144,8 @@ void tables() {
   refuses("\nall_reduce 4 65536 oneshot 4\n", "six columns");
   refuses("\nall_reduce 4 65536 oneshot 4 256 7\n", "six columns");
   refuses("\nall_reduse 4 65536 oneshot 4 256\n", "all_reduse");
-  refuses("\nall_reduce 9 65536 oneshot 4 256\n", "world_size");
+  refuses("\nall_reduce 33 65536 direct 4 256\n", "world_size from 1 to 32");
+  refuses("\nall_reduce 9 65536 oneshot 4 256\n", "world_size of at most 8 with oneshot");
   refuses("\nall_reduce 4 -1 oneshot 4 256\n", "up_to_bytes");
   refuses("\nall_reduce 4 65536 ring 4 256\n", "bits");
   refuses("\nreduce 4 65536 oneshot 4 256\n", "oneshot");

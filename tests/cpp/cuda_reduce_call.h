@@ -43,7 +43,7 @@ class ReduceCall {
     args_.num_messages = num_messages_;
     args_.parts = parts_;
     args_.wide_packets = way == Way::kLL128;
-    for (int m = 0; m < num_messages_; ++m) args_.messages[m] = messages_[m];
+    for (int m = 0; m < num_messages_; ++m) put(args_, m, messages_[m]);
     for (int r = 0; r < world_size_; ++r) {
       if (reduce_op_ == ReduceOp::kPremulSum) args_.ranks[r].factor = random.pick({0.5, 1.0, -1.25, 0.3});
       if (way == Way::kVisible) show(random, r);
@@ -62,8 +62,8 @@ class ReduceCall {
   void take_snapshots_back() {
     for (int m = 0; m < num_messages_; ++m)
       for (int r = 0; r < world_size_; ++r)
-        if (args_.messages[m].output[r] && snapshots_[m * world_size_ + r].nbytes())
-          std::memcpy(args_.messages[m].output[r], snapshots_[m * world_size_ + r].data(),
+        if (messages_[m].output[r] && snapshots_[m * world_size_ + r].nbytes())
+          std::memcpy(messages_[m].output[r], snapshots_[m * world_size_ + r].data(),
                       snapshots_[m * world_size_ + r].nbytes());
   }
   // Empty if all is right.
@@ -96,7 +96,7 @@ class ReduceCall {
     for (int r = 0; r < world_size_; ++r) args.factor[r] = args_.ranks[r].factor;
     std::vector<cuda::KnownArgs> launches;
     for (int m = 0; m < num_messages_; ++m) {
-      const cuda::Message& message = messages_[m];
+      const Message& message = messages_[m];
       args.add(message.input, message.output + (parts_ ? m : op_ == Op::kReduce ? root_ : 0), message.count);
       if (!args.full() && m + 1 < num_messages_) continue;
       launches.push_back(args);
@@ -131,7 +131,7 @@ class ReduceCall {
                                          : 9000 / (num_messages_ * (world_size_ > 4 ? 2 : 1));
     const std::size_t count = random.count(most), nbytes = count * element;
     const std::size_t shift = random.one_in(3) ? element * random.below(16 / element) : 0;
-    cuda::Message message{};
+    Message message{};
     message.count = count * pair_.scale;
     counts_.push_back(count);
     for (int r = 0; r < world_size_; ++r) {
@@ -230,7 +230,7 @@ class ReduceCall {
   std::vector<Memory> inputs_, outputs_, snapshots_;
   std::vector<std::vector<char>> originals_;
   std::vector<std::size_t> counts_;
-  std::vector<cuda::Message> messages_;
+  std::vector<Message> messages_;
   cuda::CallArgs args_{};
 };
 
@@ -271,7 +271,7 @@ inline void run_program(const Program* program) {
     __syncthreads();
     for (int m = 0; m < args.num_messages; ++m) {
       const Memory& snapshot = call->snapshots()[m * world_size + rank];
-      const char* const output = static_cast<const char*>(args.messages[m].output[rank]);
+      const char* const output = static_cast<const char*>(args.buffers(m, rank).output);
       for (std::size_t i = threadIdx.x; output && i < snapshot.nbytes(); i += blockDim.x)
         snapshot.data()[i] = cuda::load_one(output + i);
     }
@@ -308,10 +308,10 @@ inline cuda::CallArgs plain_all_reduce(World& world, std::vector<Memory>& buffer
   cuda::CallArgs args = world.call<cuda::CallArgs>(Op::kAllReduce, DType::kFloat32, algorithm, 0, count);
   args.num_messages = 1;
   args.wide_packets = wide;
-  args.messages[0].count = count;
+  args.counts[0] = count;
   for (int r = 0; r < world.world_size(); ++r) {
     buffers.emplace_back(count * sizeof(float), 0, 0);
-    args.messages[0].input[r] = args.messages[0].output[r] = buffers.back().data();
+    args.buffers(0, r) = {buffers.back().data(), buffers.back().data()};
   }
   return args;
 }
@@ -355,7 +355,7 @@ inline std::string one_differs(std::uint64_t seed, Algorithm algorithm) {
   for (int r = 0; r < world_size; ++r) {
     cuda::CallArgs one = args;
     one.ranks[0] = args.ranks[r];
-    if (r == odd) one.signed_count = one.messages[0].count = 100;
+    if (r == odd) one.signed_count = one.counts[0] = 100;
     launches.push_back(one);
   }
   Form form = random_form(random, channels);

@@ -47,8 +47,8 @@ class RingCall {
       args_.ranks[i].factor = reduce_op_ == ReduceOp::kPremulSum ? random.pick({0.5, 1.0, -1.25, 0.3}) : 1;
     }
     for (int m = 0; m < num_messages_; ++m) {
-      args_.messages[m] = messages_[m];
-      args_.messages[m].count = kernel_count(m);
+      put(args_, m, messages_[m]);
+      args_.counts[m] = kernel_count(m);
     }
   }
 
@@ -106,7 +106,7 @@ class RingCall {
     const std::uint64_t most = (splits || gathers ? 2000 : 9000) / (num_messages_ * (world_size_ > 4 ? 2 : 1));
     const std::size_t element = element_bytes(dtype_), count = random.count(most), nbytes = count * element;
     const std::size_t shift = random.one_in(3) ? element * random.below(16 / element) : 0;
-    cuda::Message message{};
+    Message message{};
     message.count = reduces() ? count : nbytes;
     for (int r = 0; r < world_size_; ++r) {
       const std::size_t large = nbytes * world_size_;
@@ -124,7 +124,7 @@ class RingCall {
     messages_.push_back(message);
   }
   // Output and input are one buffer, the larger of the two.
-  void unite(cuda::Message& message, int r, std::size_t nbytes) {
+  void unite(Message& message, int r, std::size_t nbytes) {
     char* const input = inputs_.back().data();
     char* const output = outputs_.back().data();
     if (op_ == Op::kAllGather) {
@@ -216,7 +216,7 @@ class RingCall {
   std::vector<int> order_;
   std::vector<Memory> inputs_, outputs_;
   std::vector<std::vector<char>> originals_;
-  std::vector<cuda::Message> messages_;
+  std::vector<Message> messages_;
   CallArgs args_{};
 };
 
@@ -261,10 +261,10 @@ std::string alone(std::uint64_t seed) {
 CallArgs plain_all_reduce(World& world, std::vector<Memory>& buffers, std::uint64_t count) {
   CallArgs args = world.call<CallArgs>(Op::kAllReduce, DType::kFloat32, Algorithm::kRing, 0, count);
   args.num_messages = 1;
-  args.messages[0].count = count;
+  args.counts[0] = count;
   for (int r = 0; r < world.world_size(); ++r) {
     buffers.emplace_back(count * sizeof(float), 0, 0);
-    args.messages[0].input[r] = args.messages[0].output[r] = buffers.back().data();
+    args.buffers(0, r) = {buffers.back().data(), buffers.back().data()};
   }
   return args;
 }
@@ -308,7 +308,7 @@ std::string one_differs(std::uint64_t seed) {
   for (int r = 0; r < world_size; ++r) {
     CallArgs one = args;
     one.ranks[0] = args.ranks[r];
-    if (r == odd) one.signed_count = one.messages[0].count = 900;
+    if (r == odd) one.signed_count = one.counts[0] = 900;
     launches.push_back(one);
   }
   Form form = random_form(random, channels);

@@ -98,6 +98,17 @@ inline cuda::Layout small_layout(int world_size, int channels, Random& random) {
   return layout;
 }
 
+// One message of a call at all ranks of a launch.
+struct Message {
+  const void* input[cuda::kMaxLaunchRanks];
+  void* output[cuda::kMaxLaunchRanks];
+  std::uint64_t count;
+};
+inline void put(cuda::CallArgs& args, int m, const Message& message) {
+  args.counts[m] = message.count;
+  for (int y = 0; y < args.num_ranks; ++y) args.buffers(m, y) = {message.input[y], message.output[y]};
+}
+
 // How a call is launched.
 struct Form {
   int channels = 1;
@@ -116,8 +127,12 @@ class World {
     for (int r = 0; r < layout.world_size; ++r) {
       segments_.emplace_back(layout.segment_bytes(), 0, 0);
       pages_.emplace_back(sizeof(cuda::HostPage), 0, 0);
-      tables_.emplace_back(cuda::kMaxRanks * cuda::kMaxRegions, nullptr);
+      tables_.emplace_back(sizeof(cuda::RankTable), 0, 0);
       for (int c = 0; c < layout.channels; ++c) spoil(r, c);
+    }
+    for (int r = 0; r < layout.world_size; ++r) {
+      table(r).host = &page(r);
+      for (int p = 0; p < layout.world_size; ++p) table(r).segments[p] = segment(p);
     }
   }
 
@@ -129,18 +144,17 @@ class World {
   // What went wrong first on this rank, as the kernels wrote it.
   cuda::Failure failure(int rank) const { return static_cast<cuda::Failure>(load_acquire(&status(rank).code)); }
   // Where `rank` sees arena number `arena` of `peer`.
-  char*& arena(int rank, int peer, int arena) { return tables_[rank][peer * cuda::kMaxRegions + arena]; }
+  char*& arena(int rank, int peer, int arena) { return table(rank).regions[peer][arena]; }
 
   cuda::RankArgs rank_args(int rank) {
     cuda::RankArgs args{};
     args.rank = rank;
     args.factor = 1;
-    args.host = &page(rank);
-    args.arenas = tables_[rank].data();
-    for (int p = 0; p < world_size(); ++p) args.segments[p] = segment(p);
+    args.segment = segment(rank);
+    args.table = &table(rank);
     return args;
   }
-  // CallArgs or CopyArgs of all ranks, without messages.
+  // CallArgs or ExchangeArgs of all ranks, without messages.
   template <typename Args>
   Args call(Op op, DType dtype, Algorithm algorithm, int root, std::uint64_t signed_count) {
     Args args{};
@@ -150,6 +164,7 @@ class World {
     args.root = root;
     args.signed_count = signed_count;
     args.layout = layout_;
+    args.num_ranks = world_size();
     for (int r = 0; r < world_size(); ++r) args.ranks[r] = rank_args(r);
     if constexpr (std::is_same_v<Args, cuda::CallArgs>)
       for (int r = 0; r < world_size(); ++r) args.ring_order[r] = static_cast<std::int8_t>(r);
@@ -171,7 +186,7 @@ class World {
     emulator::Simulation simulation(options);
     for (std::size_t i = 0; i < launches.size(); ++i) {
       if (static_cast<int>(i) == form.absent) continue;
-      if constexpr (!std::is_same_v<Args, cuda::KnownArgs>)
+      if constexpr (!std::is_same_v<Args, cuda::KnownArgs> && !std::is_same_v<Args, cuda::CopyArgs>)
         launches[i].timeout_ns = static_cast<std::uint64_t>(form.timeout_ms) * 1000000;
       simulation.launch("launch " + std::to_string(i), kernel, dim3(form.channels, ranks_in_each), dim3(form.threads),
                         launches[i]);
@@ -185,9 +200,9 @@ class World {
 
   // Launch r is of rank r alone; the pointers of its peers are unknown there.
   template <typename Args>
-  static std::vector<Args> apart(const Args& args) {
+  std::vector<Args> apart(const Args& args) const {
     std::vector<Args> launches;
-    for (int r = 0; r < args.layout.world_size; ++r) launches.push_back(alone(args, r));
+    for (int r = 0; r < world_size(); ++r) launches.push_back(alone(args, r));
     return launches;
   }
 
@@ -199,29 +214,34 @@ class World {
     std::memset(at + layout_.board_at() + headers, 0xdd, layout_.board_bytes() - headers);
     std::memset(at + layout_.stage_at(), 0xdd, layout_.boxes_at() - layout_.stage_at());
   }
-  static cuda::CallArgs alone(cuda::CallArgs args, int r) {
-    args.ranks[0] = args.ranks[r];
-    for (int m = 0; m < args.num_messages; ++m)
-      for (int p = 0; p < cuda::kMaxRanks; ++p)
-        if (p != r) args.messages[m].input[p] = nullptr, args.messages[m].output[p] = nullptr;
-    return args;
+  static cuda::CallArgs alone(const cuda::CallArgs& args, int r) {
+    cuda::CallArgs one = args;
+    one.num_ranks = 1;
+    one.ranks[0] = args.ranks[r];
+    for (auto& buffers : one.all_buffers) buffers = {};
+    for (int m = 0; m < args.num_messages; ++m) one.buffers(m, 0) = args.buffers(m, r);
+    return one;
+  }
+  static cuda::ExchangeArgs alone(const cuda::ExchangeArgs& args, int r) {
+    const int w = args.layout.world_size;
+    cuda::ExchangeArgs one = args;
+    one.num_ranks = 1;
+    one.ranks[0] = args.ranks[r];
+    for (auto& exchange : one.exchanges) exchange = {};
+    for (int p = 0; p < w; ++p) one.exchanges[p] = args.exchanges[r * w + p];
+    return one;
   }
   static cuda::CopyArgs alone(cuda::CopyArgs args, int r) {
-    args.ranks[0] = args.ranks[r];
-    if (!args.known) {
-      args.exchanges[0] = args.exchanges[r];
-      for (int p = 1; p < cuda::kMaxRanks; ++p) args.exchanges[p] = {};
-      return args;
-    }
     for (int i = args.first[r]; i < args.first[r + 1]; ++i) args.copies[i - args.first[r]] = args.copies[i];
     args.first[1] = args.first[r + 1] - args.first[r];
     args.first[0] = 0;
     return args;
   }
 
+  cuda::RankTable& table(int rank) { return *reinterpret_cast<cuda::RankTable*>(tables_[rank].data()); }
+
   cuda::Layout layout_;
-  std::vector<Memory> segments_, pages_;
-  std::vector<std::vector<char*>> tables_;
+  std::vector<Memory> segments_, pages_, tables_;
 };
 
 inline bool failed = false;

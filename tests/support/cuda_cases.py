@@ -20,7 +20,7 @@ import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm import hosts
 from tests import test_collectives as matrix
-from tests.support.reference import DTYPES, has_oneshot, ops_of, reduced, same_bits, values
+from tests.support.reference import DTYPES, factor_of, has_oneshot, ops_of, reduced, same_bits, values
 from tests.test_communicator import every_method
 
 LIMIT_S = 60
@@ -117,18 +117,22 @@ def all_methods(comm: Communicator) -> dict[str, str]:
 def same_as_cpu(world_size: int, kind: str) -> None:
     """Every method of the communicator gives on cuda what it gives on the cpu."""
     ours, theirs = (ranks(all_methods, world_size, kind=kind, device=device) for device in ("cuda", "cpu"))
-    for rank in range(world_size):
+    alike(ours, theirs)
+
+
+def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         wrong = [
-            f"rank {rank} {name}: cuda {got}, cpu {theirs[rank][name]}"
-            for name, got in ours[rank].items()
-            if got != theirs[rank][name]
+            f"rank {rank} {name}: cuda {mine[name]!r}, cpu {other[name]!r}"
+            for name in mine
+            if mine[name] != other[name]
         ]
-        assert not wrong, "\n".join(wrong)
+        assert not wrong, "\n".join(text[:1000] for text in wrong)
 
 
 def sums(comm: Communicator, algorithm: str, dtype: str, count: int) -> bytes:
     x = values(dtype, comm.rank, count)
-    return bytes(comm.all_reduce(x, algorithm=algorithm).view(torch.uint8).numpy())
+    return raw(comm.all_reduce(x, algorithm=algorithm))
 
 
 def same_bits_as_cpu(world_size: int) -> None:
@@ -143,12 +147,64 @@ def same_bits_as_cpu(world_size: int) -> None:
     ranks(matrix.ring_sums, world_size)  # in ring order: every rank has the same
 
 
+def reduced_bits(comm: Communicator) -> dict[str, bytes]:
+    """All types and operators in canonical order, whole vectors and single elements; lists of uneven parts."""
+    found: dict[str, bytes] = {}
+    for dtype in DTYPES:
+        for op, count in product(ops_of(dtype), (5, 1000)):
+            factor = {"factor": factor_of(comm.rank)} if op == "premul_sum" else {}
+            x = values(dtype, comm.rank, count)
+            found[f"{dtype} {op} {count}"] = raw(comm.all_reduce(x, op, **factor))
+        parts = [values(dtype, comm.rank, 1 + to) for to in range(comm.world_size)]
+        out = torch.empty(1 + comm.rank, dtype=parts[0].dtype)
+        found[f"{dtype} parts"] = raw(comm.reduce_scatter_list(out, parts))
+    return found
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return bytes(x.view(torch.uint8).numpy())
+
+
+def with_every_peer(comm: Communicator) -> list[float]:
+    """A message to each rank and one from each, all under way at once."""
+    peers = [p for p in range(comm.world_size) if p != comm.rank]
+    got = {p: torch.zeros(1 + p) for p in peers}
+    works = [comm.irecv(got[p], p) for p in peers]
+    works += [comm.isend(torch.full((1 + comm.rank,), 100.0 * comm.rank + p), p) for p in peers]
+    for work in works:
+        work.wait()
+    return [float(got[p].sum()) for p in peers]
+
+
+def of_many_ranks(comm: Communicator) -> dict[str, Any]:
+    if comm.engine == "cuda":
+        copied(comm)
+        with pytest.raises(errors.UnsupportedError, match=f"oneshot, which has at most 8 ranks, on {comm.world_size}"):
+            comm.all_reduce(torch.ones(1), algorithm="oneshot")
+    x, world_size = values("float32", comm.rank, 1000), comm.world_size
+    by_ring = comm.all_reduce(x.clone(), algorithm="ring")  # in another order of summation, the same on every rank
+    torch.testing.assert_close(by_ring, comm.all_reduce(x.clone()), atol=1e-4, rtol=1e-4)
+    assert bool((comm.all_gather(by_ring, algorithm="ring").view(world_size, -1) == by_ring).all())
+    counts = (20 * world_size, 20 * world_size * (12003 // world_size))  # part of a window of 4 KiB, and many windows
+    return {
+        **all_methods(comm),
+        **reduced_bits(comm),
+        "messages": with_every_peer(comm),
+        **{f"staged {count}": staged(comm, count) for count in counts},
+    }
+
+
+def many_ranks(world_size: int, kind: str, device: str) -> None:
+    """More ranks than a thread adds up at once, beside the CPU engine."""
+    alike(ranks(of_many_ranks, world_size, kind=kind, device=device), ranks(of_many_ranks, world_size, device="cpu"))
+
+
 def staged(comm: Communicator, count: int) -> list[bytes]:
     """Every op on memory that the peers do not see, over several windows of the staging regions."""
     x = values("float32", comm.rank, count)
     found = [comm.all_reduce(x.clone()), comm.reduce_scatter(x), comm.all_gather(x), comm.all_to_all(x)]
     found.append(comm.broadcast(x.clone(), root=1))
-    return [bytes(each.view(torch.uint8).numpy()) for each in found]
+    return [raw(each) for each in found]
 
 
 def staged_bits(world_size: int) -> None:
@@ -434,7 +490,9 @@ def bad_input() -> None:
         ringcomm.init(device="cuda:7")
     with pytest.raises(errors.InvalidArgumentError, match="device='tpu'"):
         ringcomm.init(device="tpu")
-    with pytest.raises(errors.UnsupportedError, match="at most 8 ranks of one host, got 9"):
+    with pytest.raises(errors.UnsupportedError, match="at most 32 ranks of one host, got 33"):
+        ringcomm.run_ranks(refused, 33, device="cuda")
+    with pytest.raises(errors.UnsupportedError, match="at most 8 ranks of one process on one GPU, got 9 with rank 0"):
         ringcomm.run_ranks(refused, 9, device="cuda")
 
 
