@@ -214,6 +214,7 @@ def test_a_slow_run_fails() -> None:
     assert run("-g 2 -b 1K -e 1K -n 1 --min-bw 0") == 0
 
 
+@pytest.mark.usefixtures("new_pythons")  # they write where this process does
 def test_processes_beside_a_peer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     words = "all_reduce all_gather -g 2 --level dist --peer gloo --rounds 3 -n 3 -b 1K -e 64K -f 64"
