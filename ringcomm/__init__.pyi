@@ -20,9 +20,9 @@ from ringcomm.data_parallel.ddp import DistributedDataParallel as DistributedDat
 from ringcomm.data_parallel.ddp import NaiveDataParallel as NaiveDataParallel
 from ringcomm.data_parallel.fully_shard import fully_shard as fully_shard
 from ringcomm.data_parallel.fully_shard import register_forward_method as register_forward_method
+from ringcomm.data_parallel.grad_scaler import GradScaler as GradScaler
 from ringcomm.data_parallel.join import join as join
 from ringcomm.data_parallel.memory import memory as memory
-from ringcomm.data_parallel.precision import GradScaler as GradScaler
 from ringcomm.data_parallel.precision import MixedPrecision as MixedPrecision
 from ringcomm.data_parallel.shard import no_sync as no_sync
 from ringcomm.data_parallel.shard import restage as restage
@@ -50,8 +50,8 @@ from ringcomm.mesh import init_mesh as init_mesh
 from ringcomm.observe import record as record
 from ringcomm.observe.record import step as step
 from ringcomm.observe.trace import trace as trace
-from ringcomm.pipeline_parallel.cuts import split as split
 from ringcomm.pipeline_parallel.pipeline import Pipeline as Pipeline
+from ringcomm.pipeline_parallel.split import split as split
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
 from ringcomm.tensor_parallel.layers import RowParallelLinear as RowParallelLinear
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding

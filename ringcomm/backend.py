@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
+from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, Span, identity
-from ringcomm.comm.sealed import generation, seal, unseal
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
@@ -199,9 +199,9 @@ def _exchange(
     # keys.
     count = generation(place, f"generation/{rank}", call, rank)
     keys = [f"handle/{count}/{peer}" for peer in range(world_size)]
-    place.set(keys[rank], seal(mine, world_size))
+    place.set(keys[rank], frame(mine, world_size))
     _await(place, keys, rank, timeout, call)
-    values = [unseal(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
+    values = [unframe(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
     return f"{prefix}/{count}", [value for _, value in values]
 
 

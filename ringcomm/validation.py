@@ -1,6 +1,6 @@
 """Checks the arguments of a call before the call does anything; a decorator declares what each must be.
 
-    @expects("stretch", times=whole(1), how=one_of("once", "twice"))
+    @expects("stretch", times=validate_int(1), how=one_of("once", "twice"))
     def stretch(text: str, times: int, how: str | None = None) -> str:
 
 Arguments that are not named are not checked.
@@ -65,7 +65,7 @@ def one_of(*known: str) -> Wanted:
     return that(f"one of {', '.join(map(repr, known))}", lambda value: isinstance(value, str) and value in known)
 
 
-def whole(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
+def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
     """Requires an integer within these bounds, of Python or NumPy; the call gets Python's."""
     said = said or f"a whole number from {least} to {most}"
     return that(said, lambda value: _is_a(value, Integral) and least <= value <= most, int)

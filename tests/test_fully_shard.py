@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.data_parallel.fully_shard import FSDPModule, fully_shard, register_forward_method
-from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
+from ringcomm.data_parallel.grad_scaler import GradScaler
+from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import shard, whole
 from tests.support import torch_ranks
 
@@ -229,16 +230,16 @@ def test_what_is_whole_when() -> None:
         assert first.mlp.weight.shape == (WIDTH, WIDTH)
         handle = first.unshard(async_op=True)
         handle.wait()
-        assert unit.is_whole
+        assert unit.is_unsharded
         first.mlp.weight.sum()
         first.reshard()
-        assert not unit.is_whole
+        assert not unit.is_unsharded
         loss = loss_of(model, comm.rank, 0)
-        assert not unit.is_whole  # None: all but the outermost module reshard after forward
-        assert model._ringcomm_unit.is_whole
+        assert not unit.is_unsharded  # None: all but the outermost module reshard after forward
+        assert model._ringcomm_unit.is_unsharded
         model.set_reshard_after_backward(False)
         loss.backward()
-        assert unit.is_whole
+        assert unit.is_unsharded
         optimizer = torch.optim.SGD(trained(model), lr=1.0)
         optimizer.step()
         with whole(model):
@@ -246,7 +247,7 @@ def test_what_is_whole_when() -> None:
         assert torch.equal(after, model.state_dict()["blocks.0.mlp.weight"])  # not the values before the step
         model.set_reshard_after_forward(False)
         loss_of(model, comm.rank, 1)
-        assert unit.is_whole
+        assert unit.is_unsharded
 
     on_ranks(rank)
 
@@ -277,7 +278,7 @@ def test_evaluation_and_failed_passes_leave_training_as_it_is() -> None:
         model.eval()
         with torch.no_grad():
             loss_of(model, comm.rank, 9)
-        assert not any(unit.is_whole for unit in model._units(True))
+        assert not any(unit.is_unsharded for unit in model._units(True))
         model.train()
         model.fail_at = 2
         with pytest.raises(RuntimeError, match="half-way"):

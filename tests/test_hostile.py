@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import ringcomm
 from ringcomm import _C, errors
 from ringcomm.comm import launch
+from ringcomm.comm.framing import frame, unframe
 from ringcomm.comm.hosts import identity
-from ringcomm.comm.sealed import seal, unseal
 from tests.support import emulated
 from tests.support.hostile import drawn, refusal
 
@@ -124,7 +124,7 @@ def test_handles_of_others_are_refused(kind: str) -> None:
 
 
 def resealed(handle: bytes, **words: Any) -> bytes:
-    """A handle of the cpu engine with other words in it, under a right seal: from a rank that lies, or has gone."""
+    """A handle of the cpu engine with other words in it, with a right header: from a rank that lies, or has gone."""
     word, _, text = handle.decode().split(" ", 2)
     names = ("machine", "rank", "world_size", "pid", "fd", "nonce", "process", "slot_bytes", "p2p_slot_bytes")
     found = dict(zip(names, text.split(" "), strict=True)) | {name: str(value) for name, value in words.items()}
@@ -202,7 +202,7 @@ def joins(store: Any, rank: int = 0, world_size: int = 2) -> Callable[[], Any]:
 @drawn(200)
 def test_a_changed_message_in_the_store_is_refused(what: str, change: Change) -> None:
     store, other = dist.HashStore(), _C.Engine("cpu", 1, 2, LIMIT_MS)
-    messages = {"host": seal(identity().encode(), 2), "init": seal(other.handle(), 2)}
+    messages = {"host": frame(identity().encode(), 2), "init": frame(other.handle(), 2)}
     messages[what] = changed(messages[what], change)
     for key, message in messages.items():
         store.set(f"ringcomm/{key}/1/1", message)
@@ -212,9 +212,9 @@ def test_a_changed_message_in_the_store_is_refused(what: str, change: Change) ->
 @given(st.binary(max_size=100), st.integers(1, 1 << 20), CHANGES)
 @drawn(200)
 def test_a_seal_opens_for_what_was_sealed_alone(payload: bytes, world_size: int, change: Change) -> None:
-    value = seal(payload, world_size)
-    assert unseal(value, "init", 0, 1) == (world_size, payload)
-    refusal(lambda: unseal(changed(value, change), "init", 0, 1))
+    value = frame(payload, world_size)
+    assert unframe(value, "init", 0, 1) == (world_size, payload)
+    refusal(lambda: unframe(changed(value, change), "init", 0, 1))
 
 
 @pytest.mark.parametrize("left", ["abc", "-5", "9" * 40, "\0", "-" + "9" * 40])
@@ -241,7 +241,7 @@ def test_a_changed_message_to_a_process_group_is_refused(change: Change) -> None
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, 0, 2
     options.timeout, options.group_id, options.global_ranks_in_group = dist.constants.default_pg_timeout, "g", [0, 1]
-    store.set("ringcomm/host/handle/1/1", changed(seal(identity().encode(), 2), change))
+    store.set("ringcomm/host/handle/1/1", changed(frame(identity().encode(), 2), change))
     assert "rank 0" in refusal(lambda: backend.create(options))
 
 

@@ -62,10 +62,10 @@ def parts(job: Job) -> dict[str, tuple[ShardSpec, torch.Tensor]]:
     """What a rank has: parameters, and the optimizer's state under its name in checkpoints; a collective."""
     found = job.parts()
     flat = flat_of(job.pipe, "test")
-    (attached,) = flat.optimizers
+    (optimizer,) = flat.optimizers
     for group in flat.order:
         for i, p in enumerate(group.params):
-            for key, value in attached.optimizer.state.get(p, {}).items():
+            for key, value in optimizer.state.get(p, {}).items():
                 cut = part_of(p) if value.shape == p.shape and value.dim() else ShardSpec()
                 found[f"optimizer.state.{name_of(group, i)}.{key}"] = (cut, value.clone())
     return found

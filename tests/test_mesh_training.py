@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import ringcomm
+from ringcomm.data_parallel.grad_scaler import GradScaler
 from ringcomm.data_parallel.memory import predict
-from ringcomm.data_parallel.precision import GradScaler, MixedPrecision
+from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage
 from ringcomm.data_parallel.shard_spec import ShardSpec
 from ringcomm.data_parallel.sharded_model import sharded_model_of
@@ -362,10 +363,10 @@ def test_evaluation_lets_go_of_the_parameters_again() -> None:
         found = job.pipe.evaluate(x, target=y)
         flat = sharded_model_of(job.pipe)
         assert flat is not None
-        assert not any(group.is_whole for group in flat.buckets)
+        assert not any(group.is_unsharded for group in flat.buckets)
         assert flat.sync
         again = job.train(0, 1)[0][0]
-        assert not any(group.is_whole for group in flat.buckets)
+        assert not any(group.is_unsharded for group in flat.buckets)
         assert flat.communication_seconds > 0
         return float(found.loss), again
 
@@ -384,14 +385,14 @@ def test_a_step_that_fails_is_forgotten() -> None:
         def fails() -> None:
             with flat.interleaved():
                 job.pipe.model(cases.batch(0)[0]).sum().backward()
-                assert all(group.is_whole for group in flat.buckets)
+                assert all(group.is_unsharded for group in flat.buckets)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             fails()
         assert (flat.sync, flat.held) == (True, False)
         assert all(p.grad is None for p in job.pipe.parameters())
-        assert not any(group.is_whole for group in flat.buckets)
+        assert not any(group.is_unsharded for group in flat.buckets)
         return trained(job)
 
     check(cases.run({"dp": 2}, body), 2)

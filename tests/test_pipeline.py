@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline_parallel.cuts import Chain
 from ringcomm.pipeline_parallel.microbatches import Whole, joined
 from ringcomm.pipeline_parallel.pipeline import Pipeline
+from ringcomm.pipeline_parallel.split import Chain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,7 +19,7 @@ import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
-from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_absent
+from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_shape_only
 from tests.test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -1072,7 +1072,9 @@ def test_a_tensor_into_which_is_written_has_no_values_either(write: Callable[[to
 
 def test_what_depends_on_shapes_alone_has_values() -> None:
     assert (H.shape, H.size(1), H.dim(), len(H), H.numel()) == ((2, 3, 4), 3, 3, 2, 24)
-    assert not any_absent([torch.zeros_like(H), H.new_zeros(3), ONES.to(H), torch.arange(H.shape[1], device=H.device)])
+    assert not any_shape_only(
+        [torch.zeros_like(H), H.new_zeros(3), ONES.to(H), torch.arange(H.shape[1], device=H.device)]
+    )
     assert all(isinstance(x, ShapeOnlyTensor) for x in (*H, *H.chunk(2, -1), H + 1, H.max(-1).values))
     with H.register_hook(print):
         pass

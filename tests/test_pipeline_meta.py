@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from tests.test_meta import Meter, Wide
@@ -148,7 +148,7 @@ def test_a_tied_weight_is_one_where_each_rank_draws_its_own(stage: int, ties: st
     def master(pipe: Pipeline, name: str) -> torch.Tensor:
         place = place_of(dict(pipe.named_parameters())[name])
         assert place is not None
-        return place.bucket.part(place.bucket.gather_owned(place.bucket.master), place.index).clone()
+        return place.bucket.layout.part(place.bucket.gather_owned(place.bucket.master), place.index).clone()
 
     def rank_main(comm: Communicator) -> list[torch.Tensor]:
         mesh = ringcomm.init_mesh({"pp": 2, "dp": 2}, comm)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.sharded_gradient import ShardedGradient
+from ringcomm.data_parallel.grad_buffer import ShardedGradient
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.support import torch_ranks
@@ -565,7 +565,7 @@ def test_gradients_that_nobody_keeps_stay_in_their_memory(stage: int) -> None:
         seen = set()
         for _ in range(3):
             model(torch.ones(2, 6)).sum().backward()
-            seen.add(id(gradient.placeholders[0]) if stage else gradient._means[0][0].data_ptr())
+            seen.add(id(gradient.placeholders[0]) if stage else gradient.means[0][0].data_ptr())
             optimizer.step()
             optimizer.zero_grad()
         assert len(seen) == 1

@@ -53,7 +53,7 @@ class Loading:
         self.states: list[tuple[torch.Tensor, State]] = []
         self.hyperparameters: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
-        self.attached: ShardedOptimizer | None = None
+        self.sharded: ShardedOptimizer | None = None
         self.stepped: dict[Bucket, set[int]] = {}
 
     def _wrong(self, got: str, expected: str) -> InvalidArgumentError:
@@ -161,8 +161,8 @@ class Loading:
         for path in self.source.paths.values():
             if path[:2] == STATE and len(path) == 4:
                 keys.setdefault(path[2], []).append(path[3])
-        if held.attached is not None:  # parameters that were not always trained together have separate counters
-            held.attached.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
+        if held.sharded is not None:  # parameters that were not always trained together have separate counters
+            held.sharded.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
             held = Held.of(self.flat, optimizer, "load")
         for piece in held.pieces:
             self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
@@ -170,7 +170,7 @@ class Loading:
             self.states.append(
                 (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
             )
-        self.attached = held.attached
+        self.sharded = held.sharded
         self.stepped = {
             bucket: {i for i in range(len(bucket.params)) if name_of(bucket, i) in keys}
             for bucket in self.flat.buckets
@@ -258,14 +258,14 @@ class Loading:
             self._commit_optimizer(self.optimizer)
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.attached is not None:
-            self.attached._stepped = self.stepped
+        if self.sharded is not None:
+            self.sharded._stepped = self.stepped
         for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(hyperparameters)
         inside = [group["params"] for group in optimizer.param_groups]
         states = optimizer.state
-        if self.attached is not None:
-            inside, states = self.attached.inside, self.attached.state
+        if self.sharded is not None:
+            inside, states = self.sharded.inside, self.sharded.state
         pairs = zip(optimizer.param_groups, inside, strict=True)
         settings = {id(p): group for group, params in pairs for p in params}
         for param, state in self.states:

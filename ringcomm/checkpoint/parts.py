@@ -117,18 +117,18 @@ class Held:
 
     Attributes:
         plain: by name, the parameters that it steps directly, such as ignored ones of fully_shard.
-        attached: None for a plain optimizer.
+        sharded: None for a plain optimizer.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    attached: ShardedOptimizer | None = None
+    sharded: ShardedOptimizer | None = None
 
     def has_state(self, bucket: Bucket, i: int) -> bool:
         """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
         an entry with others; they are not saved."""
-        return self.attached is None or i in self.attached._stepped[bucket]
+        return self.sharded is None or i in self.sharded._stepped[bucket]
 
     @staticmethod
     def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
@@ -139,20 +139,20 @@ class Held:
                 f"{call}: rank {flat.ranks.rank} got a ZeroRedundancyOptimizer, which holds its state itself, expected "
                 "a plain optimizer or that of ringcomm.shard; use its consolidate_state_dict() and state_dict()"
             )
-        attached = sharded_optimizer_of(optimizer, call)
-        if attached is not None and len(attached.flats) > 1:
+        sharded = sharded_optimizer_of(optimizer, call)
+        if sharded is not None and len(sharded.flats) > 1:
             raise UnsupportedError(
-                f"{call}: rank {flat.ranks.rank} got an optimizer over {len(attached.flats)} sharded modules, expected "
+                f"{call}: rank {flat.ranks.rank} got an optimizer over {len(sharded.flats)} sharded modules, expected "
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
-        if attached is not None and attached in flat.optimizers:
-            attached.settle()
-            attached.close()
-            pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in attached.entries]
-            names = [[name_of(bucket, i) for bucket, i in places] for places in attached.places]
+        if sharded is not None and optimizer in flat.optimizers:
+            sharded.settle()
+            sharded.close()
+            pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]
+            names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
             own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
-            held = Held(pieces, names, attached=attached)
-            for plain, of_group in zip(attached.plain, names, strict=True):
+            held = Held(pieces, names, sharded=sharded)
+            for plain, of_group in zip(sharded.plain, names, strict=True):
                 trained = [p for p in plain.values() if p.requires_grad]
                 _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
                 of_group += [own[id(p)] for p in trained]
@@ -160,7 +160,7 @@ class Held:
             return held
         known = places_of(flat)
         mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        foreign = attached is not None or flat.stage > 0 or not all(place for places in mine for place in places)
+        foreign = sharded is not None or flat.stage > 0 or not all(place for places in mine for place in places)
         if foreign and any(mine):  # a frozen stage's optimizer has no parameters
             raise InvalidArgumentError(
                 f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "

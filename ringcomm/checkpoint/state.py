@@ -97,7 +97,7 @@ class Saving:
     def _state(self, param: torch.Tensor) -> State:
         if self.optimizer is None:
             return {}
-        states = self.optimizer.state if self.held.attached is None else self.held.attached.state
+        states = self.optimizer.state if self.held.sharded is None else self.held.sharded.state
         return states.get(param, {})
 
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:

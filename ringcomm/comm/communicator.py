@@ -921,9 +921,9 @@ class Communicator:
         everybody = [json.loads(each) for each in self._open.exchange(json.dumps([int(r) for r in ranks]).encode())]
         if any(theirs != everybody[0] for theirs in everybody):
             who = {str(named): [r for r, theirs in enumerate(everybody) if theirs == named] for named in everybody}
-            told = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
+            listed = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
             raise MismatchError(
-                f"subgroup: the ranks name different ones: {told}; name the same, in the same order, on every rank, "
+                f"subgroup: the ranks name different ones: {listed}; name the same, in the same order, on every rank, "
                 "also on those that stay outside, or cut all of the communicator with split(color)"
             )
         member = self.rank in ranks

@@ -17,8 +17,8 @@ from ringcomm.arrays.devices import choose, local_rank
 from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
+from ringcomm.comm.framing import frame, generation, unframe
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
-from ringcomm.comm.sealed import generation, seal, unseal
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 
 if TYPE_CHECKING:
@@ -242,13 +242,13 @@ def _exchange(
     try:
         prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        store.set(keys[rank], seal(handle, world_size))
+        store.set(keys[rank], frame(handle, world_size))
         deadline = time.monotonic() + limit.total_seconds()
         for peer, key in enumerate(
             keys
         ):  # in order: with different world sizes, some wait for ranks that were never started
             _await(store, keys, key, rank, limit, deadline)
-            its, value = unseal(bytes(store.get(key)), "init", rank, peer)
+            its, value = unframe(bytes(store.get(key)), "init", rank, peer)
             if its != world_size:
                 _both_know(store, key, keys[rank])
                 raise InvalidArgumentError(

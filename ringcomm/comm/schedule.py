@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringcomm import _C
-from ringcomm.validation import POSITIVE, expects, number, several, whole
+from ringcomm.validation import POSITIVE, expects, number, several, validate_int
 
-INT = whole(-(1 << 31), (1 << 31) - 1)
-RANKS = whole(1, (1 << 31) - 1)
+INT = validate_int(-(1 << 31), (1 << 31) - 1)
+RANKS = validate_int(1, (1 << 31) - 1)
 
 
 class Step(NamedTuple):
@@ -78,7 +78,7 @@ def simulate(chunks: Sequence[Sequence[float]]) -> list[list[float]]:
     return state
 
 
-@expects("ring_cost_us", nbytes=whole(), world_size=RANKS, latency_us=number(0), bandwidth_gbps=POSITIVE)
+@expects("ring_cost_us", nbytes=validate_int(), world_size=RANKS, latency_us=number(0), bandwidth_gbps=POSITIVE)
 def ring_cost_us(nbytes: int, world_size: int, latency_us: float, bandwidth_gbps: float) -> float:
     """Returns the time of a ring all-reduce under the latency-bandwidth model, in microseconds.
 

@@ -24,9 +24,9 @@ from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, w
 from ringcomm.context.ring import Link, Pair, Sums
 from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.data_parallel.arguments import TENSOR
-from ringcomm.data_parallel.unit import eager
+from ringcomm.data_parallel.dynamo import eager
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
-from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, whole
+from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, validate_int
 
 CALL = "ring_attention"
 
@@ -49,7 +49,7 @@ _Met = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
     comm=COMMUNICATOR,
     causal=FLAG,
     scale=number(),
-    window=whole(1),
+    window=validate_int(1),
     key_mask=TENSOR,
     softcap=POSITIVE,
     overlap=FLAG,

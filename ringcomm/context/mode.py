@@ -19,7 +19,7 @@ from ringcomm.context import huggingface
 from ringcomm.context.attention import CALLS, cached_attention, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
-from ringcomm.data_parallel.unit import eager
+from ringcomm.data_parallel.dynamo import eager
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.validation import FLAG, expects

@@ -82,12 +82,12 @@ class Link:
         if device.type != "cpu" or self.world_size == 1:
             return _nothing
         mine = facts.encode().ljust(FACTS_NBYTES)[:FACTS_NBYTES]
-        told = torch.empty(FACTS_NBYTES, dtype=torch.uint8)
-        works = self.start(FACTS, torch.frombuffer(bytearray(mine), dtype=torch.uint8), told)
+        received = torch.empty(FACTS_NBYTES, dtype=torch.uint8)
+        works = self.start(FACTS, torch.frombuffer(bytearray(mine), dtype=torch.uint8), received)
 
         def check() -> None:
             finish(works)
-            theirs = told.numpy().tobytes()
+            theirs = received.numpy().tobytes()
             if theirs != mine:
                 self._refuse(facts, theirs.decode(errors="replace").rstrip())
 

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import DEVICE, TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError, shown
-from ringcomm.validation import COMMUNICATOR, expects, whole
+from ringcomm.validation import COMMUNICATOR, expects, validate_int
 
 LAYOUTS = ("zigzag", "contiguous")
-DIM = whole(-(1 << 31), 1 << 31, "a dimension")
+DIM = validate_int(-(1 << 31), 1 << 31, "a dimension")
 
 
 class Block(NamedTuple):
@@ -161,7 +161,7 @@ def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: s
     return _Gather.apply(x, comm, dim, layout)
 
 
-@expects("positions", length=whole(), comm=COMMUNICATOR, device=DEVICE)
+@expects("positions", length=validate_int(), comm=COMMUNICATOR, device=DEVICE)
 def positions(
     length: int, comm: Communicator, layout: str = "zigzag", device: torch.device | str | None = None
 ) -> torch.Tensor:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.bucket import LAST_STAGE
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.validation import Wanted, a, is_communicator, several, that, whole
+from ringcomm.validation import Wanted, a, is_communicator, several, that, validate_int
 
+LAST_STAGE = 3
 MODULE = a("a torch.nn.Module", nn.Module)
 OPTIMIZER = a("a torch.optim.Optimizer", torch.optim.Optimizer)
 TENSOR = a("a tensor", torch.Tensor)
 DTYPE = a("a torch.dtype", torch.dtype)
 PRECISION = a("a ringcomm.MixedPrecision", MixedPrecision)
-STAGE = whole(0, LAST_STAGE, "0, 1, 2 or 3")
+STAGE = validate_int(0, LAST_STAGE, "0, 1, 2 or 3")
 RANKS = that(
     "a communicator or a pair of them",
     lambda value: (
@@ -27,7 +27,7 @@ RANKS = that(
 )
 
 
-_NUMBER_OF_DEVICE = whole(0, (1 << 15) - 1)
+_NUMBER_OF_DEVICE = validate_int(0, (1 << 15) - 1)
 
 
 def _as_device(value: Any) -> Any:

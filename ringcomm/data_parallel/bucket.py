@@ -13,30 +13,27 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
+from ringcomm.data_parallel.arguments import LAST_STAGE
 from ringcomm.data_parallel.grad_buffer import GradBuffer
 from ringcomm.data_parallel.group import DONE, DataParallelGroup, uses
 from ringcomm.data_parallel.layout import FlatLayout, Run
 from ringcomm.data_parallel.meta import fill_unmade, give_memory
 from ringcomm.data_parallel.precision import Types
 from ringcomm.data_parallel.shard_spec import is_primary_copy
-from ringcomm.data_parallel.sharded_parameter import ShardedParameter, Window, replace_data
 from ringcomm.errors import InvalidArgumentError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-LAST_STAGE = 3
 _WINDOWS_EACH = 8  # the most windows kept per parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_of = operator.attrgetter("dtype")
-_unflatten = torch._C._nn.unflatten_dense_tensors  # views of consecutive parts of a tensor, in given shapes
 
 
 def in_transform() -> bool:
@@ -65,20 +62,6 @@ def accumulator_of(p: torch.Tensor) -> Any:
         return p.view_as(p).grad_fn.next_functions[0][0]
 
 
-def _pieces(layout: FlatLayout, nothing: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
-    """Returns tensors without memory that have the shapes of the consecutive parts of a whole buffer, padding
-    included, and the index of each parameter's tensor among them."""
-    found: list[torch.Tensor] = []
-    at: list[int] = []
-    end = 0
-    for segment in layout.segments:
-        found += [nothing.expand(segment.offset - end)] if segment.offset > end else []
-        at.append(len(found))
-        found.append(nothing.expand(segment.shape))
-        end = segment.end
-    return found + ([nothing.expand(layout.numel - end)] if layout.numel > end else []), at
-
-
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a view of the same memory whose storage covers exactly that memory, because code that saves tensors
     saves their storages."""
@@ -87,11 +70,47 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
 
 
+class Window(NamedTuple):
+    """The place of a view in the memory of an unsharded bucket."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Window:
+        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+
+    def on(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Returns the view in a whole buffer."""
+        found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
+        found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
+
+
+@dataclass
+class ViewData:
+    """The memory that a stage 3 parameter and its views share, or shared until `p.data = other`.
+
+    Attributes:
+        piece: this rank's part of the values, once they are no longer the parameter's.
+        unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
+    """
+
+    piece: Any = None
+    unsharded: torch.Tensor | None = None
+
+
 class Bucket:
     """One flat layout with its buffers, placed for a stage.
 
     Args:
         params: the parameters, in the order of the layout's segments.
+        sharded_class: the class of the parameters while they are sharded, which gathers what a program reads.
         tree: see `GradBuffer`.
         master_device: device of the master weights and the optimizer's state; None: the device of the weights.
         send: whether all ranks get the first rank's values.
@@ -106,6 +125,7 @@ class Bucket:
         ranks: DataParallelGroup,
         types: Types,
         stage: int,
+        sharded_class: type[nn.Parameter],
         *,
         tree: bool = False,
         master_device: torch.device | None = None,
@@ -118,6 +138,7 @@ class Bucket:
         self.dtype = params[0].dtype  # the dtype that the module was built in
         self.trainable = params[0].requires_grad
         self.tree = tree
+        self.sharded_class = sharded_class
         self.master_device = master_device
         self.gathering: Any = None  # the all_gather in flight
         # The parameters whose gradients have arrived, and the parameters whose gradients are defined, between the first
@@ -130,9 +151,10 @@ class Bucket:
         self._nothing = (
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
         )
-        self.unit: Any = None  # the unit that this bucket belongs to
         self.borrowed = False  # whether a module outside of the unit has read a parameter
-        self._pieces, self._at = _pieces(layout, self._nothing)
+        self.held = False  # whether the program is inside `whole`, during which stage 3 frees nothing
+        self.homes: dict[int, Bucket] = {}  # the model's buckets by the memory of their whole buffers
+        self.shared: dict[int, ViewData] = {}  # at stage 3, what views share that were made since `p.data = other`
         self.stage = stage
         self._opened: torch.Tensor | None = None
         self._unmade: set[int] | None = None  # parameters from the meta device, until `close`
@@ -162,7 +184,7 @@ class Bucket:
             return
         self._opened = self.ranks.empty(self.layout.numel, self.params[0].dtype, self.device).zero_()
         for i, p in enumerate(self.params):
-            part = self.part(self._opened, i)
+            part = self.layout.part(self._opened, i)
             with torch.no_grad():
                 fill_unmade(part, p) if i in self._unmade else part.copy_(p)
             p.data = part
@@ -183,7 +205,7 @@ class Bucket:
 
     def owned(self, stage: int) -> tuple[int, int]:
         """Returns the range of the buffer that this rank's optimizer updates at a stage."""
-        return (0, self.layout.numel) if stage == 0 else self.layout.shard_range(self.ranks.rank)
+        return self.layout.owned_range(self.ranks.rank, stage)
 
     def _place(self, stage: int, values: torch.Tensor) -> None:
         """Makes a stage's buffers from the unsharded master weights."""
@@ -201,21 +223,33 @@ class Bucket:
             self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
             self.weight.copy_(values[self.start : self.end])
             reuse = values.dtype == compute and values.untyped_storage().resizable()
-            self.whole = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
-            self._views = self.parts(self.whole)
-            self._own_uses = uses(self.whole) + len(self.params)  # while the parameters are views of it
+            self.unsharded = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
+            self._views = self.layout.parts(self.unsharded)
+            self._own_uses = uses(self.unsharded) + len(self.params)  # while the parameters are views of it
             self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
             self._free()
         else:
             reuse = values.dtype == compute
-            self.whole = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
-            self.weight = self.whole[self.start : self.end]
-            self._views = self.parts(self.whole)
+            self.unsharded = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
+            self.weight = self.unsharded[self.start : self.end]
+            self._views = self.layout.parts(self.unsharded)
             self._addresses = [view.data_ptr() for view in self._views]
             self._bind()
         if not self.separate:
             self.master = self.weight
-        self._gradient = GradBuffer(self, stage, self.tree) if self.trainable else None
+        self._gradient = self._new_gradient() if self.trainable else None
+
+    def _new_gradient(self) -> GradBuffer:
+        return GradBuffer(
+            self.params,
+            self.layout,
+            self.ranks,
+            self.types,
+            self.device,
+            self.stage,
+            tree=self.tree,
+            noted=self.noted,
+        )
 
     def _bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
@@ -228,8 +262,8 @@ class Bucket:
         for p, kind, nothing in zip(self.params, self._classes, self._shapes, strict=True):
             p.__class__ = kind
             p.data = nothing
-            p.__class__ = ShardedParameter
-        self.whole.untyped_storage().resize_(0)
+            p.__class__ = self.sharded_class
+        self.unsharded.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
         """Moves the buffers to another stage and drops the gradients."""
@@ -242,20 +276,20 @@ class Bucket:
         """Turns the parameters into plain tensors with their own memory: they get the master weights, in the type
         that the module was built in, and the unsharded gradients. A collective."""
         self.adopt_writes("unshard")
-        gradients = self.gradient.given_back() if self.trainable else {}
-        whole = self.gather_owned(self.master)
+        gradients = self.gradient.given_back(self.dtype) if self.trainable else {}
+        unsharded = self.gather_owned(self.master)
         for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
             p.__class__ = kind
             p.grad = None
-            p.data = self.part(whole, i).to(self.device, self.dtype, copy=True)
+            p.data = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
             p.grad = gradients.get(i)
-        self.weight = self.master = self.whole = torch.empty(0)
-        self._views, self._windows, self._gradient, self.accumulators, self.unit = [], {}, None, [], None
+        self.weight = self.master = self.unsharded = torch.empty(0)
+        self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
         self.trainable = True
-        self._gradient = GradBuffer(self, self.stage, self.tree)
+        self._gradient = self._new_gradient()
         for p in self.params:
             frozen = not p.requires_grad
             p.requires_grad_(True)  # autograd adds gradients only to parameters that require them
@@ -269,19 +303,7 @@ class Bucket:
         renamed = zip(self.layout.segments, self.names, strict=True)
         self.layout = replace(self.layout, segments=tuple(replace(segment, name=name) for segment, name in renamed))
         if self.trainable:
-            self.gradient.layout = self.layout
-            for standin, name in zip(self.gradient.placeholders, self.names, strict=True):
-                standin._name = name
-
-    def part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
-        """Returns a parameter's part of a whole buffer."""
-        segment = self.layout.segments[i]
-        return whole[segment.offset : segment.end].view(segment.shape)
-
-    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every parameter's part of a whole buffer, with one torch call."""
-        cuts = _unflatten(whole, self._pieces)
-        return [cuts[k] if cuts[k].numel() else self.part(whole, i) for i, k in enumerate(self._at)]
+            self.gradient.rename(self.layout)
 
     # ---- whole and shard ------------------------------------------------------------------------------------------
 
@@ -298,25 +320,25 @@ class Bucket:
         return self._gradient
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters can be read."""
         return self.stage < LAST_STAGE or (self.gathering is None and self._allocated)
 
     @property
     def _allocated(self) -> bool:
-        return self.whole.untyped_storage().nbytes() > 0
+        return self.unsharded.untyped_storage().nbytes() > 0
 
     @_untransformed
     def start_gather(self) -> None:
         """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
         if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
             return
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.ranks.note_gathered(self.whole.nbytes)
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+        self.ranks.note_gathered(self.unsharded.nbytes)
         self.ranks.announce("gather", self.number)
         self.ranks.note_order(self.number)
         with self._undone_by_errors():
-            self.gathering = self.ranks.all_gather(self.weight, self.whole)
+            self.gathering = self.ranks.all_gather(self.weight, self.unsharded)
 
     @_untransformed
     def finish_gather(self) -> None:
@@ -333,22 +355,22 @@ class Bucket:
         try:
             yield
         except BaseException:
-            self.whole.untyped_storage().resize_(0)
-            self.ranks.note_gathered(-self.whole.nbytes)
+            self.unsharded.untyped_storage().resize_(0)
+            self.ranks.note_gathered(-self.unsharded.nbytes)
             raise
 
     @property
     def _is_seen(self) -> bool:
         """Stage 3: whether other tensors share the whole buffer's memory, such as views that the user's program has
         kept or tensors that autograd has saved without our hooks."""
-        return uses(self.whole) > self._own_uses + len(self._windows)
+        return uses(self.unsharded) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
         """Returns a view of the whole buffer. Views are cached for the next backward pass, up to a limit."""
         if at not in self._windows:
             if len(self._windows) >= _WINDOWS_EACH * len(self.params):
                 self._windows.clear()
-            self._windows[at] = at.on(self.whole)
+            self._windows[at] = at.on(self.unsharded)
         return self._windows[at]
 
     @_untransformed
@@ -365,22 +387,23 @@ class Bucket:
                 if keep:
                     self._keep_writes("forward")
                 if self._is_seen:
-                    self.whole = torch.empty_like(self.whole)
-                    self._views, self._windows = self.parts(self.whole), {}
-                    self.unit.flat.find_homes()
+                    self.homes.pop(self.unsharded.untyped_storage()._cdata, None)
+                    self.unsharded = torch.empty_like(self.unsharded)
+                    self._views, self._windows = self.layout.parts(self.unsharded), {}
+                    self.homes[self.unsharded.untyped_storage()._cdata] = self
                 self._free()
                 self.borrowed = False
-                self.ranks.note_gathered(-self.whole.nbytes)
+                self.ranks.note_gathered(-self.unsharded.nbytes)
 
     def publish(self) -> Any:
         """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
-            return self.ranks.all_gather(self.weight, self.whole)
-        held = self.stage == LAST_STAGE and self.is_whole and self.unit.flat.holders > 0
+            return self.ranks.all_gather(self.weight, self.unsharded)
+        again = self.stage == LAST_STAGE and self.is_unsharded and self.held
         self.release(keep=False)  # stage 3: parameters gathered before have the old values
-        if held:
+        if again:
             self.start_gather()
             self.finish_gather()
         return DONE
@@ -388,12 +411,7 @@ class Bucket:
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
         """Returns the whole buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
         new memory."""
-        if self.stage == 0:
-            return owned
-        whole = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.device)
-        self.ranks.meet()
-        self.ranks.comm.all_gather(owned.to(self.device), out=whole)
-        return whole
+        return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device)
 
     def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a parameter's part of values that this rank has for its owned range; it may be empty."""
@@ -407,14 +425,20 @@ class Bucket:
 
     def _keep(self) -> None:
         """Stage 3: keeps this rank's part of what was written into the unsharded parameters."""
-        self.weight.copy_(self.whole[self.start : self.end])
+        self.weight.copy_(self.unsharded[self.start : self.end])
 
     def set_data(self, i: int, values: torch.Tensor) -> None:
         """Stage 3: implements `p.data = values`: this rank takes its part, and the master weights follow later.
         Views that were made before keep the old values."""
         self.release()
-        replace_data(self.params[i]._ringcomm)
+        self.replace_data(i)
         self._write(self.weight, i, values)
+
+    def replace_data(self, i: int) -> None:
+        """Called before a parameter's data is replaced: existing views keep the current values."""
+        data = self.shared.pop(i, None)
+        if data is not None:
+            data.piece = self.piece(self.weight, i).clone()
 
     def _write(self, owned: torch.Tensor, i: int, values: torch.Tensor) -> None:
         piece, start = self.layout.piece(owned, self.start, i)
@@ -468,13 +492,13 @@ class Bucket:
         replaced = self._take_writes(call)
         for i in replaced:
             if self.stage == LAST_STAGE:
-                replace_data(self.params[i]._ringcomm)
+                self.replace_data(i)
             self._write(self.weight, i, self.params[i])
         return replaced
 
     def _take_writes(self, call: str) -> list[int]:
         """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
-        if not self.is_whole:
+        if not self.is_unsharded:
             return []
         if self.stage == LAST_STAGE:
             self._keep()
@@ -492,33 +516,6 @@ class Bucket:
         kept, where = published == weight.view(bits), self.master.device
         return torch.where(kept.to(where), self.master, weight.to(where, self.master.dtype))
 
-    # ---- gradients ------------------------------------------------------------------------------------------------
-
-    def pack(self, grads: Sequence[tuple[int, torch.Tensor]], whole: torch.Tensor) -> None:
-        """Copies gradients, given by segment, into a whole buffer; parameters without a gradient get zeros."""
-        parts, gaps = self._cuts_of(whole)
-        if len(grads) < len(parts):
-            given = {i for i, _ in grads}
-            gaps = [*gaps, *(part for i, part in enumerate(parts) if i not in given)]
-            parts = [parts[i] for i, _ in grads]
-        if gaps:
-            torch._foreach_zero_(gaps)
-        torch._foreach_copy_(parts, [grad for _, grad in grads])
-
-    def _cuts_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
-        reused."""
-        known = whole.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
-        if self not in known:
-            before = uses(whole)
-            # The parts must not reference the buffer, because the buffer references them.
-            apart = whole.new_empty(0).set_(whole)
-            cuts, at = _unflatten(apart, self._pieces), {*self._at}
-            known[self] = [cuts[k] for k in self._at], [cut for k, cut in enumerate(cuts) if k not in at]
-            del apart
-            whole._ringcomm_uses += uses(whole) - before
-        return known[self]
-
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 
     def counts(self, i: int) -> bool:
@@ -530,7 +527,7 @@ class Bucket:
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps between steps, by kind."""
         return {
-            "parameters": (self.weight if self.stage == LAST_STAGE else self.whole).nbytes,
+            "parameters": (self.weight if self.stage == LAST_STAGE else self.unsharded).nbytes,
             "master": self.master.nbytes if self.separate else 0,
             "gradients": self.gradient.nbytes if self.trainable else 0,
         }

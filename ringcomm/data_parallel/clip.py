@@ -11,9 +11,8 @@ from torch import nn
 from ringcomm.data_parallel.arguments import NORM, PARAMETERS
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.norm import total_norm
-from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.shard_spec import is_primary_copy, refuse_parts, renew_parts
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, place_of, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.validation import FLAG, expects
 
@@ -84,8 +83,8 @@ def clip_grad_norm_(
             "step, or pass error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for attached in flat.optimizers:
-        attached.host.refresh()
+    for host in flat.hosts:
+        host.refresh()
     for bucket, some in picked.items():
         _scale(flat, bucket, some, factor)
     for grad in plain:
@@ -144,9 +143,9 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
 def _scale(flat: ShardedModel, bucket: Bucket, some: set[int], factor: torch.Tensor) -> None:
     gradient = bucket.gradient
     gradient.changed()
-    copies = [attached.host.of(bucket) for attached in flat.optimizers]
+    copies = [host.of(bucket) for host in flat.hosts]
     for first, last in _ranges(bucket, some, bucket.start, bucket.end):
         for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
             held[first - bucket.start : last - bucket.start].mul_(factor.to(held.device, held.dtype))
-    for attached in flat.optimizers:
-        attached.host.note(bucket)
+    for host in flat.hosts:
+        host.note(bucket)

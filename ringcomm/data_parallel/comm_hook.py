@@ -42,7 +42,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer, one for each parameter."""
-        return [self._group.part(self._local, i) for i in range(len(self._group.params))]
+        return [self._group.layout.part(self._local, i) for i in range(len(self._group.params))]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""

@@ -28,11 +28,12 @@ from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.comm_hook import CommHook, Hook
+from ringcomm.data_parallel.dynamo import skipped
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
-from ringcomm.data_parallel.join import Join, join
+from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_state import keep_ordinary_state
-from ringcomm.data_parallel.optimizer import watch_optimizers
+from ringcomm.data_parallel.optimizer import unwrap_model, watch_optimizers
 from ringcomm.data_parallel.partition import (
     BucketBuilder,
     facts_of,
@@ -42,7 +43,6 @@ from ringcomm.data_parallel.partition import (
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
 from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
-from ringcomm.data_parallel.unit import skipped
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -348,23 +348,24 @@ class _JoinHook(JoinHook):
 
     def __init__(self, model: DistributedDataParallel, over_all: bool) -> None:
         self.model, self.over_all = model, over_all
-        self.joining: Join | None = None
+        self.flat: ShardedModel | None = None  # while the ranks are inside
 
     def enter(self) -> None:
         """Called before this rank's first pass, or at its end if it has no input."""
-        if self.joining is None:
-            throw = self.model._join_config.throw_on_early_termination
-            self.joining = Join.entered(self.model._flat, self.over_all, throw)
+        if self.flat is None:
+            flat = self.model._flat
+            enter(flat, self.over_all, self.model._join_config.throw_on_early_termination)
+            self.flat = flat
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Called when this rank has no more input: takes part in the others' collectives until no rank has input."""
         del is_last_joiner
         self.enter()
-        assert self.joining is not None
+        assert self.flat is not None
         try:
-            self.joining.shadow()
+            shadow(self.flat)
         finally:
-            self.joining.leave()
+            leave(self.flat)
             self.model._join_hook = None
 
 
@@ -427,7 +428,7 @@ def _unwrap(module: nn.Module) -> None:
     """Unwraps a module that another DistributedDataParallel holds; that one wraps it again at its next use."""
     flat = sharded_model_of(module)
     if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
-        flat.unwrap()
+        unwrap_model(flat)
 
 
 def _flat(

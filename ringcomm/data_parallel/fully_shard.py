@@ -25,17 +25,17 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import shared_communicator
-from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, RANKS
-from ringcomm.data_parallel.bucket import LAST_STAGE
+from ringcomm.data_parallel.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
+from ringcomm.data_parallel.deferred_init import InitFn, Waiting
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
+from ringcomm.data_parallel.meta import device_of, real_device
 from ringcomm.data_parallel.module_state import keep_state_of
 from ringcomm.data_parallel.optimizer import watch_optimizers
 from ringcomm.data_parallel.partition import BucketBuilder, kept_in_their_type, named_parameters
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel
-from ringcomm.data_parallel.unit import Unit, UnitModule, mix_in
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.unit_module import UnitModule, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
 from ringcomm.validation import FLAG, TEXT, Wanted, a, expects, several
@@ -309,10 +309,10 @@ def fully_shard(
     )
     unit = builder.unit("", modules, params, bool(reshard))
     unit.precision, unit.asked_reshard = precision, reshard
-    waiting.initialise([unit])
+    waiting.initialise([unit.buckets])
     unmade = [each.flat.unmade for each in below]
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
-    flat.unmade = waiting.left_in(flat, unmade)
+    flat.unmade = waiting.left_in(flat.buckets, unmade)
     for each in modules:
         keep_state_of(each, unit, unit.buckets)
         mix_in(each, unit, FSDPModule)

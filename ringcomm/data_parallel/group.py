@@ -4,23 +4,26 @@ shards are replicated, and their shared pool of memory."""
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
-from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError
+from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RingcommError
 from ringcomm.mesh import Mesh, refuse_no_mesh
 
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.grad_buffer import GradBuffer
-    from ringcomm.data_parallel.join import Join
+# What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
+KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
+PHASES = ("forward", "backward", "step", "clip", "zero_grad")
+SENDS_MORE = ("step", "clip")  # kinds that are followed by a message with details
 SAME = "ask for the same, with the same model, on every rank"
 
 
@@ -66,7 +69,8 @@ class DataParallelGroup:
         self.order = 0  # checksum of the gathers so far; if it differs between ranks, they mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # unsharded parameters at stage 3, now and at most
         self.joining: Join | None = None
-        self.read: tuple[GradBuffer, torch.Tensor] | None = None  # the gradient gathered last, and its values
+        # Who owns the gradient that was gathered last, and its values: one bucket's are unsharded at a time.
+        self.read: tuple[object, torch.Tensor] | None = None
         self.root = 0  # rank that others copy from: the first that still has input
         self.counted = comm.world_size  # ranks in a mean: possibly fewer inside `join`
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
@@ -202,10 +206,10 @@ class DataParallelGroup:
         self.count("reduce_scatter", x.nbytes)
         return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
-    def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+    def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor) -> Any:
         """Starts to gather every rank's shard."""
-        self.count("all_gather", whole.nbytes)
-        return self._started(self.comm.all_gather(shard, out=whole, async_op=self.background))
+        self.count("all_gather", unsharded.nbytes)
+        return self._started(self.comm.all_gather(shard, out=unsharded, async_op=self.background))
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
@@ -243,6 +247,13 @@ class DataParallelGroup:
             self.replicas.all_reduce(x, op)
         return x
 
+    def gather_apart(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns all ranks' shards, in new memory on a device, by a gather that is not part of a step."""
+        unsharded = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
+        self.meet()
+        self.comm.all_gather(shard.to(device), out=unsharded)
+        return unsharded
+
     # ---- agreement -----------------------------------------------------------------------------------------------
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -258,6 +269,90 @@ class DataParallelGroup:
         for comm in [self.comm] if self.replicas is None else [self.comm, self.replicas]:
             for rank, theirs in enumerate(comm.exchange("\n".join(facts).encode())):
                 _compare(call, comm.rank, list(facts), rank, theirs.decode().split("\n"), advice or SAME)
+
+
+class Join:
+    """One rank's state inside `join`, and the rounds in which the ranks tell one another what they are about to do.
+
+    Args:
+        module: the model that is trained inside.
+        device: the device of the ranks' messages.
+        over_all: whether gradients are averaged over all ranks, not only over those that still have input.
+        throw: whether to raise as soon as a rank has no more input.
+    """
+
+    def __init__(
+        self, ranks: DataParallelGroup, module: nn.Module, device: torch.device, over_all: bool, throw: bool
+    ) -> None:
+        self.ranks, self.module, self.over_all, self.throw = ranks, module, over_all, throw
+        self.with_input = ranks.world_size  # number of ranks with input, in the last round in which there were any
+        self.shadowing = False  # whether this rank has joined
+        self._heard = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
+
+    @property
+    def some_have_joined(self) -> bool:
+        """Whether a rank had no more input in the last round."""
+        return self.with_input < self.ranks.world_size
+
+    def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
+        """Tells the ranks that have joined what this one is about to do.
+
+        Args:
+            which, flag, more: details, depending on the kind.
+        """
+        if self.shadowing or not (kind in PHASES or self.some_have_joined):
+            return
+        self._round(1 + KINDS.index(kind) + len(KINDS) * (2 * which + flag))
+        if kind in SENDS_MORE and self.some_have_joined:
+            self.ranks.comm.exchange(pickle.dumps(more))
+
+    def heard(self) -> tuple[str, int, bool, Any] | None:
+        """Returns, on a rank that has joined, what the others are about to do: the kind and its details; None: all
+        ranks have joined."""
+        code = self._round(0)
+        if not code:
+            return None
+        kind, which, flag = _decoded(code)
+        more = pickle.loads(self.ranks.comm.exchange(b"")[self.ranks.root]) if kind in SENDS_MORE else None
+        return kind, which, flag, more
+
+    def _round(self, mine: int) -> int:
+        """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
+        ranks = self.ranks
+        code = torch.tensor([mine], dtype=torch.int64, device=self._heard.device)
+        ranks.count("join", self._heard.nbytes)
+        ranks.comm.all_gather(code, out=self._heard)
+        heard = self._heard.tolist()
+        going = [rank for rank, theirs in enumerate(heard) if theirs]
+        if not going:
+            return 0
+        self.with_input = len(going)
+        ranks.root = going[0]
+        ranks.counted = ranks.world_size if self.over_all else len(going)
+        if self.throw and self.some_have_joined:
+            gone = [rank for rank, theirs in enumerate(heard) if not theirs]
+            raise RingcommError(
+                f"join: rank {ranks.rank} was told that ranks {gone} have no more input, expected equal numbers of "
+                "steps; give every rank as many, or leave out throw_on_early_termination"
+            )
+        first = heard[going[0]]
+        other = next((rank for rank in going if heard[rank] != first), None)
+        if other is not None:
+            raise MismatchError(
+                f"join: rank {ranks.rank} found rank {going[0]} at {_name(first)} and rank {other} at "
+                f"{_name(heard[other])}; run the same steps on every rank that has input"
+            )
+        return int(first)
+
+
+def _decoded(code: int) -> tuple[str, int, bool]:
+    rest, kind = divmod(code - 1, len(KINDS))
+    return KINDS[kind], rest // 2, bool(rest % 2)
+
+
+def _name(code: int) -> str:
+    kind, which, _ = _decoded(code)
+    return f"{kind} ({which})"
 
 
 def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str], advice: str) -> None:

@@ -11,27 +11,21 @@ own data, until all ranks have joined.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ringcomm.data_parallel.arguments import MODULE
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.clip import clip_grad_norm_
+from ringcomm.data_parallel.group import Join
+from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizers
 from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
-from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, expects
-
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.optimizer import ShardedOptimizer
-
-# What a rank may be about to do; the kinds in PHASES are announced even while all ranks have input.
-KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
-PHASES = ("forward", "backward", "step", "clip", "zero_grad")
-SENDS_MORE = ("step", "clip")  # kinds that are followed by a message with details
 
 
 @expects("join", model=MODULE, divide_by_initial_world_size=FLAG, enable=FLAG, throw_on_early_termination=FLAG)
@@ -71,12 +65,12 @@ def join(
     if not enable:
         yield
         return
-    joining = Join.entered(flat, divide_by_initial_world_size, throw_on_early_termination)
+    enter(flat, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield
-        joining.shadow()
+        shadow(flat)
     finally:
-        joining.leave()
+        leave(flat)
 
 
 def _refuse(flat: ShardedModel) -> None:
@@ -102,183 +96,142 @@ def _refuse(flat: ShardedModel) -> None:
             )
 
 
-class Join:
-    """One rank's state inside `join`."""
+def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
+    """Enters `join`: until `leave`, the ranks of the model may have different numbers of inputs.
 
-    def __init__(self, flat: ShardedModel, over_all: bool, throw: bool) -> None:
-        self.flat, self.over_all, self.throw = flat, over_all, throw
-        # Ranks with input, in the last round in which there were any.
-        self.with_input = list(range(flat.ranks.world_size))
-        self.shadowing = False  # whether this rank has joined
-        self._heard = torch.zeros(flat.ranks.world_size, dtype=torch.int64, device=flat.device)
+    Args:
+        over_all, throw: see `Join`.
+    """
+    _refuse(flat)
+    flat.ranks.joining = Join(flat.ranks, flat.module, flat.device, over_all, throw)
 
-    @staticmethod
-    def entered(flat: ShardedModel, over_all: bool, throw: bool) -> Join:
-        """Enters `join`: until `leave`, the ranks of the model may have different numbers of inputs."""
-        _refuse(flat)
-        flat.ranks.joining = Join(flat, over_all, throw)
-        return flat.ranks.joining
 
-    def leave(self) -> None:
-        """Leaves `join`, after all ranks have joined or one has raised."""
-        ranks = self.flat.ranks
-        ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
+def leave(flat: ShardedModel) -> None:
+    """Leaves `join`, after all ranks have joined or one has raised."""
+    ranks = flat.ranks
+    ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
 
-    @property
-    def some_have_joined(self) -> bool:
-        """Whether a rank had no more input in the last round."""
-        return len(self.with_input) < self.flat.ranks.world_size
 
-    def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
-        """Tells the ranks that have joined what this one is about to do.
+def shadow(flat: ShardedModel) -> None:
+    """Runs the other ranks' collectives, after this rank has joined, until all ranks have joined."""
+    joining = flat.ranks.joining
+    assert joining is not None
+    joining.shadowing = True
+    flat.decided = None  # from now on the other ranks' passes decide
+    while heard := joining.heard():
+        kind, *details = heard
+        if kind in _FOLLOW:
+            _FOLLOW[kind](flat, *details)
+    if joining.some_have_joined:
+        _finish(flat)
 
-        Args:
-            which, flag, more: details, depending on the kind.
-        """
-        if self.shadowing or not (kind in PHASES or self.some_have_joined):
-            return
-        self._round(1 + KINDS.index(kind) + len(KINDS) * (2 * which + flag))
-        if kind in SENDS_MORE and self.some_have_joined:
-            self.flat.ranks.comm.exchange(pickle.dumps(more))
 
-    def shadow(self) -> None:
-        """Runs the other ranks' collectives, after this rank has joined, until all ranks have joined."""
-        self.shadowing = True
-        self.flat.decided = None  # from now on the other ranks' passes decide
-        while code := self._round(0):
-            rest, kind = divmod(code - 1, len(KINDS))
-            name, (which, flag) = KINDS[kind], divmod(rest, 2)
-            more = None
-            if name in SENDS_MORE:
-                more = pickle.loads(self.flat.ranks.comm.exchange(b"")[self.with_input[0]])
-            getattr(self, f"_{name}")(which, bool(flag), more)
-        if self.some_have_joined:
-            self._finish()
+# ---- what a rank that has joined does --------------------------------------------------------------------------------
 
-    def _round(self, mine: int) -> int:
-        """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
-        ranks = self.flat.ranks
-        code = torch.tensor([mine], dtype=torch.int64, device=self.flat.device)
-        ranks.count("join", self._heard.nbytes)
-        ranks.comm.all_gather(code, out=self._heard)
-        heard = self._heard.tolist()
-        going = [rank for rank, theirs in enumerate(heard) if theirs]
-        if not going:
-            return 0
-        self.with_input = going
-        ranks.root = going[0]
-        ranks.counted = ranks.world_size if self.over_all else len(going)
-        if self.throw and self.some_have_joined:
-            gone = [rank for rank, theirs in enumerate(heard) if not theirs]
-            raise RingcommError(
-                f"join: rank {ranks.rank} was told that ranks {gone} have no more input, expected equal numbers of "
-                "steps; give every rank as many, or leave out throw_on_early_termination"
-            )
-        first = heard[going[0]]
-        other = next((rank for rank in going if heard[rank] != first), None)
-        if other is not None:
-            raise MismatchError(
-                f"join: rank {ranks.rank} found rank {going[0]} at {_name(first)} and rank {other} at "
-                f"{_name(heard[other])}; run the same steps on every rank that has input"
-            )
-        return int(first)
 
-    # ---- what a rank that has joined does ----------------------------------------------------------------------------
+def _send_buffers(flat: ShardedModel, *_: Any) -> None:
+    flat.send_buffers()
 
-    def _forward(self, *_: Any) -> None:
-        """Does nothing: every message of a forward pass is announced separately."""
 
-    def _backward(self, *_: Any) -> None:
-        """Does nothing, for the same reason."""
+def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
+    bucket = flat.buckets[which]
+    bucket.release()
+    bucket.start_gather()
+    bucket.release()
 
-    def _buffers(self, *_: Any) -> None:
-        self.flat.send_buffers()
 
-    def _gather(self, which: int, *_: Any) -> None:
-        bucket = self.flat.buckets[which]
-        bucket.release()
-        bucket.start_gather()
-        bucket.release()
+def _reduce(flat: ShardedModel, which: int, had_reduced: bool, _: Any) -> None:
+    bucket = flat.buckets[which]
+    if not had_reduced:
+        _forget(bucket)
+    flat.start_reduce(bucket)
 
-    def _reduce(self, which: int, had_reduced: bool, _: Any) -> None:
-        bucket = self.flat.buckets[which]
-        if not had_reduced:
-            self._forget(which)
-        self.flat.start_reduce(bucket)
 
-    def _forget(self, which: int) -> None:
-        """Discards the reduced gradients, as the other ranks did."""
-        bucket = self.flat.buckets[which]
-        gradient = bucket.gradient
-        if gradient.has_reduced:
-            gradient.drop()
-            for p in bucket.params:
-                p.grad = None
+def _forget(bucket: Bucket) -> None:
+    """Discards the reduced gradients, as the other ranks did."""
+    gradient = bucket.gradient
+    if gradient.has_reduced:
+        gradient.drop()
+        for p in bucket.params:
+            p.grad = None
 
-    def _used(self, *_: Any) -> None:
-        self.flat.conclude()
 
-    def _step(self, which: int, flag: bool, options: Any) -> None:
-        del flag
-        attached = self.flat.optimizer_of(which)
-        if attached is None:
-            raise InvalidArgumentError(
-                f"join: rank {self.flat.ranks.rank} has joined before the first step of an optimizer that rank "
-                f"{self.with_input[0]} steps, expected it to be attached; call ringcomm.shard(model, optimizer) before"
-            )
-        optimizer = attached.optimizer
-        for group, theirs in zip(optimizer.param_groups, options, strict=True):
-            group.update(theirs)
-        optimizer.step()
+def _conclude(flat: ShardedModel, *_: Any) -> None:
+    flat.conclude()
 
-    def _clip(self, which: int, flag: bool, wanted: Any) -> None:
-        del which, flag
-        picked, arguments = wanted
-        clip_grad_norm_([self.flat.buckets[number].params[i] for number, i in picked], *arguments)
 
-    def _zero_grad(self, which: int, *_: Any) -> None:
-        attached = self.flat.optimizer_of(which)
-        assert attached is not None  # every optimizer that zeroes gradients has stepped
-        attached.optimizer.zero_grad(set_to_none=False)
+def _step(flat: ShardedModel, which: int, flag: bool, options: Any) -> None:
+    del flag
+    optimizer = flat.optimizer_of(which)
+    if optimizer is None:
+        raise InvalidArgumentError(
+            f"join: rank {flat.ranks.rank} has joined before the first step of an optimizer that rank "
+            f"{flat.ranks.root} steps, expected it to be attached; call ringcomm.shard(model, optimizer) before"
+        )
+    for group, theirs in zip(optimizer.param_groups, options, strict=True):
+        group.update(theirs)
+    optimizer.step()
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        """Makes all ranks equal, with the values of the ranks that went on longest."""
-        flat, comm = self.flat, self.flat.ranks.comm
+def _clip(flat: ShardedModel, which: int, flag: bool, wanted: Any) -> None:
+    del which, flag
+    picked, arguments = wanted
+    clip_grad_norm_([flat.buckets[number].params[i] for number, i in picked], *arguments)
+
+
+def _zero_grad(flat: ShardedModel, which: int, *_: Any) -> None:
+    optimizer = flat.optimizer_of(which)
+    assert optimizer is not None  # every optimizer that zeroes gradients has stepped
+    optimizer.zero_grad(set_to_none=False)
+
+
+# Every message of a forward and a backward pass is announced by itself.
+_FOLLOW = {
+    "buffers": _send_buffers,
+    "gather": _gather,
+    "reduce": _reduce,
+    "used": _conclude,
+    "step": _step,
+    "clip": _clip,
+    "zero_grad": _zero_grad,
+}
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _finish(flat: ShardedModel) -> None:
+    """Makes all ranks equal, with the values of the ranks that went on longest."""
+    for bucket in flat.order:
+        bucket.gradient.reconcile()
+    mine = bytes(bucket.gradient.has_reduced for bucket in flat.order)
+    theirs = flat.ranks.comm.exchange(mine)[flat.ranks.root]
+    for bucket, kept in zip(flat.order, theirs, strict=True):
+        if not kept:
+            _forget(bucket)
+    flat.send_buffers()
+    if flat.stage == 0:
         for bucket in flat.order:
-            bucket.gradient.reconcile()
-        mine = bytes(bucket.gradient.has_reduced for bucket in flat.order)
-        theirs = comm.exchange(mine)[self.with_input[0]]
-        for bucket, kept in zip(flat.order, theirs, strict=True):
-            if not kept:
-                self._forget(bucket.number)
-        flat.send_buffers()
-        if flat.stage == 0:
-            for bucket in flat.order:
-                self._send(bucket.whole)
-                if bucket.separate:
-                    self._send(bucket.master)
-            for attached in flat.shared_optimizers():
-                self._send_state(attached)
-
-    def _send_state(self, attached: ShardedOptimizer) -> None:
-        attached.settle()
-        attached.close()
-        for entry in attached.entries:
-            for value in attached.state.get(entry.param, {}).values():
-                if torch.is_tensor(value):
-                    self._send(value)
-
-    def _send(self, x: torch.Tensor) -> None:
-        """Broadcasts a tensor through the ranks' device, because the step count and offloaded tensors are in host
-        memory, which communicators of other devices do not reach."""
-        here = x.to(self.flat.device)
-        self.flat.ranks.broadcast(here)
-        if here is not x:
-            x.copy_(here)
+            _send(flat, bucket.unsharded)
+            if bucket.separate:
+                _send(flat, bucket.master)
+        for sharded in sharded_optimizers(flat):
+            _send_state(flat, sharded)
 
 
-def _name(code: int) -> str:
-    rest, kind = divmod(code - 1, len(KINDS))
-    return f"{KINDS[kind]} ({rest // 2})"
+def _send_state(flat: ShardedModel, sharded: ShardedOptimizer) -> None:
+    sharded.settle()
+    sharded.close()
+    for entry in sharded.entries:
+        for value in sharded.state.get(entry.param, {}).values():
+            if torch.is_tensor(value):
+                _send(flat, value)
+
+
+def _send(flat: ShardedModel, x: torch.Tensor) -> None:
+    """Broadcasts a tensor through the ranks' device, because the step count and offloaded tensors are in host memory,
+    which communicators of other devices do not reach."""
+    here = x.to(flat.device)
+    flat.ranks.broadcast(here)
+    if here is not x:
+        x.copy_(here)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ boundary. The optimizer's bits then do not depend on where the boundaries are.""
 
 Atom = str | int
 """The unit that a shard boundary must not split: "element", "row", "tensor", or a number of elements."""
+
+_unflatten = torch._C._nn.unflatten_dense_tensors  # views of consecutive parts of a tensor, in given shapes
 
 
 class Fragment(NamedTuple):
@@ -117,6 +120,42 @@ class FlatLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Returns the first element of a rank's shard, and one past its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def owned_range(self, rank: int, stage: int) -> tuple[int, int]:
+        """Returns the range of the buffer that a rank's optimizer updates at a stage: its shard, or at stage 0 all."""
+        return self.shard_range(rank) if stage else (0, self.numel)
+
+    def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        """Returns a segment's part of a whole buffer, in the segment's shape."""
+        segment = self.segments[i]
+        return buffer[segment.offset : segment.end].view(segment.shape)
+
+    def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every segment's part of a whole buffer, with one torch call."""
+        shapes, at = self._shapes
+        cuts = _unflatten(buffer, shapes)
+        return [cuts[k] if cuts[k].numel() else self.part(buffer, i) for i, k in enumerate(at)]
+
+    def parts_and_padding(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns every segment's part of a whole buffer, and the gaps between them."""
+        shapes, at = self._shapes
+        cuts, taken = _unflatten(buffer, shapes), {*at}
+        return [cuts[k] for k in at], [cut for k, cut in enumerate(cuts) if k not in taken]
+
+    @cached_property
+    def _shapes(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Tensors without memory that have the shapes of the consecutive parts of a whole buffer, padding included, and
+        the index of each segment's tensor among them."""
+        nothing = torch.empty((), device="meta")
+        found: list[torch.Tensor] = []
+        at: list[int] = []
+        end = 0
+        for segment in self.segments:
+            found += [nothing.expand(segment.offset - end)] if segment.offset > end else []
+            at.append(len(found))
+            found.append(nothing.expand(segment.shape))
+            end = segment.end
+        return found + ([nothing.expand(self.numel - end)] if self.numel > end else []), at
 
     def piece(self, owned: torch.Tensor, start: int, i: int) -> tuple[torch.Tensor, int]:
         """Returns the part of a segment that a range of the buffer holds, which may be empty, and the part's offset in

@@ -22,13 +22,19 @@ from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.data_parallel.optimizer import is_elementwise, states_of
 from ringcomm.data_parallel.optimizer_size import state_nbytes
 from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, kept_in_their_type
-from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import units_of
-from ringcomm.data_parallel.sharded_model import IN_FLIGHT, ShardedModel, flags_numel, sharded_model_of
-from ringcomm.data_parallel.unit import Unit
+from ringcomm.data_parallel.sharded_model import (
+    IN_FLIGHT,
+    ShardedModel,
+    Unit,
+    flags_numel,
+    place_of,
+    sharded_model_of,
+)
+from ringcomm.data_parallel.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.validation import expects, whole
+from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
 _STEPS = 2  # from the second step on, parameters are prefetched and the pool has reached its size
@@ -89,9 +95,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     if flat is not None:
         for bucket in flat.buckets:
             totals.update(bucket.nbytes())
-    optimizers = (
-        [optimizer] if optimizer is not None else [] if flat is None else [a.optimizer for a in flat.optimizers]
-    )
+    optimizers = [optimizer] if optimizer is not None else [] if flat is None else flat.optimizers
     for each in optimizers:
         totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
     return Memory(
@@ -142,7 +146,12 @@ class Plan:
     """
 
     @expects(
-        "predict", model=MODULE, stage=STAGE, world_size=whole(1, 1 << 31), optimizer=OPTIMIZER, accumulation=whole(1)
+        "predict",
+        model=MODULE,
+        stage=STAGE,
+        world_size=validate_int(1, 1 << 31),
+        optimizer=OPTIMIZER,
+        accumulation=validate_int(1),
     )
     def __init__(
         self,
@@ -205,7 +214,15 @@ class Plan:
             nn.Parameter(torch.empty(s.shape, dtype=kind, device=_META), bucket.trainable) for s in layout.segments
         ]
         again = Bucket(
-            layout, params, self.ranks, bucket.types, self.stage, tree=bucket.tree, master_device=master, send=False
+            layout,
+            params,
+            self.ranks,
+            bucket.types,
+            self.stage,
+            ShardedParameter,
+            tree=bucket.tree,
+            master_device=master,
+            send=False,
         )
         self._home |= {id(p): (again, i) for i, p in enumerate(bucket.params)}
         return again
@@ -310,7 +327,7 @@ class Plan:
             for p, segment in zip(bucket.params, bucket.layout.segments, strict=True):
                 if p.grad is None:
                     p.grad = torch.empty(segment.shape, dtype=bucket.types.compute, device=_META)
-            gradient.contributed |= set(range(len(bucket.params)))
+            gradient.local.contributed |= set(range(len(bucket.params)))
             gradient.pack()
             if not sync:
                 continue
@@ -326,8 +343,8 @@ class Plan:
     ) -> list[tuple[torch.optim.Optimizer, dict[int, int]]]:
         """Returns the optimizers, each with its group index of every parameter, by id."""
         if flat is not None:
-            attached = [a for a in flat.optimizers if optimizer is None or a.optimizer is optimizer]
-            return [(a.optimizer, _group_numbers(a.optimizer)) for a in attached]
+            some = [each for each in flat.optimizers if optimizer is None or each is optimizer]
+            return [(each, _group_numbers(each)) for each in some]
         return [] if optimizer is None else [(optimizer, _group_numbers(optimizer))]
 
     def _stepped(self, optimizers: Iterable[dict[int, int]]) -> Counter[Bucket]:

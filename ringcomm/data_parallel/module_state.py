@@ -4,21 +4,18 @@ a plain module, in the master weights' type."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringcomm.data_parallel.bucket import LAST_STAGE, with_own_storage
+from ringcomm.data_parallel.arguments import LAST_STAGE
+from ringcomm.data_parallel.bucket import Bucket, with_own_storage
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
 from ringcomm.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.bucket import Bucket
-    from ringcomm.data_parallel.sharded_model import ShardedModel
-    from ringcomm.data_parallel.unit import Unit
-
-Places = dict[int, tuple["Bucket", int]]
+Places = dict[int, tuple[Bucket, int]]
 _done = WeakTensorKeyDictionary()  # tensors of state dicts that are already unsharded
 
 
@@ -32,17 +29,21 @@ def keep_ordinary_state(flat: ShardedModel) -> None:
 def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> None:
     """Installs the hooks for these buckets on a unit's module that holds their parameters."""
     if buckets:
-        after = module.register_state_dict_post_hook(_Hook(_after_state_dict, buckets))
-        before = module.register_load_state_dict_pre_hook(_Hook(_before_load, buckets))
+        after = module.register_state_dict_post_hook(_Hook(_after_state_dict, buckets, unit))
+        before = module.register_load_state_dict_pre_hook(_Hook(_before_load, buckets, unit))
         unit.undo += [after.remove, before.remove]
 
 
 class _Hook:
     """A hook that calls a function with its buckets and with torch's arguments. In a copy of the module it does
-    nothing."""
+    nothing.
 
-    def __init__(self, function: Callable[..., None], buckets: Sequence[Bucket]) -> None:
-        self.function, self.buckets = function, buckets
+    Args:
+        unit: keeps the model's state as long as the module, even if its wrapper is dropped; None: a copy's.
+    """
+
+    def __init__(self, function: Callable[..., None], buckets: Sequence[Bucket], unit: Unit | None = None) -> None:
+        self.function, self.buckets, self.unit = function, buckets, unit
 
     def __call__(self, *args: Any) -> None:
         """Calls the function."""
@@ -69,7 +70,7 @@ def _after_state_dict(
     """Puts unsharded parameters into the state dict. If they are sharded, this is a collective, and the results are
     copies in inference mode, so that torch refuses to write into them: such writes would not reach the model."""
     del metadata
-    wholes: dict[Bucket, torch.Tensor] = {}
+    gathered: dict[Bucket, torch.Tensor] = {}
     for name, (bucket, i) in _names(module, buckets, prefix).items():
         # With keep_vars, or done by the hook of an inner module.
         if name not in state or state[name].requires_grad or state[name] in _done:
@@ -78,11 +79,11 @@ def _after_state_dict(
             state[name] = with_own_storage(state[name])
             continue
         with torch.inference_mode():
-            if bucket not in wholes:
+            if bucket not in gathered:
                 master = bucket.written_master("state_dict")
-                whole = bucket.gather_owned(master)
-                wholes[bucket] = whole.clone() if whole is bucket.master else whole
-            state[name] = with_own_storage(bucket.part(wholes[bucket], i))
+                unsharded = bucket.gather_owned(master)
+                gathered[bucket] = unsharded.clone() if unsharded is bucket.master else unsharded
+            state[name] = with_own_storage(bucket.layout.part(gathered[bucket], i))
         _done[state[name]] = True
 
 

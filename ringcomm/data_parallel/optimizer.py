@@ -18,9 +18,8 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -31,10 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.optimizer_state import BucketState, State, WholeStates
-from ringcomm.data_parallel.options import SAME_OPTIONS, Options, SteppedOptions
-from ringcomm.data_parallel.place import place_of
-from ringcomm.data_parallel.sharded_model import ShardedModel
+from ringcomm.data_parallel.optimizer_state import BucketState, Entry, State
+from ringcomm.data_parallel.options import SAME_OPTIONS, Options
+from ringcomm.data_parallel.sharded_model import ShardedModel, place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -161,11 +159,11 @@ def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     """Returns the states that this rank holds."""
-    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
-    if attached is None:
+    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    if sharded is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
-    whole = [state for states in attached._whole.values() for state in states.values()]
-    return [state for state in attached.state.values() if isinstance(state, dict)] + whole
+    unsharded = [state for states in sharded._unsharded.values() for state in states.values()]
+    return [state for state in sharded.state.values() if isinstance(state, dict)] + unsharded
 
 
 def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> None:
@@ -175,16 +173,57 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
     refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
-    attached: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
-    if attached is None:
+    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    if sharded is None:
         ShardedOptimizer(optimizer)
-    elif flat in attached.flats:
+    elif flat in sharded.flats:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer that is sharded already, expected a plain one; pass it "
             "once"
         )
     else:
-        attached.rebuild()
+        sharded.rebuild()
+
+
+def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
+    """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
+    return [_attached_to(optimizer) for optimizer in flat.shared_optimizers()]
+
+
+def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+    sharded: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
+    return sharded
+
+
+def restage_model(flat: ShardedModel, stage: int) -> None:
+    """Moves a model and the state of its optimizers to another stage; a collective."""
+    for optimizer in flat.optimizers:
+        _attached_to(optimizer).refuse_stage("restage", stage)
+    if stage and any(bucket.hook is not None for bucket in flat.buckets):
+        raise UnsupportedError(
+            f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
+            "gives whole gradients, expected 0; train it without the hook"
+        )
+    for unit in flat.units:
+        unit.release()
+    optimizers = sharded_optimizers(flat)
+    states = [sharded.take_state() for sharded in optimizers]
+    flat.restage(stage)
+    for sharded, state in zip(optimizers, states, strict=True):
+        sharded.rebuild(state)
+
+
+def unwrap_model(flat: ShardedModel) -> None:
+    """Makes a module and its optimizers plain ones; a collective."""
+    flat.prepare_unwrap()
+    for sharded in sharded_optimizers(flat):
+        sharded.detach()
+    flat.unwrap()
+
+
+def _rebuild_optimizers(flat: ShardedModel) -> None:
+    for sharded in sharded_optimizers(flat):
+        sharded.rebuild()
 
 
 def watch_optimizers() -> None:
@@ -225,26 +264,31 @@ def _needs_shards(flat: ShardedModel) -> bool:
 # ---- an optimizer that is sharded ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Entry:
-    """The parameter that the optimizer sees during step() in place of some of the model's parameters.
-
-    Attributes:
-        values, address: the part of the master weights that ``param`` covers, and its address.
+class SteppedOptions(Options):
+    """Options of an optimizer that steps the models' own parameters and was not passed to ringcomm. Ranks may have
+    different options on purpose, for example if each rank steps a part of the parameters and broadcasts them. So a
+    difference gives a warning, not an error.
     """
 
-    bucket: Bucket
-    start: int  # offset in the bucket's buffer
-    end: int
-    segments: tuple[int, ...]
-    param: nn.Parameter
-    values: torch.Tensor
-    address: int
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
+        super().__init__(optimizer)
+        self._flats = [*map(weakref.ref, flats)]
+        self._told = False
 
-    @property
-    def is_own(self) -> bool:
-        """Whether ``param`` is the model's own parameter."""
-        return self.param is self.bucket.params[self.segments[0]]
+    def before_step(self) -> None:
+        """Registers the current options for comparison in the models' next backward pass."""
+        flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
+        if not self._told and any(flat.options_differ for flat in flats):
+            self._told = True
+            for flat in flats:
+                flat.options_differ = False
+            warnings.warn(
+                f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
+                f"learning rate, expected the same; {SAME_OPTIONS}",
+                stacklevel=4,
+            )
+        for flat in flats:
+            flat.stepped.add(self)
 
 
 class ShardedOptimizer:
@@ -266,8 +310,8 @@ class ShardedOptimizer:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
         self._stepped: dict[Bucket, set[int]] = {}  # segments that ever had a gradient in a step
-        self._whole: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
-        self._seen = WholeStates(self)  # `optimizer.state` between two steps
+        self._unsharded: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
+        self._seen = UnshardedStates(self)  # `optimizer.state` between two steps
         self._working = False
         self._loading: dict[Bucket, BucketState] = {}
         self._watches = _watches
@@ -278,10 +322,10 @@ class ShardedOptimizer:
         self.inside: list[list[nn.Parameter]] = []
         self._find("shard")
         self._place()
-        self._join()
         self.adopt_state()
         self.close()
         optimizer._ringcomm = self
+        self._join()
         self._hooks = _Hooks(self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -329,11 +373,13 @@ class ShardedOptimizer:
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
-                flat.remove_optimizer(self)
+                flat.remove_optimizer(self.optimizer, self.host)
         for flat in flats:
             if flat not in self.flats:
-                flat.add_optimizer(self)
+                flat.add_optimizer(self.optimizer, self.options, self.host)
+                flat.after_thaw = _rebuild_optimizers
         self.flats = flats
+        self._flat_of = {bucket: flat for flat in flats for bucket in flat.buckets}
 
     def _ids_now(self) -> list[list[int]]:
         return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
@@ -466,10 +512,10 @@ class ShardedOptimizer:
             if place is None:
                 self.state[p] = state
             else:
-                self._whole.setdefault(place[0], {})[place[1]] = state
+                self._unsharded.setdefault(place[0], {})[place[1]] = state
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
             bucket, i = self._sharded[id(p)]
-            self._whole.setdefault(bucket, {})[i] = self.state.pop(p)
+            self._unsharded.setdefault(bucket, {})[i] = self.state.pop(p)
         self._show_state()
         self.close()
 
@@ -478,8 +524,8 @@ class ShardedOptimizer:
         self._recover()
         states: dict[Any, State] = {}
         for bucket in self._mine:
-            states |= {bucket.params[i]: state for i, state in self.whole_state(bucket).items() if state}
-        self._whole.clear()
+            states |= {bucket.params[i]: state for i, state in self.unsharded_state(bucket).items() if state}
+        self._unsharded.clear()
         for entry in self.entries:
             if entry.is_own and entry.param in self.state:
                 states[entry.param] = self.state.pop(entry.param)
@@ -489,7 +535,7 @@ class ShardedOptimizer:
         """Makes the optimizer a plain one with unsharded state, before its models are unwrapped; a collective."""
         states = self.take_state()
         for flat in self.flats:
-            flat.remove_optimizer(self)
+            flat.remove_optimizer(self.optimizer, self.host)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -502,7 +548,7 @@ class ShardedOptimizer:
         self._hooks.remove(self.optimizer)
         self.optimizer.__dict__.pop("_ringcomm_seen", None)
         self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
-        self.places, self._sharded, self._stepped = [], {}, {}
+        self.places, self._sharded, self._stepped, self._flat_of = [], {}, {}, {}
         self.state = defaultdict(dict)
         self.host = HostGradients()
 
@@ -529,19 +575,19 @@ class ShardedOptimizer:
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, bucket: Bucket, i: int) -> bool:
-        whole = self._whole.get(bucket)
-        return i in self._stepped[bucket] if whole is None else bool(whole.get(i))
+        unsharded = self._unsharded.get(bucket)
+        return i in self._stepped[bucket] if unsharded is None else bool(unsharded.get(i))
 
-    def whole_state(self, bucket: Bucket) -> dict[int, State]:
+    def unsharded_state(self, bucket: Bucket) -> dict[int, State]:
         """Returns the unsharded state of a bucket's parameters; writes into it are kept. A collective at stages 1 to
         3."""
-        if bucket not in self._whole:
+        if bucket not in self._unsharded:
             found = self._gathered(bucket)
-            self._whole[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
+            self._unsharded[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
             for entry in self.entries:
                 if entry.bucket is bucket and not entry.is_own:
                     self.state.pop(entry.param, None)
-        return self._whole[bucket]
+        return self._unsharded[bucket]
 
     def _gathered(self, bucket: Bucket) -> BucketState:
         if not self._stepped[bucket]:
@@ -553,23 +599,23 @@ class ShardedOptimizer:
     def clear_state(self) -> None:
         """Discards all state; not a collective."""
         self.state.clear()
-        self._whole.clear()
+        self._unsharded.clear()
         self._stepped = {bucket: set() for bucket in self._mine}
 
     def close(self) -> None:
         """Converts state that is kept by parameter to shards: every rank keeps its part."""
-        for bucket in list(self._whole):
-            states = {i: state for i, state in self._whole[bucket].items() if state}
+        for bucket in list(self._unsharded):
+            states = {i: state for i, state in self._unsharded[bucket].items() if state}
             self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
-            del self._whole[bucket]
+            del self._unsharded[bucket]
 
-    def _put(self, bucket: Bucket, whole: BucketState) -> None:
-        self._stepped[bucket] = set(whole.present)
-        self.separate(lambda other, i: other is not bucket or whole.kind(i))
+    def _put(self, bucket: Bucket, unsharded: BucketState) -> None:
+        self._stepped[bucket] = set(unsharded.present)
+        self.separate(lambda other, i: other is not bucket or unsharded.kind(i))
         for entry in self.entries:
             if entry.bucket is bucket and not entry.is_own:
                 self.state.pop(entry.param, None)
-                state = whole.piece(entry.start, entry.end, entry.segments, entry.param)
+                state = unsharded.piece(entry.start, entry.end, entry.segments, entry.param)
                 if state:
                     self.state[entry.param] = state
 
@@ -584,14 +630,16 @@ class ShardedOptimizer:
             return
         if found is not self.state:
             self.state = defaultdict(dict)
-            self._whole = {bucket: {} for bucket in self._mine}
+            self._unsharded = {bucket: {} for bucket in self._mine}
             for key, value in found.items():
                 place = self._sharded.get(id(key))
                 if place is None:
                     self.state[key] = value
                 else:
-                    self._whole[place[0]][place[1]] = _in_master_type(place[0], value)
-            self._whole = {bucket: states for bucket, states in self._whole.items() if states or self._stepped[bucket]}
+                    self._unsharded[place[0]][place[1]] = _in_master_type(place[0], value)
+            self._unsharded = {
+                bucket: states for bucket, states in self._unsharded.items() if states or self._stepped[bucket]
+            }
         self._show_state()
 
     def before_state_dict(self) -> None:
@@ -599,11 +647,17 @@ class ShardedOptimizer:
         self.settle()
         states: dict[Any, Any] = {}
         for bucket in self._mine:
-            whole = self._whole.get(bucket)
-            found = self._gathered(bucket) if whole is None else None
+            unsharded = self._unsharded.get(bucket)
+            found = self._gathered(bucket) if unsharded is None else None
             for i in sorted(self._mine[bucket]):
                 if id(bucket.params[i]) in self._sharded:
-                    state = whole.get(i) if whole is not None else found.of_parameter(i) if found is not None else None
+                    state = (
+                        unsharded.get(i)
+                        if unsharded is not None
+                        else found.of_parameter(i)
+                        if found is not None
+                        else None
+                    )
                     if state:
                         states[bucket.params[i]] = state
         ordered = {
@@ -647,9 +701,9 @@ class ShardedOptimizer:
         """Puts in the sharded parameters' state after torch has loaded the rest."""
         loading, self._loading = self._loading, {}
         self.adopt_state()
-        self._whole.clear()
-        for bucket, whole in loading.items():
-            self._put(bucket, whole)
+        self._unsharded.clear()
+        for bucket, unsharded in loading.items():
+            self._put(bucket, unsharded)
         self._enter()  # some optimizers convert an older state
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
@@ -688,7 +742,7 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         """Replaces the model's parameters by the shards."""
         self._working = True
-        self._forget_whole_gradients()
+        self._forget_unsharded_gradients()
         for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
             group["params"][:] = params
         self.optimizer.state = self.state
@@ -707,7 +761,7 @@ class ShardedOptimizer:
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
         self._working = False
-        self._forget_whole_gradients()
+        self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
         moved = [entry for entry in self.entries if entry.param.data_ptr() != entry.address]
@@ -722,7 +776,7 @@ class ShardedOptimizer:
                 entry.param.grad = None
         self._show_state()
 
-    def _forget_whole_gradients(self) -> None:
+    def _forget_unsharded_gradients(self) -> None:
         """Drops cached unsharded gradients, because a step may change the gradients that it gets."""
         for flat in self.flats:
             flat.ranks.read = None
@@ -749,13 +803,13 @@ class ShardedOptimizer:
         self._refuse_unreduced()
         if any(flat.options_differ for flat in self.flats):
             for flat in self.flats:
-                lines = [line for attached in flat.shared_optimizers() for line in attached.options.lines()]
+                lines = [line for sharded in sharded_optimizers(flat) for line in sharded.options.lines()]
                 flat.ranks.agree("step", lines, SAME_OPTIONS)
                 flat.options_differ = False
         for flat in self.flats:
             flat.stepped.add(self.options)
-            if flat.ranks.joining is not None and flat.ranks.joining.flat is flat:
-                flat.ranks.announce("step", flat.number_of(self), more=self._options())
+            if flat.ranks.joining is not None and flat.ranks.joining.module is flat.module:
+                flat.ranks.announce("step", flat.number_of(self.optimizer), more=self._options())
         self._begin_work()
         self.options.steps += 1
         for bucket, mine in self._mine.items():
@@ -767,7 +821,7 @@ class ShardedOptimizer:
         self._leave()
         works = [(bucket, bucket.publish()) for bucket in self._mine]
         for bucket, work in works:
-            bucket.unit.flat.timed(work.wait)
+            self._flat_of[bucket].timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
         """Raises for gradients that were not reduced, because the step would ignore them."""
@@ -798,8 +852,8 @@ class ShardedOptimizer:
         self.settle()
         if not set_to_none:
             for flat in self.flats:
-                if flat.ranks.joining is None or flat.ranks.joining.flat is flat:
-                    flat.ranks.announce("zero_grad", flat.number_of(self))
+                if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:
+                    flat.ranks.announce("zero_grad", flat.number_of(self.optimizer))
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
@@ -808,22 +862,129 @@ class ShardedOptimizer:
             bucket.gradient.reconcile()
 
 
+class UnshardedStates(defaultdict[Any, Any]):
+    """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
+
+    Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
+    to 3. Writes into them take effect from the next step on; every rank must write the same. Other keys are those of
+    the optimizer's own mapping.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        super().__init__(dict)
+        # Weak: the attached object references this one, and the optimizer references the attached object.
+        self._weak = weakref.ref(sharded)
+
+    @property
+    def _attached(self) -> ShardedOptimizer:
+        found = self._weak()
+        assert found is not None
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._attached.place_of(key)
+        if place is None:
+            return self._attached.state[key]
+        return self._attached.unsharded_state(place[0]).setdefault(place[1], {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        place = self._attached.place_of(key)
+        if place is None:
+            self._attached.state[key] = value
+        else:
+            self._attached.unsharded_state(place[0])[place[1]] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        place = self._attached.place_of(key)
+        if place is None:
+            del self._attached.state[key]
+        else:
+            del self._attached.unsharded_state(place[0])[place[1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._attached.parameters_with_state()])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._attached.parameters_with_state())
+
+    def __contains__(self, key: Any) -> bool:
+        return self._attached.has_state(key)
+
+    def keys(self) -> Any:
+        """Parameters that have state."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """Each value is a collective."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """Each value is a collective."""
+        return ItemsView(self)
+
+    def clear(self) -> None:
+        """Discards all state."""
+        self._attached.clear_state()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Same as dict.update."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Same as dict.setdefault."""
+        return MutableMapping.setdefault(self, key, default)
+
+    def popitem(self) -> Any:
+        """Same as dict.popitem."""
+        return MutableMapping.popitem(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Returns the state of a key; a collective if there is state."""
+        if key in self:
+            return self[key]
+        return default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Removes and returns the state of a key; a collective if there is state."""
+        if key not in self and default:
+            return default[0]
+        found = self.get(key)
+        del self[key]
+        return found
+
+    def copy(self) -> Any:
+        """Returns a plain dict."""
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return f"UnshardedStates of {len(self)} parameters"
+
+
 class _Hooks:
     """The hooks that connect an optimizer to its `ShardedOptimizer`."""
 
-    def __init__(self, attached: ShardedOptimizer) -> None:
-        optimizer = attached.optimizer
-        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: attached.before_step(args, kwargs))
-        after = optimizer.register_step_post_hook(lambda _, args, kwargs: attached.after_step())
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        optimizer = sharded.optimizer
+        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
+        after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.after_step())
         # Other hooks then see the model's parameters.
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         self._handles = [
             self._before,
             after,
-            optimizer.register_state_dict_pre_hook(lambda _: attached.before_state_dict()),
-            optimizer.register_state_dict_post_hook(lambda _, state: attached.after_state_dict(), prepend=True),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: attached.before_load(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: attached.after_load(), prepend=True),
+            optimizer.register_state_dict_pre_hook(lambda _: sharded.before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, state: sharded.after_state_dict(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded.before_load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: sharded.after_load(), prepend=True),
         ]
         # Weak, because a reference cycle would keep the optimizer alive until garbage collection.
         here = weakref.ref(optimizer)

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import io
 import math
-import weakref
-from collections import defaultdict
-from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
+from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
-
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.bucket import Bucket
-    from ringcomm.data_parallel.optimizer import ShardedOptimizer
 
 State = dict[str, Any]
 _MOMENTS = {  # torch's names of state with one value per element
@@ -26,13 +22,26 @@ _MOMENTS = {  # torch's names of state with one value per element
 }
 
 
-class Piece(Protocol):
-    """The part of a bucket that one of the optimizer's parameters covers."""
+@dataclass
+class Entry:
+    """The parameter that the optimizer sees during step() in place of some of the model's parameters.
 
-    start: int
+    Attributes:
+        values, address: the part of the master weights that ``param`` covers, and its address.
+    """
+
+    bucket: Bucket
+    start: int  # offset in the bucket's buffer
     end: int
     segments: tuple[int, ...]
-    param: Any
+    param: nn.Parameter
+    values: torch.Tensor
+    address: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether ``param`` is the model's own parameter."""
+        return self.param is self.bucket.params[self.segments[0]]
 
 
 @dataclass
@@ -53,7 +62,7 @@ class BucketState:
     holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(bucket: Bucket, pieces: Sequence[tuple[Piece, State]], stepped: set[int]) -> BucketState:
+    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> BucketState:
         """Builds the state from every rank's pieces; a collective.
 
         Args:
@@ -218,110 +227,3 @@ def _shared(
         for key, segments in theirs_holders.items():
             having.setdefault(key, set()).update(segments)
     return sorted(keys.items(), key=lambda item: item[0]), merged, present, having
-
-
-class WholeStates(defaultdict[Any, Any]):
-    """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
-
-    Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
-    to 3. Writes into them take effect from the next step on; every rank must write the same. Other keys are those of
-    the optimizer's own mapping.
-    """
-
-    def __init__(self, attached: ShardedOptimizer) -> None:
-        super().__init__(dict)
-        # Weak: the attached object references this one, and the optimizer references the attached object.
-        self._weak = weakref.ref(attached)
-
-    @property
-    def _attached(self) -> ShardedOptimizer:
-        found = self._weak()
-        assert found is not None
-        return found
-
-    def __getitem__(self, key: Any) -> Any:
-        place = self._attached.place_of(key)
-        if place is None:
-            return self._attached.state[key]
-        return self._attached.whole_state(place[0]).setdefault(place[1], {})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        place = self._attached.place_of(key)
-        if place is None:
-            self._attached.state[key] = value
-        else:
-            self._attached.whole_state(place[0])[place[1]] = value
-
-    def __delitem__(self, key: Any) -> None:
-        if key not in self:
-            raise KeyError(key)
-        place = self._attached.place_of(key)
-        if place is None:
-            del self._attached.state[key]
-        else:
-            del self._attached.whole_state(place[0])[place[1]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*self._attached.parameters_with_state()])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._attached.parameters_with_state())
-
-    def __contains__(self, key: Any) -> bool:
-        return self._attached.has_state(key)
-
-    def keys(self) -> Any:
-        """Parameters that have state."""
-        return KeysView(self)
-
-    def values(self) -> Any:
-        """Each value is a collective."""
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        """Each value is a collective."""
-        return ItemsView(self)
-
-    def clear(self) -> None:
-        """Discards all state."""
-        self._attached.clear_state()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Same as dict.update."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Same as dict.setdefault."""
-        return MutableMapping.setdefault(self, key, default)
-
-    def popitem(self) -> Any:
-        """Same as dict.popitem."""
-        return MutableMapping.popitem(self)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Returns the state of a key; a collective if there is state."""
-        if key in self:
-            return self[key]
-        return default
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Removes and returns the state of a key; a collective if there is state."""
-        if key not in self and default:
-            return default[0]
-        found = self.get(key)
-        del self[key]
-        return found
-
-    def copy(self) -> Any:
-        """Returns a plain dict."""
-        return defaultdict(dict, self.items())
-
-    def __copy__(self) -> Any:
-        return self.copy()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
-
-    def __repr__(self) -> str:
-        return f"WholeStates of {len(self)} parameters"

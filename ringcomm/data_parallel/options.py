@@ -7,17 +7,13 @@ of an optimizer that was passed to `shard` raises and names the first difference
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 SAME_OPTIONS = (
     "step optimizers on every rank or on none, and schedulers with a value that all ranks have, such as the mean of "
@@ -62,33 +58,6 @@ class Options:
             for number, group in enumerate(self._groups())
             for key, value in _comparable(group)
         ]
-
-
-class SteppedOptions(Options):
-    """Options of an optimizer that steps the models' own parameters and was not passed to ringcomm. Ranks may have
-    different options on purpose, for example if each rank steps a part of the parameters and broadcasts them. So a
-    difference gives a warning, not an error.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
-        super().__init__(optimizer)
-        self._flats = [*map(weakref.ref, flats)]
-        self._told = False
-
-    def before_step(self) -> None:
-        """Registers the current options for comparison in the models' next backward pass."""
-        flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
-        if not self._told and any(flat.options_differ for flat in flats):
-            self._told = True
-            for flat in flats:
-                flat.options_differ = False
-            warnings.warn(
-                f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
-                f"learning rate, expected the same; {SAME_OPTIONS}",
-                stacklevel=4,
-            )
-        for flat in flats:
-            flat.stepped.add(self)
 
 
 def _comparable(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:

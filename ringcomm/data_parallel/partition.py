@@ -14,10 +14,10 @@ from torch import nn
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec, up
-from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision, Types
 from ringcomm.data_parallel.shard_spec import part_of, renew_parts
-from ringcomm.data_parallel.unit import Unit
+from ringcomm.data_parallel.sharded_model import Unit, place_of
+from ringcomm.data_parallel.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 LATENCY_SHARE = 0.25  # largest share of latency in a reduction's time, at the chosen bucket size
@@ -88,6 +88,7 @@ class BucketBuilder:
             self.ranks,
             types,
             self.stage,
+            ShardedParameter,
             tree=self.tree,
             master_device=self.master_device,
             send=self.send,

@@ -23,7 +23,7 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import DEVICE, MODULE, TENSOR
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.validation import FUNCTION, INTEGER, TEXT, expects, number, whole
+from ringcomm.validation import FUNCTION, INTEGER, TEXT, expects, number, validate_int
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -78,7 +78,14 @@ def _upper(product: torch.Tensor) -> torch.Tensor:
     return (product >> 32) & _MASK
 
 
-@expects("words", key=whole(0, (1 << 64) - 1), start=whole(), count=whole(), stream=whole(), device=DEVICE)
+@expects(
+    "words",
+    key=validate_int(0, (1 << 64) - 1),
+    start=validate_int(),
+    count=validate_int(),
+    stream=validate_int(),
+    device=DEVICE,
+)
 def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = None) -> torch.Tensor:
     """Returns words start to start + count - 1 of a stream, each uniform over 32 bits.
 
@@ -96,7 +103,7 @@ def words(key: int, start: int, count: int, stream: int = _HIGH, device: Any = N
 # ---- distributions -----------------------------------------------------------------------------------------------
 
 
-@expects("uniform_", tensor=TENSOR, seed=INTEGER, name=TEXT, start=whole(), low=number(), high=number())
+@expects("uniform_", tensor=TENSOR, seed=INTEGER, name=TEXT, start=validate_int(), low=number(), high=number())
 def uniform_(
     tensor: torch.Tensor, seed: int, name: str, start: int = 0, *, low: float = 0.0, high: float = 1.0
 ) -> torch.Tensor:
@@ -119,7 +126,7 @@ def uniform_(
     return _fill("uniform_", tensor, key(seed, name), start, draw)
 
 
-@expects("normal_", tensor=TENSOR, mean=number(), std=number(), seed=INTEGER, name=TEXT, start=whole())
+@expects("normal_", tensor=TENSOR, mean=number(), std=number(), seed=INTEGER, name=TEXT, start=validate_int())
 def normal_(tensor: torch.Tensor, mean: float, std: float, seed: int, name: str, start: int = 0) -> torch.Tensor:
     """Fills ``tensor`` with normal numbers by inversion: each uses one word (float64: two), and none exceeds 6.4 (8.3)
     std.
@@ -252,7 +259,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 # ---- dropout -----------------------------------------------------------------------------------------------------
 
 
-@expects("dropout", x=TENSOR, p=number(0, 1, "0 to 1"), seed=INTEGER, name=TEXT, offset=whole(), index=INTEGER)
+@expects("dropout", x=TENSOR, p=number(0, 1, "0 to 1"), seed=INTEGER, name=TEXT, offset=validate_int(), index=INTEGER)
 def dropout(x: torch.Tensor, p: float, seed: int, name: str, offset: int = 0, *, index: int = 0) -> torch.Tensor:
     """Sets elements of ``x`` to zero with probability ``p``, and scales the others by 1 / (1 - p).
 

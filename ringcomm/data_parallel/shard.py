@@ -15,11 +15,20 @@ from typing_extensions import TypeVar
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
+from ringcomm.data_parallel.deferred_init import InitFn, Waiting
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import InitFn, Waiting, device_of, real_device
+from ringcomm.data_parallel.meta import device_of, real_device
 from ringcomm.data_parallel.module_state import keep_ordinary_state
-from ringcomm.data_parallel.optimizer import attach, is_elementwise, refuse_foreign, refuse_unusable, watch_optimizers
+from ringcomm.data_parallel.optimizer import (
+    attach,
+    is_elementwise,
+    refuse_foreign,
+    refuse_unusable,
+    restage_model,
+    unwrap_model,
+    watch_optimizers,
+)
 from ringcomm.data_parallel.partition import (
     BucketBuilder,
     blocks_of,
@@ -30,11 +39,10 @@ from ringcomm.data_parallel.partition import (
     owned_by_one,
     runs_of,
 )
-from ringcomm.data_parallel.place import place_of
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
-from ringcomm.data_parallel.unit import Unit, mix_in
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, place_of, sharded_model_of
+from ringcomm.data_parallel.unit_module import mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
 
@@ -205,7 +213,7 @@ def _wrap(
         device=device,
     )
     units = units_of(module, builder, params, blocks, wish.reshard_after_forward, wish.units is None)
-    waiting.initialise(units)
+    waiting.initialise([unit.buckets for unit in units])
     later = optimizer is None  # it may be attached later, as with fully_shard
     flat = ShardedModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
     for unit in units:
@@ -214,7 +222,7 @@ def _wrap(
     flat.wish = wish
     if wish.broadcast_buffers:
         flat.send_buffers()
-    flat.unmade = waiting.left_in(flat)
+    flat.unmade = waiting.left_in(flat.buckets)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat
@@ -348,12 +356,10 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
              name different stages.
     """
     flat = _wrapped(module, "restage")
-    if optimizer is not None and getattr(optimizer, "_ringcomm", None) not in flat.optimizers:
+    if optimizer is not None and optimizer not in flat.optimizers:
         attach(optimizer, flat, "restage")
     flat.ranks.agree("restage", [f"stage={stage}"])
-    for attached in flat.optimizers:
-        attached.refuse_stage("restage", stage)
-    flat.restage(stage)
+    restage_model(flat, stage)
 
 
 @expects("unshard", module=MODULE, optimizer=OPTIMIZER)
@@ -390,7 +396,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             )
     for each in flats.values():
         each.ranks.agree("unshard", ["unshard"])
-        each.unwrap()
+        unwrap_model(each)
     return inner
 
 
@@ -420,7 +426,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     flat = _wrapped(module, "whole")
     mine = {id(p) for p in module.parameters()}
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
-    sharded = [unit for unit in flat.units if not unit.is_whole]
+    sharded = [unit for unit in flat.units if not unit.is_unsharded]
     if sharded:
         flat.timed(flat.ranks.meet)
     for unit in units:
@@ -430,7 +436,7 @@ def whole(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         for bucket in [bucket for unit in units for bucket in unit.buckets]:
-            if bucket.is_whole:
+            if bucket.is_unsharded:
                 bucket.adopt_writes("whole")
         for unit in sharded if not flat.keeps_gathered else ():
             unit.release()

@@ -1,4 +1,5 @@
-"""A module whose parameters are in buckets: the work around forward and backward, at every stage.
+"""A module whose parameters are in buckets, and its units, runs of modules whose parameters are communicated together:
+the work around forward and backward, at every stage.
 
     stage   parameters   gradients               optimizer   when a bucket is reduced
     0       whole        whole                   whole       its gradients and those of all earlier buckets have arrived
@@ -10,10 +11,17 @@ Every rank reduces in the same order, whatever the order in which its own gradie
 pass all buckets are reduced and waited for; one message with a byte per parameter tells which parameters any rank has
 used.
 
-Nothing is added to autograd's graph. Hooks on the nodes that accumulate gradients see a gradient's arrival, and hooks
-on the gradients of the units' outputs follow backward through the units. At stage 3 autograd saves a reference to a
-parameter's unit in place of the parameter; the unit is gathered when a node asks for the value, wherever the graph is
-entered.
+Around a unit's calls:
+
+    forward    gather before the run's first module, release after its last
+    backward   gather when the gradient of an output arrives; release and reduce when backward has reached a call that
+               came before all calls of the unit
+
+Autograd runs nodes in the reverse order of their creation, so when the gradient of an earlier call's output arrives,
+later calls are done. Nothing is added to autograd's graph, so sums of gradients are associated as in the plain module.
+Hooks on the nodes that accumulate gradients see a gradient's arrival, and hooks on the gradients of the units' outputs
+follow backward through the units. At stage 3 autograd saves a reference to a parameter's unit in place of the
+parameter; the unit is gathered when a node asks for the value, wherever the graph is entered.
 """
 
 from __future__ import annotations
@@ -22,31 +30,29 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.bucket import LAST_STAGE, Bucket, in_transform
+from ringcomm.data_parallel.arguments import LAST_STAGE
+from ringcomm.data_parallel.bucket import Bucket, ViewData, Window, in_transform
+from ringcomm.data_parallel.deferred_init import Unmade
+from ringcomm.data_parallel.dynamo import eager, skipped
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.place import Place, place_of
+from ringcomm.data_parallel.offload import HostGradients
+from ringcomm.data_parallel.options import Options
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.sharded_parameter import Window
-from ringcomm.data_parallel.unit import Unit, eager
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
-
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.meta import Unmade
-    from ringcomm.data_parallel.optimizer import ShardedOptimizer
-    from ringcomm.data_parallel.options import Options
 
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
@@ -74,6 +80,231 @@ class _Calling(threading.local):
 
 
 _calling = _Calling()
+
+
+class Unit:
+    """Modules that are called one after another, and their buckets.
+
+    Args:
+        reshard_after_forward: whether stage 3 frees the parameters between forward and backward.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool
+    ) -> None:
+        self.name, self.modules, self.buckets = name, list(modules), list(buckets)
+        self.reshard_after_forward = reshard_after_forward
+        self.asked_reshard: bool | None = None  # the value passed to `fully_shard`
+        self.reshard_after_backward = True
+        self.precision: MixedPrecision | None = None  # None: the model's
+        self.forward_prefetch: list[Unit] | None = None  # None: the units that followed in the last pass
+        self.backward_prefetch: list[Unit] | None = None
+        self.first_call: int | None = None  # number of its first call whose graph is not used up; 0: unknown
+        self.in_backward = False
+        self.calls: Counter[nn.Module] = Counter()  # calls in training whose graph is not used up
+        self.checkpointed = False  # whether a call had no graph, as in reentrant checkpointing
+        self.used_outside = False  # with a checkpoint: whether backward also reaches a parameter outside it
+        self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
+        self.came_twice = False  # whether a gradient has unexpectedly come twice
+        self.calling: nn.Module | None = None  # the module whose call is running
+        self.undo: list[Callable[[], Any]] = []  # calls that undo what wrapping did to the modules
+        self.flat: ShardedModel
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the unit's gradients may come in several parts of a backward pass, with other units in between:
+        each reentrant checkpoint runs its own backward pass inside it."""
+        if self.came_twice:
+            return True
+        hidden = self.checkpointed and self.recomputed is not False
+        return hidden and (self.used_outside or self.calls.total() > 1)
+
+    @property
+    def accumulators(self) -> list[Any]:
+        """The autograd nodes that accumulate the parameters' gradients."""
+        return [node for bucket in self.buckets for node in bucket.accumulators]
+
+    def forget_calls(self) -> None:
+        """Resets the records of calls, when a forward pass begins after a backward pass."""
+        if self.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
+            self.recomputed = False
+        self.first_call, self.checkpointed, self.used_outside = None, False, False
+        self.calls.clear()
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters can be read."""
+        return all(bucket.is_unsharded for bucket in self.buckets)
+
+    def start_gather(self) -> None:
+        """Stage 3: starts to gather the parameters."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def gather(self) -> None:
+        """Gathers the parameters, and waits for them."""
+        self.start_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        """Frees the other ranks' parameters."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def unwrap(self) -> None:
+        """Makes the modules and parameters plain ones; a collective."""
+        for bucket in self.buckets:
+            bucket.give_back()
+        for take_away in self.undo:
+            take_away()
+
+    # ---- a call ---------------------------------------------------------------------------------------------------
+
+    @skipped
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs ``forward`` of one of the modules, with its parameters gathered."""
+        counted = self._begin(module)
+        before, self.calling = self.calling, module
+        done = False
+        try:
+            args, kwargs = self.cast_inputs(args, kwargs)
+            output = forward(*args, **kwargs)
+            done = True
+        finally:
+            self.calling = before
+            self._leave(counted, done)
+        return self._finish(module, counted, output)
+
+    @eager
+    def _begin(self, module: nn.Module) -> bool:
+        """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
+        if not self.flat.held:
+            self.flat.begin_call(self, module)
+        return not self.flat.held
+
+    @eager
+    def _leave(self, counted: bool, done: bool) -> None:
+        if counted:
+            self.flat.leave_call(done)
+
+    @eager
+    def _finish(self, module: nn.Module, counted: bool, output: Any) -> Any:
+        flat = self.flat
+        if not counted:
+            return self._cast_output(output)
+        number = flat.end_call(self, module)
+        if number is not None:
+            for x in tensors_of(output):
+                if x.grad_fn is not None:
+                    _hook_first(x, partial(_reached, weakref.ref(self), number))
+        if module is flat.module:
+            return flat.precision.cast(output, flat.precision.output_dtype)
+        return self._cast_output(output)
+
+    @eager
+    def cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Casts a call's arguments to the type in which the unit computes."""
+        precision = self.precision or self.flat.precision
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            return precision.cast((args, kwargs), precision.param_dtype)
+        return args, kwargs
+
+    def _cast_output(self, output: Any) -> Any:
+        precision = self.precision
+        return output if precision is None else precision.cast(output, precision.output_dtype)
+
+
+def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook that runs before the existing ones, so that backward reaches a unit before the units inside
+    it, even if the unit returns the same tensor as an inner unit."""
+    x.register_hook(hook)
+    hooks = x._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        *before, last = hooks.items()
+        hooks.clear()
+        hooks.update([last, *before])
+
+
+@eager
+def _reached(unit: weakref.ref[Unit], number: int, _: torch.Tensor) -> None:
+    """Tells the model that backward has reached the output of a call. The reference is weak, because the model may
+    reference the graph."""
+    here = unit()
+    if here is not None:
+        here.flat.reach(here, number)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a module's output, including those in dataclasses, mappings and sequences of any class."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    found = []
+    for x in tree_flatten(output)[0]:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif is_dataclass(x) and not isinstance(x, type):
+            found += tensors_of([getattr(x, field.name) for field in fields(x)])
+        elif isinstance(x, Mapping):
+            found += tensors_of(list(x.values()))
+        elif isinstance(x, (list, tuple)):
+            found += tensors_of(list(x))
+    return found
+
+
+class Place:
+    """A parameter's place, all that wrapping leaves on the parameter: segment ``index`` of a bucket of a model.
+
+    The references are weak, so the parameter keeps neither alive. A copy of the parameter does not have a place.
+    """
+
+    __slots__ = ("_bucket", "_flat", "index")
+
+    def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
+        self._flat, self._bucket, self.index = weakref.ref(flat), weakref.ref(bucket), index
+
+    @property
+    def flat(self) -> ShardedModel:
+        """The wrapped model."""
+        found = self._flat()
+        assert found is not None
+        return found
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that contains the parameter."""
+        found = self._bucket()
+        assert found is not None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model still exists and is wrapped."""
+        flat = self._flat()
+        return flat is not None and not flat.unwrapped
+
+    @property
+    def data(self) -> ViewData | None:
+        """At stage 3, the memory that views share that were made since the last `p.data = other`; None: the bucket no
+        longer exists."""
+        bucket = self._bucket()
+        return None if bucket is None else bucket.shared.setdefault(self.index, ViewData())
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.bucket.names[self.index]
+
+    def __reduce__(self) -> Any:
+        return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
+
+
+def place_of(p: Any) -> Place | None:
+    """Returns the place of a wrapped model's parameter; None for anything else, including a view of a parameter."""
+    place: Place | None = getattr(p, "_ringcomm", None)
+    return place if place and place.alive and place.bucket.params[place.index] is p else None
 
 
 @dataclass
@@ -147,7 +378,10 @@ class ShardedModel:
         self.communication_seconds = 0.0  # this thread's time in calls and waits of collectives
         self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
-        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # attached in this order on every rank
+        # Attached in this order on every rank.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._hosts: list[weakref.ref[HostGradients]] = []  # of the optimizers
+        self.after_thaw: Callable[[ShardedModel], None] = _nothing  # called when frozen parameters are trained
         self.stepped: set[Options] = set()  # of optimizers attached or stepped since the last message
         self.options_differ = False  # whether a backward pass found different options on the ranks; a step resets it
         self._heard: torch.Tensor | None = None  # on a device, the header of the last message
@@ -176,19 +410,25 @@ class ShardedModel:
         self._handles: list[Any] = []
         self._ignored_buffers: frozenset[str] = frozenset()
         self._look_inside()
+        self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         for unit in self.units:
             unit.flat = self
             for bucket in unit.buckets:
-                bucket.unit = unit
                 for i, p in enumerate(bucket.params):
                     p._ringcomm = Place(self, bucket, i)
         for bucket in self.order:
             self._watch(bucket)
         self.find_homes()
 
+    def unit_of(self, bucket: Bucket) -> Unit:
+        """Returns the unit that a bucket belongs to."""
+        return self._unit_of[bucket]
+
     def find_homes(self) -> None:
-        """Maps the memory of every stage 3 bucket's whole buffer to its bucket."""
-        self._homes = {bucket.whole.untyped_storage()._cdata: bucket for bucket in self.buckets}
+        """Maps the memory of every stage 3 bucket's whole buffer to its bucket, which changes it when it moves."""
+        self._homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
+        for bucket in self.buckets:
+            bucket.homes = self._homes
 
     def _set_order(self) -> None:
         """Sets the order of reductions: about the order in which backward finishes. The module's own parameters come
@@ -216,29 +456,36 @@ class ShardedModel:
         self._look_inside()
 
     @property
-    def optimizers(self) -> list[ShardedOptimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that are attached and not dropped on this rank."""
-        return [attached for attached in (ref() for ref in self._optimizers) if attached is not None]
+        return [optimizer for optimizer in (ref() for ref in self._optimizers) if optimizer is not None]
 
-    def add_optimizer(self, attached: ShardedOptimizer) -> None:
-        """Registers an attached optimizer."""
-        attached.options.number = len(self._optimizers)
-        self._optimizers.append(weakref.ref(attached))
-        self.stepped.add(attached.options)
+    @property
+    def hosts(self) -> list[HostGradients]:
+        """The gradients that the optimizers have in host memory."""
+        return [host for host in (ref() for ref in self._hosts) if host is not None]
 
-    def remove_optimizer(self, attached: ShardedOptimizer) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, options: Options, host: HostGradients) -> None:
+        """Registers an attached optimizer, with its options and the gradients that it has in host memory."""
+        options.number = len(self._optimizers)
+        self._optimizers.append(weakref.ref(optimizer))
+        self.stepped.add(options)
+        self._hosts.append(weakref.ref(host))
+
+    def remove_optimizer(self, optimizer: torch.optim.Optimizer, host: HostGradients) -> None:
         """Removes an optimizer."""
-        del self._optimizers[self.number_of(attached)]
+        del self._optimizers[self.number_of(optimizer)]
+        self._hosts = [ref for ref in self._hosts if ref() not in (None, host)]
 
-    def number_of(self, attached: ShardedOptimizer) -> int:
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Returns the number by which all ranks know an optimizer."""
-        return next(i for i, ref in enumerate(self._optimizers) if ref() is attached)
+        return next(i for i, ref in enumerate(self._optimizers) if ref() is optimizer)
 
-    def optimizer_of(self, number: int) -> ShardedOptimizer | None:
+    def optimizer_of(self, number: int) -> torch.optim.Optimizer | None:
         """Returns the optimizer of a number; None: it is not attached on this rank, or was dropped."""
         return self._optimizers[number]() if number < len(self._optimizers) else None
 
-    def shared_optimizers(self) -> list[ShardedOptimizer]:
+    def shared_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers that no rank has dropped, and removes the others. Garbage collection may drop an
         optimizer at different times on the ranks, so this is a collective."""
         if self._optimizers:
@@ -338,7 +585,7 @@ class ShardedModel:
         if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
         self._check()
-        if self.ranks.joining is not None and self.ranks.joining.flat is not self:
+        if self.ranks.joining is not None and self.ranks.joining.module is not self.module:
             raise UnsupportedError(
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
@@ -363,10 +610,14 @@ class ShardedModel:
             self._announce_forward()
             self._sync_buffers = False
         self.holders += 1
+        for bucket in self.buckets:
+            bucket.held = True
         try:
             yield
         finally:
             self.holders -= 1
+            for bucket in self.buckets:
+                bucket.held = self.holders > 0
 
     def _gather_ahead(self, unit: Unit) -> None:
         at = len(self._seen)
@@ -449,7 +700,7 @@ class ShardedModel:
         stays = backward or self._depth > 0
         if stays and not backward:
             self._advise(name, call)
-        missing = [bucket for bucket in buckets if not bucket.is_whole]
+        missing = [bucket for bucket in buckets if not bucket.is_unsharded]
         if missing and not stays:
             self.timed(self.ranks.meet)
         for bucket in missing:
@@ -457,9 +708,10 @@ class ShardedModel:
         for bucket in buckets:
             bucket.finish_gather()
             bucket.borrowed |= bucket in missing
-            if bucket.unit.first_call is None and torch.is_grad_enabled():
+            unit = self._unit_of[bucket]
+            if unit.first_call is None and torch.is_grad_enabled():
                 self._calls += 1
-                bucket.unit.first_call = self._calls
+                unit.first_call = self._calls
         self._start_packing()
         self._depth += 1
         try:
@@ -533,7 +785,7 @@ class ShardedModel:
         if not unit.in_backward:
             unit.in_backward = True
             self.backward.reached.append(unit)
-        if self.stage == LAST_STAGE and not unit.is_whole:
+        if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
             for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
                 each.start_gather()
@@ -569,7 +821,7 @@ class ShardedModel:
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
         once."""
-        unit = bucket.unit
+        unit = self._unit_of[bucket]
         return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
 
     def prepare(self, bucket: Bucket, i: int) -> None:
@@ -581,13 +833,18 @@ class ShardedModel:
             backward = self.backward
         self._see_to_complete()
         if bucket in backward.launched:
-            self._reenters = bucket.unit.came_twice = True  # from the next pass on the bucket waits until the end
+            # From the next pass on the bucket waits until the end.
+            self._reenters = self._unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
             )
         if not bucket.gradient.opened:
-            bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
+            try:
+                bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
+            except RuntimeError:
+                bucket.rebound("backward")  # raises if forward has cast a parameter
+                raise
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self._reenters = True  # a reentrant checkpoint
@@ -631,7 +888,7 @@ class ShardedModel:
         while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
-        self.timed(gradient.start_reduce)
+        self.timed(gradient.start_reduce, bucket.hook)
         self.backward.in_flight.append(bucket)
         # A communication hook's future may communicate from another thread, at different times on the ranks.
         if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
@@ -640,8 +897,8 @@ class ShardedModel:
     def _settle(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
-        for attached in self.optimizers:
-            attached.host.reduced(bucket)
+        for host in self.hosts:
+            host.reduced(bucket)
 
     def flush(self, unit: Unit) -> None:
         """Handles a unit that backward has passed: no more gradients will arrive."""
@@ -688,7 +945,11 @@ class ShardedModel:
                 self._collect(bucket)
             elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
-            bucket.gradient.expose_grads()
+            try:
+                bucket.gradient.expose_grads()
+            except RuntimeError:
+                bucket.rebound("backward")
+                raise
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
@@ -696,7 +957,7 @@ class ShardedModel:
         message, the host memory for the ranks' maximum, the device memory, and the work."""
         said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
         for bucket in self.order:
-            has = bucket.gradient.contributed | bucket.gradient.has
+            has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
             said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
@@ -799,7 +1060,7 @@ class ShardedModel:
         for unit in self.units:
             self.timed(unit.gather)
         for bucket in self.order:
-            bucket.gradient.begin_parts()
+            bucket.gradient.local.begin_step()
         before, self.sync, self.held = self.sync, False, True
         self.leaf, self._leaves = None, 0
         try:
@@ -811,7 +1072,7 @@ class ShardedModel:
             raise
         self.sync, self.held = before, False
         for bucket in self.order:
-            bucket.gradient.end_parts(self._leaves)
+            bucket.gradient.end_step(self._leaves)
         if torch.is_grad_enabled() and self.sync:
             self.backward.accumulates = True
             self._finish()
@@ -845,26 +1106,15 @@ class ShardedModel:
             bucket.gradient.drop()
 
     def restage(self, stage: int) -> None:
-        """Moves all buckets to another stage."""
-        if stage and any(bucket.hook is not None for bucket in self.buckets):
-            raise UnsupportedError(
-                f"restage: rank {self.ranks.rank} got stage={stage} for a module with a communication hook, which "
-                "gives whole gradients, expected 0; train it without the hook"
-            )
-        for unit in self.units:
-            unit.release()
-        optimizers = self.shared_optimizers()
-        states = [attached.take_state() for attached in optimizers]
+        """Moves all buckets to another stage, and drops the gradients."""
         self.forget_gradients()
         self.stage = stage
         for bucket in self.buckets:
             bucket.restage(stage)
         self.find_homes()
-        for attached, state in zip(optimizers, states, strict=True):
-            attached.rebuild(state)
 
-    def unwrap(self) -> None:
-        """Makes the module and its optimizers plain ones; a collective."""
+    def prepare_unwrap(self) -> None:
+        """Ends what a failed pass has left, and frees gathered parameters. Raises if the module cannot be unwrapped."""
         if self.ranks.joining is not None:
             raise UnsupportedError(
                 f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
@@ -875,8 +1125,9 @@ class ShardedModel:
             self._check_unmade(self.unmade, "unshard")
         for unit in self.units:
             unit.release()
-        for attached in self.shared_optimizers():
-            attached.detach()
+
+    def unwrap(self) -> None:
+        """Makes the module a plain one; a collective."""
         self.options_differ = False
         for unit in self.units:
             unit.unwrap()
@@ -943,8 +1194,11 @@ class ShardedModel:
             bucket.thaw()
             self._watch(bucket)
         self._set_order()
-        for attached in self.shared_optimizers():
-            attached.rebuild()
+        self.after_thaw(self)
+
+
+def _nothing(flat: ShardedModel) -> None:
+    """Does nothing: no optimizer is attached."""
 
 
 @lru_cache
@@ -997,17 +1251,21 @@ class SavedParameter:
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
-        if bucket is None or bucket.unit is None:
+        if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
+            return bucket.window(self.window)
+        place = None if bucket is None else place_of(bucket.params[0])
+        if bucket is None or place is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
-        if bucket.is_whole:
+        if bucket.is_unsharded:
             return bucket.window(self.window)
+        flat, unit = place.flat, place.flat.unit_of(bucket)
         if torch._C._current_graph_task_id() >= 0:
-            bucket.unit.flat.reach(bucket.unit, self.number)
+            flat.reach(unit, self.number)
             return bucket.window(self.window)
         # Accessed by a program that inspects the graph.
-        with bucket.unit.flat.borrowing([bucket], bucket.unit.name, "a saved tensor"):
+        with flat.borrowing([bucket], unit.name, "a saved tensor"):
             return bucket.window(self.window).clone()
 
 

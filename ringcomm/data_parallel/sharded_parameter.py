@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ringcomm.data_parallel.place import Place
+from ringcomm.data_parallel.bucket import Bucket, ViewData, Window
+from ringcomm.data_parallel.sharded_model import Place, ShardedModel
 from ringcomm.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from ringcomm.data_parallel.bucket import Bucket
-    from ringcomm.data_parallel.sharded_model import ShardedModel
 
 # Functions that need no values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
@@ -48,67 +45,6 @@ _ARRAYS = {"numpy", "__array__"}  # read-only copies
 _COPIES = _ARRAYS | {"__dlpack__"}
 
 
-class Window(NamedTuple):
-    """The place of a view in the memory of an unsharded bucket."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    @staticmethod
-    def of(x: torch.Tensor) -> Window:
-        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
-
-    def on(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the view in a whole buffer."""
-        found = torch.empty(0, dtype=self.dtype, device=whole.device)
-        found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
-        found = found.conj() if self.is_conj else found
-        return torch._neg_view(found) if self.is_neg else found
-
-
-class _Data:
-    """The memory that a parameter and its views share, or shared until `p.data = other`.
-
-    Attributes:
-        piece: this rank's part of the values, once they are no longer the parameter's.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.piece: Any = None
-        self._whole: torch.Tensor | None = None
-
-    def whole(self) -> torch.Tensor:
-        """Returns a buffer with the bucket's layout that holds these values; a collective the first time."""
-        if self._whole is None:
-            layout, ranks, index = self._place.bucket.layout, self._place.flat.ranks, self._place.index
-            start, end = layout.shard_range(ranks.rank)
-            owned, self._whole = self.piece.new_zeros(layout.shard_numel), self.piece.new_empty(layout.numel)
-            layout.piece(owned, start, index)[0].copy_(self.piece)
-            ranks.comm.all_gather(owned, out=self._whole)
-            self.piece = layout.piece(self._whole[start:end], start, index)[0]
-        return self._whole
-
-    def put_back(self) -> None:
-        """Implements `p.data = kept`: the parameter shares the views' memory again, including writes into the views."""
-        bucket = self._place.bucket
-        bucket.release()
-        replace_data(self._place)
-        bucket.piece(bucket.weight, self._place.index).copy_(self.piece)
-        self._place.data, self.piece, self._whole = self, None, None
-
-
-def replace_data(place: Place) -> None:
-    """Called before a parameter's data is replaced: existing views keep the current values."""
-    if place.data is not None:
-        place.data.piece = place.bucket.piece(place.bucket.weight, place.index).clone()
-    place.data = None
-
-
 class ShardedView(torch.Tensor):
     """A view of a stage 3 parameter while it is sharded, including `p.data` and `p.detach()`.
 
@@ -120,7 +56,7 @@ class ShardedView(torch.Tensor):
 
     _ringcomm: Place
     _window: Window | None = None  # None: the whole parameter
-    _data: _Data | None = None
+    _data: ViewData | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,12 +114,11 @@ def _alias(x: Any) -> ShardedView:
         return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
 
 
-def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
+def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
     return _note(x.as_subclass(ShardedView), place, window, replaced)
 
 
-def _note(view: Any, place: Place, window: Window | None, replaced: _Data | None = None) -> ShardedView:
-    place.data = place.data or _Data(place)
+def _note(view: Any, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
     view._ringcomm, view._window, view._data = place, window, replaced or place.data
     return view
 
@@ -205,7 +140,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
     if getattr(values, "_ringcomm", None) is place and _window(values) == _window(p):
         replaced = _replaced(values)
         if replaced is not None:
-            replaced.put_back()
+            _put_back(place, replaced)
         return
     if _window(p) is not None:
         raise InvalidArgumentError(
@@ -219,6 +154,15 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
             "before it is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
         )
     place.bucket.set_data(place.index, values.clone() if isinstance(values, ShardedView) else values)
+
+
+def _put_back(place: Place, data: ViewData) -> None:
+    """Implements `p.data = kept`: the parameter shares the views' memory again, including writes into the views."""
+    bucket, i = place.bucket, place.index
+    bucket.release()
+    bucket.replace_data(i)
+    bucket.piece(bucket.weight, i).copy_(data.piece)
+    bucket.shared[i], data.piece, data.unsharded = data, None, None
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -260,7 +204,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name in _ARRAYS:
             result.flags.writeable = False  # writes into the copy would be lost
         originals = {id(values[id(x)]): x for x in given}
-        homes = {place.bucket.whole.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
+        homes = {place.bucket.unsharded.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
 
         def shown(x: Any) -> Any:
             if id(x) in originals:
@@ -333,10 +277,22 @@ def _writes(name: str, kwargs: Any) -> bool:
 def _values(x: Any) -> torch.Tensor:
     """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view."""
     window, place, replaced = _window(x), x._ringcomm, _replaced(x)
-    whole = place.bucket.whole if replaced is None else replaced.whole()
+    buffer = place.bucket.unsharded if replaced is None else _unsharded_of(place.bucket, place.index, replaced)
     if window is not None:
-        return window.on(whole)
-    return x if x is place.bucket.params[place.index] else place.bucket.part(whole, place.index).detach()
+        return window.on(buffer)
+    return x if x is place.bucket.params[place.index] else place.bucket.layout.part(buffer, place.index).detach()
+
+
+def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
+    """Returns a buffer with the bucket's layout that holds replaced values; a collective the first time."""
+    if data.unsharded is None:
+        layout, ranks = bucket.layout, bucket.ranks
+        start, end = layout.shard_range(ranks.rank)
+        owned, data.unsharded = data.piece.new_zeros(layout.shard_numel), data.piece.new_empty(layout.numel)
+        layout.piece(owned, start, i)[0].copy_(data.piece)
+        ranks.comm.all_gather(owned, out=data.unsharded)
+        data.piece = layout.piece(data.unsharded[start:end], start, i)[0]
+    return data.unsharded
 
 
 def _has_gradient(x: Any) -> bool:
@@ -356,7 +312,8 @@ def _window(x: Any) -> Window | None:
     return x._window if isinstance(x, ShardedView) else None
 
 
-def _replaced(x: Any) -> _Data | None:
+def _replaced(x: Any) -> ViewData | None:
     """Returns the memory of a view made before `p.data` was replaced; None: it shares the parameter's memory."""
     data = x._data if isinstance(x, ShardedView) else None
-    return None if data is None or data is x._ringcomm.data else data
+    now = None if data is None else x._ringcomm.data
+    return None if now is None or data is now else data

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DTYPE, MODULE
-from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, whole
+from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, validate_int
 
 # Communicators of unpickled layers, one per process group.
 _of_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
@@ -45,7 +45,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @expects(
         "SyncBatchNorm",
-        num_features=whole(),
+        num_features=validate_int(),
         eps=number(0),
         momentum=or_none(number()),
         affine=FLAG,
@@ -212,9 +212,9 @@ def _statistics(x: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torc
     if count:
         var, mean = torch.var_mean(x, over, correction=0)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, var.double() * count
-    told = torch.empty(comm.world_size * mine.numel(), dtype=torch.float64, device=x.device)
-    comm.all_gather(mine, out=told)
-    counts, means, squares = told.view(comm.world_size, -1).split([1, channels, channels], 1)
+    gathered = torch.empty(comm.world_size * mine.numel(), dtype=torch.float64, device=x.device)
+    comm.all_gather(mine, out=gathered)
+    counts, means, squares = gathered.view(comm.world_size, -1).split([1, channels, channels], 1)
     total = counts.sum()
     if float(total) <= 1:
         raise InvalidArgumentError(

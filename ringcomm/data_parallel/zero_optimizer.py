@@ -24,7 +24,7 @@ from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
-from ringcomm.data_parallel.place import place_of
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
 

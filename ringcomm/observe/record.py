@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ringcomm import _C
 from ringcomm.errors import InvalidArgumentError, one_line, rank_list
-from ringcomm.validation import PATH, a, expects, or_none, several, whole
+from ringcomm.validation import PATH, a, expects, or_none, several, validate_int
 
 __all__ = ["Call", "Record", "View", "dump", "find", "load", "merge", "records", "step"]
 
@@ -114,7 +114,7 @@ class Record:
     calls: tuple[Call, ...]
 
 
-_STEP = or_none(whole(said="a whole number from 0 on"))
+_STEP = or_none(validate_int(said="a whole number from 0 on"))
 
 
 @expects("step", number=_STEP)
@@ -126,7 +126,7 @@ def step(number: int | None) -> None:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-@expects("record", pid=whole(1, (1 << 31) - 1))
+@expects("record", pid=validate_int(1, (1 << 31) - 1))
 def records(pid: int | None = None) -> list[Record]:
     """Returns the records of a process: one for each of its ranks in each communicator.
 
@@ -380,7 +380,7 @@ class View:
         fronts = {at.front for at in self.positions.values() if at.front is not None}
         lowest = min(fronts) if len(fronts) > 1 else None
 
-        def told(ranks: tuple[int, ...]) -> str:
+        def described(ranks: tuple[int, ...]) -> str:
             first = self._record(ranks[0])
             at = self.positions[ranks[0]]
             lags = lowest is not None and at.front == lowest
@@ -394,7 +394,7 @@ class View:
 
         together = _grouped(self.positions, key)
         together.sort(key=lambda ranks: self.positions[ranks[0]].front or (-1, False))
-        return ["; ".join(told(ranks) for ranks in together)] if together else []
+        return ["; ".join(described(ranks) for ranks in together)] if together else []
 
     def _doing(self, at: Position, record: Record, many: bool, waits: bool) -> str:
         are = "are" if many else "is"
@@ -427,12 +427,12 @@ class View:
     def _odd_processes(self) -> list[str]:
         stopped = tuple(each.rank for each in self.records if each.process == "stopped")
         closed = tuple(each.rank for each in self.records if each.closed)
-        told = [f"{self._named(stopped)}: stopped by a signal, SIGCONT lets it go on"] if stopped else []
-        return [*told, f"{self._named(closed)}: closed the communicator"] if closed else told
+        found = [f"{self._named(stopped)}: stopped by a signal, SIGCONT lets it go on"] if stopped else []
+        return [*found, f"{self._named(closed)}: closed the communicator"] if closed else found
 
     def differences(self) -> list[str]:
         """Returns collectives that the ranks called with different arguments, in the words of an error."""
-        told = []
+        found = []
         for number, ranks in sorted(self._collectives().items()):
             same_op = len({call.op for call in ranks.values()}) == 1
             if len({(call.op, call.passed) for call in ranks.values()}) == 1:
@@ -446,8 +446,8 @@ class View:
                 what = f"passed {call.passed}" if same_op else f"called {call.op}({call.passed})"
                 parts.append(f"{rank_list(alike)} {what}{_in_brackets(call.place)}")
             name = f"{ranks[min(ranks)].op} #{number}" if same_op else f"call #{number}"
-            told.append(f"{name} differs: {', '.join(parts)}")
-        return told
+            found.append(f"{name} differs: {', '.join(parts)}")
+        return found
 
     def _collectives(self) -> dict[int, dict[int, Call]]:
         found: dict[int, dict[int, Call]] = {}
@@ -463,13 +463,13 @@ class View:
     def _named(self, ranks: tuple[int, ...]) -> str:
         """Names ranks with their processes, as far as they fit into a sentence."""
         several_hosts = len({each.host for each in self.records}) > 1
-        told = []
+        found = []
         for rank in ranks[:_MOST_NAMED]:
             record = self._record(rank)
             where = f" on {record.host}" if several_hosts else ""
-            told.append(f"rank {rank} (process {record.pid}{where})")
-        more = len(ranks) - len(told)
-        return ", ".join(told) + (f" and {more} more" if more else "")
+            found.append(f"rank {rank} (process {record.pid}{where})")
+        more = len(ranks) - len(found)
+        return ", ".join(found) + (f" and {more} more" if more else "")
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.errors import InvalidArgumentError, shown
-from ringcomm.validation import PATH, expects, whole
+from ringcomm.validation import PATH, expects, validate_int
 
 SPANS_PER_THREAD = 1 << 16
 """The default number of spans kept per thread: the first ones; later spans are only counted."""
 
-_ROOM = whole(1, (1 << 31) - 1)
+_ROOM = validate_int(1, (1 << 31) - 1)
 
 Timeline = dict[str, Any]
 """Chrome's trace format: ``traceEvents``, and under ``ringcomm`` this package's information about each process."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline_parallel.beside import version_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, find, overwrites, reads
+from ringcomm.pipeline_parallel.side_effects import version_of
 
 
 class Buffers:
@@ -57,14 +57,14 @@ class Buffers:
         fresh: set[int] = set()
         numbers = {id(x): i for i, x in enumerate(self._here())} if stage < self.last else {}
 
-        def told(func: Any, args: Any, kwargs: Any) -> None:
+        def before(func: Any, args: Any, kwargs: Any) -> None:
             if numbers:
                 fresh.update(map(id, overwrites(func, args)))
                 found = {id(x) for x in reads(func, args, kwargs)} - fresh
                 self._read |= {(stage, numbers[each]) for each in found if each in numbers}
 
         try:
-            yield told
+            yield before
         finally:
             if stage in self._own:
                 self._own[stage] = self._here()
@@ -119,9 +119,9 @@ class Buffers:
                         own.copy_(data)
             elif own is not here:
                 module._buffers[key] = data
-        told = next((each.decode() for each in comm.exchange(stale.encode()) if each), None)
-        if told is not None:
-            raise InvalidArgumentError(told)
+        refusal = next((each.decode() for each in comm.exchange(stale.encode()) if each), None)
+        if refusal is not None:
+            raise InvalidArgumentError(refusal)
 
 
 def _about(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:

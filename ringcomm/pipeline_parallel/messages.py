@@ -52,39 +52,39 @@ class Messages:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        self._told: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
+        self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
     def send(self, tensors: Sequence[torch.Tensor], about: StageMetadata, stage: int, rank: int) -> None:
         """Sends a stage's inputs to the rank of that stage."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
-        told = self._told.get(key)
-        if told is not None and facts != told[0]:
+        known = self._known.get(key)
+        if known is not None and facts != known[0]:
             raise ShapeError(
-                f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(told[0])} as "
+                f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(known[0])} as "
                 "in the first micro-batch; pass static_shapes=False where shapes change"
             )
-        if told is not None and about.of_any() != told[1]:
+        if known is not None and about.of_any() != known[1]:
             raise ShapeError(
                 f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
                 "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
             )
-        if told is None:
+        if known is None:
             self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
             if self.static_shapes:
-                self._told[key] = facts, about.of_any()
+                self._known[key] = facts, about.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
             self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
         """Receives a stage's inputs from the rank of the stage before, as leaves of a new autograd graph."""
         key = ("at", stage, torch.is_grad_enabled())
-        told = self._told.get(key)
-        if told is None:
-            told = pickle.loads(self._receive_head(rank, _forward(stage)))
+        known = self._known.get(key)
+        if known is None:
+            known = pickle.loads(self._receive_head(rank, _forward(stage)))
             if self.static_shapes:
-                self._told[key] = told[0], told[1].of_any()
-        facts, about = told
+                self._known[key] = known[0], known[1].of_any()
+        facts, about = known
         tag = _forward(stage)
         return [
             self._receive(shape, dtype, wanted, rank, tag, strides) for shape, dtype, wanted, strides in facts
@@ -95,8 +95,8 @@ class Messages:
         the strides of those that exist."""
         tag, there = _backward(stage), [x for x in wanted if x is not None]
         strides = [_strides(x) for x in there]
-        for told, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
-            self._send(torch.tensor(told, dtype=dtype, device=self.device), rank, tag, counts=False)
+        for numbers, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
+            self._send(torch.tensor(numbers, dtype=dtype, device=self.device), rank, tag, counts=False)
         for x, its in zip(there, strides, strict=True):
             self._send(x.permute(_order(its)), rank, tag)
 

@@ -253,7 +253,7 @@ def _box(panel: _Panel, entry: tuple[Action, float, float, str], scale: float, t
     action, start, end, color = entry
     x, width, height = _LEFT + start * scale, (end - start) * scale, _ROW - 4
     what = f"{NAMES[action.kind]}, stage {action.stage}, micro-batch {action.microbatch}"
-    told = f"{what}: {start:g} to {end:g} {panel.unit}".rstrip()
+    title = f"{what}: {start:g} to {end:g} {panel.unit}".rstrip()
     label = str(action.microbatch)
     number = (
         f'<text x="{x + width / 2:.2f}" y="{top + height / 2 + 4}" fill="{_ink(color)}">{label}</text>'
@@ -261,6 +261,6 @@ def _box(panel: _Panel, entry: tuple[Action, float, float, str], scale: float, t
         else ""
     )
     return (
-        f'<g class="box {action.kind.value}"><title>{told}</title><rect x="{x:.2f}" y="{top}" '
+        f'<g class="box {action.kind.value}"><title>{title}</title><rect x="{x:.2f}" y="{top}" '
         f'width="{width:.2f}" height="{height}" rx="3" fill="{color}"/>{number}</g>\n'
     )

@@ -26,15 +26,15 @@ from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.pipeline_parallel.check import check
-from ringcomm.pipeline_parallel.cuts import Chain, Stages, split
 from ringcomm.pipeline_parallel.messages import Messages, Sent
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, cut_inputs, joined
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
+from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
-from ringcomm.pipeline_parallel.ties import Ties
+from ringcomm.pipeline_parallel.tied_params import Ties
 from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, WeightGradStore, backward
-from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, whole
+from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, validate_int
 
 
 class Evaluation(NamedTuple):
@@ -105,7 +105,7 @@ class Pipeline(nn.Module):
     @expects(
         "Pipeline",
         stages=Wanted("what split() gives, or a list of modules", _stages),
-        microbatches=whole(1, MOST, "a whole number of at least 1 and at most 2^20"),
+        microbatches=validate_int(1, MOST, "a whole number of at least 1 and at most 2^20"),
         schedule=a("the name of a schedule, or one", str, Schedule),
         loss=FUNCTION,
         reduction=one_of("mean", "sum"),
@@ -157,8 +157,8 @@ class Pipeline(nn.Module):
         own = {id(p) for p in model.parameters()}
         found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
         name = found[0] if found else None
-        told = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps((type(loss).__name__, name)))]
-        for rank, (kind, theirs) in enumerate(told):
+        replies = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps((type(loss).__name__, name)))]
+        for rank, (kind, theirs) in enumerate(replies):
             if theirs is not None:
                 raise UnsupportedError(
                     f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
@@ -277,11 +277,11 @@ class Pipeline(nn.Module):
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
-            told = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
-            self.comm.broadcast(told, self.schedule.rank_of[-1])
-            bits = int(told[1])
-            loss = told[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
-            self._local.buffers.settle(told[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
+            message = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
+            self.comm.broadcast(message, self.schedule.rank_of[-1])
+            bits = int(message[1])
+            loss = message[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
+            self._local.buffers.settle(message[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")

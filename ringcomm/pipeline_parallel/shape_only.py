@@ -121,23 +121,23 @@ class Reads(TorchFunctionMode):
     class then, but reads its value.
 
     Args:
-        told: called with each function and its arguments, before the function.
+        before: called with each function and its arguments, before the function.
         call: calls the function.
     """
 
     def __init__(
         self,
-        told: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None,
+        before: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None,
         call: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
     ) -> None:
         super().__init__()
-        self.told, self.call = told, call
+        self.before, self.call = before, call
         self.is_left = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_left:
             return func(*args, **(kwargs or {}))
-        self.told(func, args, kwargs or {})
+        self.before(func, args, kwargs or {})
         if ShapeOnlyTensor not in types:
             found = _absent_in((args, kwargs or {}))
             if found:
@@ -268,7 +268,7 @@ def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     if func is torch.where:
         return len(args) + len(kwargs) == 1
     if func in _REPEATS:
-        return any_absent((args[1:] or args, kwargs))  # the one argument of repeat_interleave is the repeats
+        return any_shape_only((args[1:] or args, kwargs))  # the one argument of repeat_interleave is the repeats
     if func is torch.nn.functional.one_hot:
         return [*args[1:], *kwargs.values(), -1][0] == -1  # the largest value determines the number of classes
     if func is _Tensor.__getitem__:
@@ -337,7 +337,7 @@ def find(x: torch.Tensor) -> None:
         x.__class__ = torch.Tensor
 
 
-def any_absent(tree: Any) -> bool:
+def any_shape_only(tree: Any) -> bool:
     """Returns whether a nest contains an absent tensor."""
     return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 

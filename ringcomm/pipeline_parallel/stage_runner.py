@@ -19,7 +19,20 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.pipeline_parallel.beside import (
+from ringcomm.pipeline_parallel.buffers import Buffers
+from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
+from ringcomm.pipeline_parallel.shape_only import (
+    Maker,
+    Reads,
+    ShapeOnlyTensor,
+    any_shape_only,
+    find,
+    lose,
+    weightless,
+    writable,
+    writes,
+)
+from ringcomm.pipeline_parallel.side_effects import (
     Given,
     Gone,
     Kept,
@@ -36,20 +49,7 @@ from ringcomm.pipeline_parallel.beside import (
     tensors_inside,
     version_of,
 )
-from ringcomm.pipeline_parallel.buffers import Buffers
-from ringcomm.pipeline_parallel.cuts import Chain, Stages
-from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
-from ringcomm.pipeline_parallel.shape_only import (
-    Maker,
-    Reads,
-    ShapeOnlyTensor,
-    any_absent,
-    find,
-    lose,
-    weightless,
-    writable,
-    writes,
-)
+from ringcomm.pipeline_parallel.split import Chain, Stages
 
 ANY = -1
 
@@ -262,10 +262,10 @@ class StageRunner:
             run.before = dict(about.calls)
             run.draws = [*about.draws]
 
-        def told(func: Any, args: Any, kwargs: Any) -> None:
+        def before(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
             written = [x for x in writes(func, args, kwargs) if not isinstance(x, ShapeOnlyTensor)]
-            if written and any_absent((args, kwargs)):
+            if written and any_shape_only((args, kwargs)):
                 self._refuse_written_parameters(run, written)
             for x in written if run.carried else ():
                 self._keep(run, x)
@@ -275,7 +275,7 @@ class StageRunner:
                 torch.set_grad_enabled(grads),
                 self.all_parameters(),
                 self.buffers.of(stage) as read,
-                Reads(told, partial(self._called, run)),
+                Reads(before, partial(self._called, run)),
             ):
                 output = self.model(*args, **kwargs)
         except _StageBoundary as cut:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, any_absent
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, any_shape_only
 
 Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
 """A parameter, and a function that computes its gradient."""
@@ -81,7 +81,7 @@ class DeferWeightGrads(TorchFunctionMode):
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return False
         own = [p for p in (weight, bias) if p is not None]
-        if any_absent(own):
+        if any_shape_only(own):
             return False
         if any(_has_hooks(p) for p in own):  # autograd would call them here, without a gradient
             return False

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.validation import COMMUNICATOR, expects, number, whole
+from ringcomm.validation import COMMUNICATOR, expects, number, validate_int
 
 
 class ShardedDropout(nn.Module):
@@ -21,7 +21,7 @@ class ShardedDropout(nn.Module):
         dim: the dimension along which the input is sharded, in equal parts.
     """
 
-    @expects("ShardedDropout", p=number(0, 1, "0 to 1"), comm=COMMUNICATOR, dim=whole(-64, 64, "a dimension"))
+    @expects("ShardedDropout", p=number(0, 1, "0 to 1"), comm=COMMUNICATOR, dim=validate_int(-64, 64, "a dimension"))
     def __init__(self, p: float, comm: Communicator, dim: int) -> None:
         super().__init__()
         self.p, self.dim, self.rank, self.world_size = p, dim, comm.rank, comm.world_size

@@ -28,7 +28,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import TENSOR
 from ringcomm.errors import ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
-from ringcomm.validation import expects, whole
+from ringcomm.validation import expects, validate_int
 
 
 class TensorParallelGroup:
@@ -173,7 +173,7 @@ class _Operator(torch.autograd.Function):
         return _Operator.apply(grad, ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
-@expects("tensor parallel", x=TENSOR, dim=whole(-64, 64, "a dimension"))
+@expects("tensor parallel", x=TENSOR, dim=validate_int(-64, 64, "a dimension"))
 def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
     refuse_mesh(comm, "tensor parallel", "tp")
     if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):

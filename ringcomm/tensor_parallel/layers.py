@@ -20,10 +20,10 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import CutOutputs
-from ringcomm.validation import FLAG, expects, several, whole
+from ringcomm.validation import FLAG, expects, several, validate_int
 
-DIM = whole(-64, 64, "a dimension")
-PARTS = several("a list of extents", whole(1))
+DIM = validate_int(-64, 64, "a dimension")
+PARTS = several("a list of extents", validate_int(1))
 
 
 def cut(
@@ -79,8 +79,8 @@ def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
 
 
 LINEAR = {
-    "in_features": whole(1),
-    "out_features": whole(1),
+    "in_features": validate_int(1),
+    "out_features": validate_int(1),
     "bias": FLAG,
     "sequence_dim": DIM,
     "overlap": FLAG,
@@ -356,9 +356,9 @@ class VocabParallelEmbedding(_Parallel):
 
     @expects(
         "VocabParallelEmbedding",
-        num_embeddings=whole(1),
-        embedding_dim=whole(1),
-        padding_idx=whole(-(1 << 63)),
+        num_embeddings=validate_int(1),
+        embedding_dim=validate_int(1),
+        padding_idx=validate_int(-(1 << 63)),
         sequence_dim=DIM,
         device=DEVICE,
         dtype=DTYPE,

@@ -11,15 +11,15 @@ from ringcomm.data_parallel.arguments import TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.outputs import unwatched
-from ringcomm.validation import expects, number, one_of, whole
+from ringcomm.validation import expects, number, one_of, validate_int
 
 
 @expects(
     "vocab_parallel_cross_entropy",
     logits=TENSOR,
     target=TENSOR,
-    vocabulary=whole(),
-    ignore_index=whole(-(1 << 63)),
+    vocabulary=validate_int(),
+    ignore_index=validate_int(-(1 << 63)),
     reduction=one_of("mean", "sum", "none"),
     label_smoothing=number(0, 1, "0 to 1"),
 )

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import MODULE, matches
 from ringcomm.data_parallel.shard_spec import ShardSpec, copy_part, part_of
-from ringcomm.data_parallel.uncut import keep_uncut
+from ringcomm.data_parallel.unsplit import keep_unsplit
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import cut_experts
@@ -128,7 +128,7 @@ def parallelize(
     _watch_outputs(module, sites, group)
     verifier = _verifier(module, sites, group, sequence_dim) if verify else None
     _keep_parameters(sites)
-    keep_uncut(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
+    keep_unsplit(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
     whole = _whole_owners(sites)
     for site in sites:
         site.put(module, group, sequence_dim or 0)
@@ -532,7 +532,7 @@ def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm:
             parent, _, key = name.rpartition(".")
             setattr(module.get_submodule(parent), key, made)
     found.__dict__ = before
-    keep_uncut(found, {id(found): made}, comm)
+    keep_unsplit(found, {id(found): made}, comm)
 
 
 def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:

@@ -209,7 +209,7 @@ class _Block:
             self.before.eval()
             mine = _tensors(block(*_apart(args), **_apart(kwargs)))
             with _gathered(block):
-                values = {name: self._uncut(p) for name, p in block.named_parameters(remove_duplicate=False)}
+                values = {name: self._unsplit(p) for name, p in block.named_parameters(remove_duplicate=False)}
             values |= dict(block.named_buffers(remove_duplicate=False))
             call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
             expected = _tensors(call(self.before, values, _apart(args), _apart(kwargs), tie_weights=False))
@@ -230,7 +230,7 @@ class _Block:
                     f"{', '.join(self.styles)}: fused outputs need parts, numbers of heads 'heads'"
                 )
 
-    def _uncut(self, p: torch.Tensor) -> torch.Tensor:
+    def _unsplit(self, p: torch.Tensor) -> torch.Tensor:
         part, comm = part_of(p), self.verifier.group.comm
         if part.dim is None:
             return p.detach().clone()
@@ -289,7 +289,7 @@ def _each(look: Any, values: Iterable[Any]) -> None:
 def _gathered(block: nn.Module) -> Iterator[None]:
     """Gathers the parameters of a sharded block inside of a forward pass, where `whole` cannot be used."""
     flat, mine = sharded_model_of(block), {id(p) for p in block.parameters()}
-    units = [unit for unit in flat.units if not unit.is_whole] if flat is not None else []
+    units = [unit for unit in flat.units if not unit.is_unsharded] if flat is not None else []
     units = [unit for unit in units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     for unit in units:
         unit.gather()

@@ -149,14 +149,14 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
         sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
         if not sizes:
             continue
-        told = Options(**{**options.__dict__, "sizes": sizes})
+        chosen = Options(**{**options.__dict__, "sizes": sizes})
         with _file_for(op, world_size, candidate):
             try:
                 results[candidate], measured_on = ringcomm.run_ranks(
                     measure,
                     world_size,
                     op,
-                    told,
+                    chosen,
                     ranks=options.ranks_as,
                     timeout=options.timeout_s,
                     device=options.device,

@@ -16,8 +16,8 @@ import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
 from ringcomm.data_parallel.norm import total_norm
 from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
-from ringcomm.pipeline_parallel.cuts import split
 from ringcomm.pipeline_parallel.pipeline import Pipeline
+from ringcomm.pipeline_parallel.split import split
 from ringcomm.tensor_parallel.plan import Colwise, parallelize
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 37, 16, 4, 8, 4  # the vocabulary is padded on 2 and 4 ranks

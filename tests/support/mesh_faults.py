@@ -16,7 +16,7 @@ from ringcomm.context.ring import Sums
 from ringcomm.pipeline_parallel import pipeline, stage_runner
 from ringcomm.pipeline_parallel.messages import Messages
 from ringcomm.pipeline_parallel.stage_runner import StageRunner
-from ringcomm.pipeline_parallel.ties import _Exact, _Held, _Summed
+from ringcomm.pipeline_parallel.tied_params import _Exact, _Held, _Summed
 from ringcomm.pipeline_parallel.weight_grads import WeightGradStore
 from ringcomm.tensor_parallel import sequence
 from ringcomm.tensor_parallel.group import TensorParallelGroup

@@ -18,8 +18,7 @@ from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.grad_buffer import GradBuffer
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.data_parallel.optimizer_state import BucketState
-from ringcomm.data_parallel.sharded_model import ShardedModel
-from ringcomm.data_parallel.unit import Unit
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
 
 Function = Callable[..., Any]
 
@@ -94,14 +93,14 @@ def mean_added_twice(right: Function) -> Function:
 
 @fault(GradBuffer, "__init__", "accumulate.no_sync")
 def passes_added_in_another_order(right: Function) -> Function:
-    return lambda gradient, bucket, stage, tree: right(gradient, bucket, stage, True)
+    return lambda *args, **kwargs: right(*args, **{**kwargs, "tree": True})
 
 
 @fault(ShardedModel, "_collect", "accumulate.no_sync")
 def local_sums_that_are_lost(right: Function) -> Function:
     def wrong(flat: ShardedModel, bucket: Bucket) -> None:
         right(flat, bucket)
-        for level in bucket.gradient.levels:
+        for level in bucket.gradient.local.levels:
             if level is not None:
                 level.zero_()
 
@@ -133,7 +132,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
 @fault(GradBuffer, "pack", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     def wrong(gradient: GradBuffer, *args: Any) -> None:
-        gradient.contributed.update(*gradient.bucket.noted)
+        gradient.local.contributed.update(*gradient.local.noted)
         right(gradient, *args)
 
     return wrong
@@ -144,10 +143,10 @@ def reduced_before_the_last_gradient(right: Function) -> Function:
     return lambda flat, bucket: True
 
 
-@fault(Bucket, "pack")
+@fault(GradBuffer, "_fill")
 def gradient_left_out_of_its_bucket(right: Function) -> Function:
-    def wrong(bucket: Bucket, grads: dict[int, torch.Tensor], whole: torch.Tensor) -> None:
-        right(bucket, {i: grad for i, grad in grads.items() if i != 1}, whole)
+    def wrong(gradient: GradBuffer, whole: torch.Tensor, grads: list[tuple[int, torch.Tensor]]) -> None:
+        right(gradient, whole, [(i, grad) for i, grad in grads if i != 1])
 
     return wrong
 
@@ -186,8 +185,8 @@ def gather_of_stale_values(right: Function) -> Function:
         gathered = bucket.gathering is not None
         right(bucket)
         if gathered:
-            first = bucket.__dict__.setdefault("first_values", bucket.whole.clone())
-            bucket.whole.copy_(first)
+            first = bucket.__dict__.setdefault("first_values", bucket.unsharded.clone())
+            bucket.unsharded.copy_(first)
 
     return wrong
 
@@ -195,12 +194,12 @@ def gather_of_stale_values(right: Function) -> Function:
 @fault(Bucket, "publish")
 def shard_that_the_others_do_not_get(right: Function) -> Function:
     def wrong(bucket: Bucket) -> Any:
-        before = bucket.whole.clone() if bucket.stage in (1, 2) else None
+        before = bucket.unsharded.clone() if bucket.stage in (1, 2) else None
         work = right(bucket)
         if before is not None and bucket.ranks.rank != 0:
             work.wait()
             numel = bucket.layout.shard_numel
-            bucket.whole[:numel].copy_(before[:numel])
+            bucket.unsharded[:numel].copy_(before[:numel])
         return Done() if before is not None else work
 
     return wrong

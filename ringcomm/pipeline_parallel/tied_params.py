@@ -11,9 +11,9 @@ from functools import reduce
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ringcomm.data_parallel.place import place_of
-from ringcomm.pipeline_parallel.cuts import Tie
+from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.split import Tie
 
 
 class Ties:
@@ -50,8 +50,8 @@ class Ties:
         if not self.unsent:
             return
         on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
-        told = self.messages.comm.exchange(" ".join(map(str, on_meta)).encode())
-        later = {int(number) for each in told for number in each.split()}
+        replies = self.messages.comm.exchange(" ".join(map(str, on_meta)).encode())
+        later = {int(number) for each in replies for number in each.split()}
         for held in self.held:
             if held.number in self.unsent - later:
                 held.send_value()
@@ -130,7 +130,7 @@ class _Held(ABC):
             value = (
                 param
                 if place is None
-                else place.bucket.part(place.bucket.gather_owned(place.bucket.master), place.index)
+                else place.bucket.layout.part(place.bucket.gather_owned(place.bucket.master), place.index)
             )
             for rank in self.others:
                 self._send(value.detach().to(self.messages.device), rank)

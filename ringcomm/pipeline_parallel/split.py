@@ -134,7 +134,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
     stage_of: dict[str, int] = {}
     seen: set[int] = set()
     reached = 0
-    for name, in_a_row in _in_order([*_uncut(model, "", wanted, order, set())], order):
+    for name, in_a_row in _in_order([*_unsplit(model, "", wanted, order, set())], order):
         module = model.get_submodule(name)
         if id(module) in seen:
             continue
@@ -190,7 +190,7 @@ def _refuse_nested(order: Sequence[str]) -> None:
             )
 
 
-def _uncut(
+def _unsplit(
     module: nn.Module,
     name: str,
     at: Collection[str],
@@ -224,7 +224,7 @@ def _uncut(
     seen.add(id(module))
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        yield from _uncut(child, path, at, order, seen, isinstance(module, (nn.Sequential, Chain)))
+        yield from _unsplit(child, path, at, order, seen, isinstance(module, (nn.Sequential, Chain)))
 
 
 def _is_list(module: nn.Module) -> bool:

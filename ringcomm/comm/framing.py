@@ -13,12 +13,12 @@ _WORD = b"ringcomm/1"
 _HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of the payload, the rank's world size
 
 
-def seal(payload: bytes, world_size: int) -> bytes:
+def frame(payload: bytes, world_size: int) -> bytes:
     """Adds the header to ``payload``, with the rank's world size."""
     return _HEAD.pack(_WORD, zlib.crc32(payload, world_size), world_size) + payload
 
 
-def unseal(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
+def unframe(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
     """Returns (world size, payload) of the message of rank ``peer``.
 
     Raises:  InvalidArgumentError: the value was not written by a rank of this version.
@@ -29,7 +29,7 @@ def unseal(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
         if word == _WORD and checksum == zlib.crc32(payload, world_size):
             return world_size, payload
     raise InvalidArgumentError(
-        f"{call}: rank {rank} expected the message of rank {peer} under the seal of this version of ringcomm, got "
+        f"{call}: rank {rank} expected the message of rank {peer} with the header of this version of ringcomm, got "
         f"{len(value)} bytes that begin with {value[:16]!r}; install one version of ringcomm everywhere, and keep "
         "other programs from these keys of the store"
     )

@@ -15,7 +15,7 @@ ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
-class Uncut:
+class Unsplit:
     """A module on meta in the form before it was split.
 
     Attributes:
@@ -72,12 +72,12 @@ class Room:
                 module._buffers[key] = made
 
 
-def uncut_of(module: nn.Module) -> Uncut | None:
+def unsplit_of(module: nn.Module) -> Unsplit | None:
     """Returns the form of a meta module before it was split; None: it was not recorded."""
-    return module.__dict__.get("_ringcomm_uncut")
+    return module.__dict__.get("_ringcomm_unsplit")
 
 
-def keep_uncut(module: nn.Module, new: Mapping[int, nn.Module], comm: Communicator) -> None:
+def keep_unsplit(module: nn.Module, new: Mapping[int, nn.Module], comm: Communicator) -> None:
     """Records the modules with tensors on meta.
 
     Args:
@@ -86,7 +86,7 @@ def keep_uncut(module: nn.Module, new: Mapping[int, nn.Module], comm: Communicat
     for each in module.modules():
         now = new.get(id(each), each)
         if any(x.is_meta for x in _own(each).values()):
-            now.__dict__["_ringcomm_uncut"] = Uncut(each, comm)
+            now.__dict__["_ringcomm_unsplit"] = Unsplit(each, comm)
         for key, p in each._parameters.items() if now is not each else ():
             if p is not None and p is now._parameters[key]:  # it is not split
                 each._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
