@@ -1,12 +1,13 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
-# make test    set up .venv, install, run every test, in two processes
+# make test    set up .venv, install, run the tests that a change must pass, in two processes
+# make test-all  run every test: also sanitizers, all cases of the large products, long runs
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: train test lint bench sanitize gpu gpu-more setup clean
+.PHONY: train test test-all lint bench sanitize gpu gpu-more setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -42,6 +43,10 @@ WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# With those that are marked slow, which `make test` leaves out.
+test-all: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m ""
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,9 +56,9 @@ lint: setup
 bench: setup
 	$(TORCHRUN) -m ringcomm bench $(BENCH)
 
-# The core, the CPU engine and the emulated CUDA engine under the sanitizers, a part of `make test`.
+# The core, the CPU engine and the emulated CUDA engine, plain and under the sanitizers, a part of `make test-all`.
 sanitize: setup
-	$(BIN)/python -m pytest tests/test_native.py
+	$(BIN)/python -m pytest tests/test_native.py -m ""
 
 # Tests and benchmarks of the CUDA engine, each under ten minutes; GPU_PYTHON has torch. See benchmarks/README.md.
 GPU_PYTHON ?= python3

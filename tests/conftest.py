@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,12 +19,48 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherite
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+HERE = Path(__file__).resolve().parent
+# Files with long tests: they come first, and so go to one process, which builds what they need while another goes on.
+LONG = ("native", "gpu_dry_run", "cuda_engine", "backend_cuda", "cuda_training", "nccl", "hostile", "context")
+LONG += ("backend_streams", "namespaces", "namespaces_gpt", "elastic")
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # nothing is captured yet
+
+
+def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
+    """Of combinations of values, those that can be left out: any pair of values that meets in one of them meets in one
+    that is kept; of combinations of two, any value."""
+    size = 2 if len(cases[0]) > 2 else 1
+    parts = [set(itertools.combinations(enumerate(case), size)) for case in cases]
+    missing, kept = set().union(*parts), set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(parts[i] & missing))
+        kept.add(best)
+        missing -= parts[best]
+    return [i not in kept for i in range(len(cases))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves out of the product of several parametrizations: it runs what meets every value, of
+    three every pair."""
+    products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
+    for item in items:
+        axes = [str(mark.args[0]).split(",")[0].strip("[(' ") for mark in item.iter_markers("parametrize")]
+        usual = item.path.parent == HERE and item.get_closest_marker("slow") is None
+        if usual and len(axes) > 1 and isinstance(item, pytest.Function):
+            values = tuple(id(item.callspec.params[axis]) for axis in axes)
+            products.setdefault((item.path, item.originalname), []).append((item, values))
+    for product in products.values():
+        cases = [values for _, values in product]
+        for (item, _), spare in zip(product, without_a_part(cases), strict=True):
+            if spare:
+                item.add_marker("slow")
+    items.sort(key=lambda item: item.path.name.removeprefix("test_").removesuffix(".py") not in LONG)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,6 +95,26 @@ def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_forked() -> Iterator[None]:
+    """Ranks that are processes do not import torch each."""
+    from ringcomm.comm import launch
+    from tests.support import forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(launch, "multiprocessing", forked.replacement())
+        yield
+
+
+@pytest.fixture
+def new_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are processes start as they do for a user."""
+    from ringcomm.comm import launch
+
+    monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
 
 
 @pytest.fixture

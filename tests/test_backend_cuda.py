@@ -37,6 +37,7 @@ def test_on_the_emulated_gpu(tests: str) -> None:
 def main(tests: str) -> None:
     """Run tests of this file in this Python."""
     words = ["-q", "-p", "no:cacheprovider", "--no-header", "-k", tests, __file__]
+    torch_ranks.grow(3)  # as long as this process has no threads, which is when they can be forked
     status = pytest.main(words)
     torch_ranks.close_pool()
     raise SystemExit(int(status))

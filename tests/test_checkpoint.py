@@ -26,6 +26,7 @@ from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
 from tests.support import torch_ranks
+from tests.support.choice import slow
 
 torch.set_num_threads(1)
 
@@ -180,13 +181,13 @@ def test_any_world_size_and_stage_gets_what_another_saved(
 @pytest.mark.parametrize(
     ("stages", "settings"),
     [
-        ((3, 3), {}),
+        slow((3, 3), {}),  # the others have every stage and kind of settings
         ((0, 3), {}),
-        ((2, 1), {}),
+        slow((2, 1), {}),
         ((3, 0), {"mixed_precision": MixedPrecision(torch.bfloat16)}),
         ((1, 2), {"mixed_precision": MixedPrecision(torch.bfloat16), "offload": True}),
         ((2, 3), {"make": adafactor}),
-        ((3, 1), {"make": lambda groups: torch.optim.NAdam(groups, lr=1e-2)}),
+        slow((3, 1), {"make": lambda groups: torch.optim.NAdam(groups, lr=1e-2)}),
     ],
     ids=["3-3", "0-3", "2-1", "3-0 bf16", "1-2 bf16 offload", "2-3 Adafactor", "3-1 NAdam"],
 )
@@ -265,9 +266,9 @@ def steps_of(found: dict[str, Any]) -> list[int]:
     ("stages", "buckets", "settings"),
     [
         ((0, 3), (25.0, 25.0), {}),
-        ((3, 1), (0.0001, 25.0), {"mixed_precision": MixedPrecision(torch.bfloat16)}),
+        slow((3, 1), (0.0001, 25.0), {"mixed_precision": MixedPrecision(torch.bfloat16)}),
         ((1, 2), (25.0, 25.0), {"make": nadam}),
-        ((2, 0), (25.0, 25.0), {"make": momentum}),
+        slow((2, 0), (25.0, 25.0), {"make": momentum}),
         ((2, 3), (25.0, 0.0001), {"make": adafactor}),
     ],
     ids=["0-3", "3-1 bf16", "1-2 NAdam", "2-0 momentum", "2-3 Adafactor"],

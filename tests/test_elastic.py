@@ -27,6 +27,7 @@ def resumed_steps(text: str) -> list[int]:
     return [int(step) for step in re.findall(r"goes on from step (\d+)", text)]
 
 
+@pytest.mark.slow  # of a host that is killed a rank is killed, too
 def test_a_killed_rank_is_started_again_by_its_agent(tmp_path: Path, uninterrupted: str) -> None:
     with Job(tmp_path, (*WORDS, *EVERY)) as job:
         job.wait_for_step(40)

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.endurance import Held, endure, growth
+from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_nothing_grows() -> None:
-    samples = [(done, held) for done, held, warm in endure(calls=6000, turn=400) if warm]
+@pytest.mark.parametrize("calls", [2400, slow(6000)])
+def test_nothing_grows(calls: int) -> None:
+    samples = [(done, held) for done, held, warm in endure(calls=calls, turn=calls // 15) if warm]
     assert len(samples) > 9
-    assert samples[-1][0] >= 6000
+    assert samples[-1][0] >= calls
     assert growth(samples) == []
 
 

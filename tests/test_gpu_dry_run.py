@@ -97,6 +97,20 @@ def outcomes(out: Path, *stages: run.Stage, seconds: float = 500) -> dict[str, s
 # ---- all stages ------------------------------------------------------------------------------------------------------
 
 
+def test_the_first_stages_run_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(tmp_path / "site", monkeypatch)
+    monkeypatch.setattr(run, "missing", lambda: "")
+    stages = run.stages
+    monkeypatch.setattr(run, "stages", lambda *given: patient(stages(*given)))
+    out = tmp_path / "gpu.json"
+    assert run.run_all(False, ["facts", "smoke"], [], run.Runner(Document(out), 300)) == 0
+    document = Document(out).read()
+    assert {name: said.partition(",")[0] for name, said in document["stages"].items()} == {"facts": "ok", "smoke": "ok"}
+    assert [said.partition(":")[0] for said in document["smoke"].values()] == ["PASS"] * 60
+    assert "N ranks sharing one GPU" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow  # minutes, for 14 processes; the other tests here run the first of them, and those that fail
 def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(tmp_path / "site", monkeypatch)
     tools = tmp_path / "tools"
@@ -138,6 +152,7 @@ def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest
     assert "ran 2 ranks all_reduce float32 4 KiB ring" in (out.parent / "gpu-tools.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_stages_of_gpu_more_run_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of which `make gpu` runs no other part, with few and small cases."""
     emulate(tmp_path / "site", monkeypatch)

@@ -212,6 +212,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow  # test_bench.py has the benchmark, test_launch.py torchrun
 def test_bench_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(BENCH)
     options = ["-b", "1K", "-e", "64K", "-f", "64", "-n", "2", "-w", "1", "-J", "rows.json"]

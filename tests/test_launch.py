@@ -19,6 +19,7 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator, errors
+from tests.support.choice import slow
 
 RANKS = ("threads", "processes")
 
@@ -37,6 +38,7 @@ def total(comm: Communicator, scale: int) -> tuple[int, int]:
     return comm.rank, x[0] * scale
 
 
+@pytest.mark.usefixtures("new_pythons")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_by_rank(world_size: int, ranks: str) -> None:
@@ -121,6 +123,7 @@ def one_returns_early(comm: Communicator, what: str) -> str:
     return "heard"
 
 
+@pytest.mark.usefixtures("new_pythons")  # take their time to end, in which the others look
 @pytest.mark.parametrize("what", ["mesh", "of its own"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_rank_that_returns_early_is_told_in_communicators_made_from_it(ranks: str, what: str) -> None:
@@ -358,8 +361,9 @@ except ringcomm.RingcommError as error:
 """
 
 
-def meet(*ranks: tuple[int, int], where: str, timeout: float) -> list[str]:
-    starts = [[sys.executable, "-c", MEETS, str(r), str(n), where, str(timeout)] for r, n in ranks]
+def meet(*ranks: tuple[int, int, str], timeout: float) -> list[str]:
+    """What is said to each: rank, world size, where they meet."""
+    starts = [[sys.executable, "-c", MEETS, str(r), str(n), where, str(timeout)] for r, n, where in ranks]
     running = [
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for words in starts
     ]
@@ -373,18 +377,18 @@ def free_port() -> int:
 
 
 def test_a_missing_rank_is_told() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    (said,) = meet((0, 2), where=where, timeout=2)
-    assert said.startswith(f"CollectiveTimeoutError init: rank 0 of 2 waited 2 s at {where} for all 2 ranks")
-    (said,) = meet((1, 2), where=where, timeout=2)
-    assert said.startswith(f"CollectiveTimeoutError init: rank 1 of 2 expected rank 0 at {where} within 2 s")
+    here, there = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    first, second = meet((0, 2, here), (1, 2, there), timeout=2)
+    assert first.startswith(f"CollectiveTimeoutError init: rank 0 of 2 waited 2 s at {here} for all 2 ranks")
+    assert second.startswith(f"CollectiveTimeoutError init: rank 1 of 2 expected rank 0 at {there} within 2 s")
 
 
-def test_different_world_sizes_are_told(tmp_path: Path) -> None:
-    for where in (f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/ranks"):
-        first, second = meet((0, 2), (1, 3), where=where, timeout=20)
-        assert "rank 1 was started with world_size 3, this rank (0) with 2" in first
-        assert "rank 0 was started with world_size 2, this rank (1) with 3" in second
+@pytest.mark.parametrize("scheme", ["tcp", slow("file")])  # the sentences come from what both have in common
+def test_different_world_sizes_are_told(scheme: str, tmp_path: Path) -> None:
+    where = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/ranks"
+    first, second = meet((0, 2, where), (1, 3, where), timeout=20)
+    assert "rank 1 was started with world_size 3, this rank (0) with 2" in first
+    assert "rank 0 was started with world_size 2, this rank (1) with 3" in second
 
 
 def test_a_rank_outside_the_world_is_told() -> None:

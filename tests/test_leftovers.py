@@ -15,6 +15,7 @@ import torch
 
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import InvalidArgumentError
+from tests.support.choice import slow
 
 HEAD = """
 import os, signal, sys, time
@@ -56,7 +57,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("victim", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("victim", [signal.SIGKILL, slow(signal.SIGTERM), slow(signal.SIGSEGV)])  # the same way to end
 def test_no_file_stays_behind(victim: signal.Signals) -> None:
     """A rank that is killed has no name in /dev/shm or /tmp before or after, nor have the others."""
     process = start(f"""

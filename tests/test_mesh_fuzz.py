@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 
 import pytest
 
+from tests.support.choice import slow
 from tests.support.mesh_faults import FAULTS
 from tests.support.mesh_programs import CHANCES, KINDS, MIXING, MODEL, SCHEDULES, Program, generate
 from tests.support.mesh_runner import Runner, has_bits
@@ -16,24 +18,28 @@ from tests.support.training_faults import Fault
 from tests.support.training_runner import Failure
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
-PROGRAMS = 30
 MOST_SEARCHED = 2000  # programs until a planted fault must be found, of which few have what it needs
 MOST_REFUSED = 0.15
+LATE = (  # faults that take many programs to be found
+    *("gradients of norms that are not summed", "tied weights that get zeros", "what hooks leave twice"),
+    *("input that was written into taken for the one before", "tokens of other ranks that count"),
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 @pytest.mark.timeout(300)
-def test_random_programs_have_the_numbers_and_the_bits_of_one_process() -> None:
+@pytest.mark.parametrize("programs", [12, slow(30)])
+def test_random_programs_have_the_numbers_and_the_bits_of_one_process(programs: int) -> None:
     runner = Runner()
-    for seed in range(SEED, SEED + PROGRAMS):
+    for seed in range(SEED, SEED + programs):
         program = generate(seed)
         failure = runner.failure(program)
         if failure is not None:
             pytest.fail(f"program {seed}: {failure}\n{program}\nmade smaller:\n{runner.shrunk(program, failure)}")
-    assert runner.bitwise >= PROGRAMS // 10
-    assert sum(runner.refused.values()) <= MOST_REFUSED * PROGRAMS
-    assert runner.unstable <= PROGRAMS // 10
+    assert runner.bitwise >= programs // 10
+    assert sum(runner.refused.values()) <= MOST_REFUSED * programs
+    assert runner.unstable <= programs // 10
 
 
 def test_a_program_that_diverges_is_told_from_one_with_other_numbers() -> None:
@@ -61,7 +67,9 @@ def test_everything_is_drawn() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [slow(each) if each.name in LATE else each for each in FAULTS], ids=attrgetter("name")
+)
 def test_a_planted_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     found: tuple[Program, Failure] | None = None
     runner = Runner()

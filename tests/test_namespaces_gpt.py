@@ -55,6 +55,7 @@ def one_host() -> Outcome:
     return outcome(text)
 
 
+@pytest.mark.slow  # test_namespaces.py starts two hosts so, and the training is that of three hosts
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_two_hosts_of_two_ranks_train_as_one_host(stage: str, one_host: Outcome) -> None:
     with Cluster(2) as cluster:

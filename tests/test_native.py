@@ -6,16 +6,19 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from typing import Any
 
 import pytest
 
+from tests.support.choice import slow
 from tests.support.emulated import EMULATES, ROOT, build, module, run
 
-KINDS = {  # what to instrument: world sizes of engine_test
-    "": ["1", "2", "3", "5", "8"],
+PLAIN = ""
+SANITIZED = {  # what to instrument: world sizes of engine_test
     "address,undefined": ["1", "2", "3"],
     "thread": ["2", "3"],  # threads only: it does not see across processes
 }
+KINDS = [PLAIN, *map(slow, SANITIZED)]  # the builds alone take minutes
 CORE_AND_ENGINE = ("engine_test", "deadlock_test", "faults_test", "hosts_test", "core_test", "trace_test")
 EMULATED = sorted(path.stem for pattern in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{pattern}*_test.cpp"))
 needs_x86 = pytest.mark.skipif(not EMULATES, reason="the emulated GPU switches stacks in x86-64 assembly")
@@ -26,10 +29,17 @@ ANNOUNCED = re.compile(r"^//\s+(k\w+)\s+(\S+)\s+(\w+_test)\s+(.*)$", re.MULTILIN
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
 @pytest.mark.parametrize("test", CORE_AND_ENGINE, ids=lambda test: test.removesuffix("_test"))
 def test_core_and_engine(test: str, kind: str) -> None:
-    sanitized = ["quick"] * bool(kind)
-    words = {"engine_test": ["quick", *KINDS[kind]], "hosts_test": ["quick"]}
-    words |= dict.fromkeys(("deadlock_test", "core_test"), sanitized)
-    run(str(build(kind) / test), *words.get(test, []), limit_s=290)
+    worlds = SANITIZED.get(kind, ["1", "3", "8"]) if test == "engine_test" else []
+    quick = ["quick"] if test in ("engine_test", "deadlock_test", "hosts_test", "core_test") else []
+    run(str(build(kind) / test), *quick, *worlds, limit_s=290)
+
+
+@pytest.mark.slow  # all 2^32 floats, every world size, more seeds
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", ["core_test", "deadlock_test", "engine_test quick 2 5"])
+def test_more_of_core_and_engine(words: str) -> None:
+    test, *rest = words.split()
+    run(str(build(PLAIN) / test), *rest, limit_s=290)
 
 
 @pytest.mark.timeout(900)
@@ -42,11 +52,14 @@ def test_a_second_build_writes_nothing() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["", "address,undefined"], ids=lambda kind: kind or "plain")
-def test_protocol_models(kind: str) -> None:
-    """Every order of the steps in small worlds; the largest of them in the plain build alone."""
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [pytest.param(PLAIN, ["quick"], id="plain"), slow(PLAIN, []), slow("address,undefined", ["quick"])],
+)
+def test_protocol_models(kind: str, words: list[str]) -> None:
+    """Every order of the steps in small worlds; the largest of them without "quick"."""
     for model in ("link_model_test", "sleep_model_test"):
-        run(str(build(kind) / model), *(["quick"] if kind else []), limit_s=200)
+        run(str(build(kind) / model), *words, limit_s=200)
 
 
 @pytest.mark.timeout(900)
@@ -65,9 +78,10 @@ ENGINE_SECTIONS = (
 )
 
 
-def emulated_runs() -> list[tuple[str, str]]:
+def emulated_runs() -> list[Any]:
     """What to instrument, and the test."""
-    return [(kind, test) for kind in KINDS for test in EMULATED if kind != "thread" or "process" not in test]
+    sanitized = [(kind, test) for kind in SANITIZED for test in EMULATED if kind != "thread" or "process" not in test]
+    return [*((PLAIN, test) for test in EMULATED), *(slow(*each) for each in sanitized)]
 
 
 @needs_x86
@@ -80,18 +94,23 @@ def test_emulated_cuda_engine(kind: str, test: str) -> None:
     run(str(build(kind) / test), "quick", *sections, limit_s=300)
 
 
-def faults() -> list[tuple[str, str, str, str]]:
+BUILDS = {"values": PLAIN, "memory": "address,undefined", "order": "thread"}
+
+
+def faults() -> list[tuple[str, ...]]:
     """(name, the kind of build that finds it, test, what) of every fault that can be planted."""
     return [match.groups() for match in ANNOUNCED.finditer((ROOT / "tests" / "cpp" / "cuda_faults.h").read_text())]
 
 
 @needs_x86
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault[0])
+@pytest.mark.parametrize(
+    "fault", [each if each[1] == "values" else slow(each) for each in faults()], ids=lambda fault: fault[0]
+)
 def test_planted_faults_are_found(fault: tuple[str, str, str, str]) -> None:
     """A test of the tests: with a fault in the engine they fail, and say so themselves."""
     name, kind, test, what = fault
-    at = build({"values": "", "memory": "address,undefined", "order": "thread"}[kind])
+    at = build(BUILDS[kind])
     done = subprocess.run(
         [str(at / test), "quick"],
         env={**os.environ, "RINGCOMM_FAULT": name, "TSAN_OPTIONS": "halt_on_error=1"},

@@ -1,6 +1,6 @@
 """Every stage gives the same bits, and the numbers of one process.
 
-The axes are covered in pairs: any two settings of two axes meet in a case. The full product is marked nightly.
+The axes are covered in pairs: any two settings of two axes meet in a case. The full product is marked slow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.choice import slow
 from tests.support.parity import (
     BUCKETS_MB,
     OPTIMIZERS,
@@ -41,9 +42,11 @@ RTOL = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 5e-2, "fp16": 1e-2}
 ATOL = {"fp64": 1e-11, "fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 
 
-def same_at_every_stage(case: Case) -> list[list[Result]]:
-    """Trains at all stages with all bucket sizes; they and the ranks agree to the last bit."""
+def same_at_every_stage(case: Case, turn: int | None = None) -> list[list[Result]]:
+    """Trains at all stages with all bucket sizes, or with one at each; they and the ranks agree to the last bit."""
     runs = [{"stage": stage, "bucket_mb": mb} for stage in STAGES for mb in BUCKETS_MB]
+    if turn is not None:
+        runs = [runs[3 * stage + (stage + turn) % 3] for stage in STAGES]
     results = train_ranks(case, runs)
     for run, ranks in zip(runs, results, strict=True):
         for rank, result in enumerate(ranks):
@@ -66,9 +69,15 @@ def close_to_one_process(case: Case) -> None:
             torch.testing.assert_close(found[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("case", cases(AXES), ids=str)
-def test_every_stage_and_bucket_size_gives_the_same_bits(case: Case) -> None:
-    results = same_at_every_stage(case)
+@pytest.mark.parametrize(
+    ("case", "turn"),
+    [
+        *(pytest.param(case, turn, id=str(case)) for turn, case in enumerate(cases(AXES))),
+        *(pytest.param(case, None, id=f"{case}, all", marks=pytest.mark.slow) for case in cases(AXES)),
+    ],
+)
+def test_every_stage_and_bucket_size_gives_the_same_bits(case: Case, turn: int | None) -> None:
+    results = same_at_every_stage(case, turn)
     first = results[0][0]
     assert torch.isfinite(first.losses).all()
     assert first.optimizer["state"], "nothing was trained"
@@ -106,9 +115,9 @@ def test_restaging_between_any_two_stages_changes_nothing(precision: str, optimi
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True),
-        Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True),
+    [  # the last has most of what the others have
+        slow(Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True)),
+        slow(Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True)),
         Case(3, accumulate=3, precision="fp16", clip="inf", tree=True, frozen=True, uneven=True),
     ],
     ids=str,
@@ -131,7 +140,7 @@ def test_a_different_order_of_addition_would_be_seen() -> None:
     assert differences(first, second) != []
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("precision", AXES["precision"])

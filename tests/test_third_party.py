@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 import torch
 
+from tests.support.choice import choose
 from tests.support.third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
 
 
@@ -16,7 +17,13 @@ def is_good(told: str) -> bool:
     return told == "equal" or told.startswith("refused")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+USUAL = (  # something of every package, and every kind of loop; the others are more models of these kinds
+    *("UNet2D", "GPT-2", "BERT", "Mixtral", "LSTM", "DenseNet", "LoRA", "Lion", "Prodigy", "Schedule-Free"),
+    *("EMA", "Lookahead", "staged unfreezing", "WGAN-GP"),
+)
+
+
+@pytest.mark.parametrize("name", choose(PROGRAMS, USUAL))
 def test_the_same_bits_as_torch_s_ddp_at_every_stage(name: str) -> None:
     if importlib.util.find_spec(PROGRAMS[name].package) is None:
         pytest.skip(f"needs {PROGRAMS[name].package}")
@@ -25,7 +32,7 @@ def test_the_same_bits_as_torch_s_ddp_at_every_stage(name: str) -> None:
     assert list(found) == list(WAYS)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_many_configurations(name: str) -> None:

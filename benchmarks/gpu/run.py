@@ -78,7 +78,7 @@ def tests(name: str, limit_s: float, marks: str) -> Stage:
 
 def stages(capability: str, out: str) -> list[Stage]:
     """`make gpu`."""
-    usual, keep = "not nightly and not more", ["--out", out]
+    usual, keep = "not slow and not more", ["--out", out]
     smoke, bench = script("smoke", *keep), script("bench", *keep, "--resume", "--seconds", "{seconds}")
     sanitizer = [program("compute-sanitizer"), "--tool", "memcheck", "--error-exitcode", "9"]
     ncu = [
@@ -119,9 +119,9 @@ def more_stages(capability: str, out: str) -> list[Stage]:
         build(capability, out),
         tests("bits", 180, "more"),
         tests("ranks", 120, "more"),
-        tests("nccl", 80, "not nightly"),
-        tests("training", 80, "not nightly"),
-        tests("parallel", 80, "not nightly"),
+        tests("nccl", 80, "not slow"),
+        tests("training", 80, "not slow"),
+        tests("parallel", 80, "not slow"),
         Stage("types", 60, types, "bench", part="cells"),
         Stage("tune", 100, tune, "bench", environment={"RINGCOMM_CUDA_APART": "1"}),
     ]

@@ -628,14 +628,17 @@ def pooled(comm: Communicator) -> torch.Tensor:
 
 def pools(kind: str, device: str) -> None:
     """torch for the cpu has no pools of devices: fakes of its two classes call our functions as torch does."""
-    with ringcomm.init(device="cuda") as comm, pytest.raises(errors.UnsupportedError, match="a torch built for CUDA"):
-        comm.mem_pool(1000)
     ranks(with_fakes, 3, kind=kind, device=device)
     open_pools = [_C.open_pool(_alone(), 1000, 0) for _ in range(32)]
     with pytest.raises(errors.EngineError, match="fewer than 32 pools"):
         _C.open_pool(_alone(), 1000, 0)
     for number in open_pools:
         _C.close_pool(number)
+
+
+def no_pools() -> None:
+    with ringcomm.init(device="cuda") as comm, pytest.raises(errors.UnsupportedError, match="a torch built for CUDA"):
+        comm.mem_pool(1000)
 
 
 def with_fakes(comm: Communicator) -> None:

@@ -2,23 +2,31 @@
 Python that has it.
 
 As a module: `call("tests.support.cuda_cases", "lists", 3)`. As a program, and in every process that such a program
-starts: puts the emulated `_C` in the place of the installed one before anything else imports it.
+starts: puts the emulated `_C` in the place of the installed one before anything else imports it, and makes the calls
+that come.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import gc
 import importlib.machinery
 import importlib.util
 import json
 import os
 import platform
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import threading
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -102,6 +110,38 @@ def module() -> Path:
     return build("", "_C") / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
+class Caller:
+    """A Python that has the emulated engine, and forks itself for each call: torch is imported once."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-X", "faulthandler", "-m", __name__]
+        told = {**os.environ, MODULE: str(module())}
+        pipe = subprocess.PIPE
+        self._python = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=told)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._python.stdout is not None
+        for line in self._python.stdout:
+            self._lines.put(line)
+
+    def call(self, *job: Any, limit_s: float) -> int | None:
+        """The status of the process that ran it, which is ended at the limit: None."""
+        assert self._python.stdin is not None
+        self._python.stdin.write(json.dumps(job) + "\n")
+        self._python.stdin.flush()
+        pid = int(self._lines.get(timeout=100))
+        with contextlib.suppress(queue.Empty):
+            return os.waitstatus_to_exitcode(int(self._lines.get(timeout=limit_s)))
+        os.killpg(pid, signal.SIGKILL)
+        self._lines.get(timeout=100)
+        return None
+
+
+caller = cache(Caller)
+
+
 def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **environment: str) -> str:
     """
     Calls a function of a test module in a Python of its own; what it prints.
@@ -110,17 +150,48 @@ def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **envi
         arguments: whatever JSON can carry.
         environment: variables for that Python.
     """
-    words = [sys.executable, "-X", "faulthandler", "-m", __name__, json.dumps([home, function, arguments])]
     told = {**os.environ, "RINGCOMM_EMULATED_SMS": "4", **environment, MODULE: str(module())}
+    with tempfile.TemporaryDirectory(prefix="ringcomm-test-") as folder:
+        status = caller().call(home, function, arguments, told, folder, limit_s=limit_s)
+        out, err = (Path(folder, name).read_text(errors="replace") for name in ("out", "err"))
+    said = f"{out[-3000:]}\n{err[-9000:]}"
+    assert status is not None, f"{function}{arguments} did not end in {limit_s:g} s\n{said}"
+    assert status == 0, f"{function}{arguments}: {status}\n{said}"
+    return out
+
+
+def serve() -> None:
+    """Makes each call that comes in a process forked for it."""
+    answers = os.fdopen(os.dup(1), "w")
+    gc.freeze()
+    while job := sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            os.close(answers.fileno())
+            serve_one(*json.loads(job))
+        print(pid, file=answers, flush=True)
+        print(os.waitpid(pid, 0)[1], file=answers, flush=True)
+
+
+def serve_one(home: str, function: str, arguments: list[Any], environment: dict[str, str], folder: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for to, path in enumerate((os.devnull, os.path.join(folder, "out"), os.path.join(folder, "err"))):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), to)
+    status = 1
     try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, env=told, check=False)
-    except subprocess.TimeoutExpired as error:
-        output = b"".join(part or b"" for part in (error.stdout, error.stderr)).decode(errors="replace")
-        raise AssertionError(f"{function}{arguments} did not end in {limit_s:g} s\n{output[-6000:]}") from None
-    assert done.returncode == 0, (
-        f"{function}{arguments}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}"
-    )
-    return done.stdout
+        getattr(importlib.import_module(home), function)(*arguments)
+        status = 0
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # Python takes a second to take torch apart
 
 
 def install(path: str) -> None:
@@ -142,5 +213,7 @@ if __name__ in ("__main__", "__mp_main__"):
     install(os.environ[MODULE])
 
 if __name__ == "__main__":
-    where, what, given = json.loads(sys.argv[1])
-    getattr(importlib.import_module(where), what)(*given)
+    from tests.support import forked
+
+    forked.install()
+    serve()

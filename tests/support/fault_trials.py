@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.support import fault_ranks
+from tests.support import fault_ranks, forked
 from tests.support.fault_plan import Trial
 
 LIMIT_S = 15.0
@@ -64,10 +63,7 @@ class Verdict:
 @functools.cache
 def prepare() -> Any:
     """The context that makes the ranks' processes: forked from one that has imported everything and has no threads."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    parts = ("backend", "data_parallel", "parallel.shard", "process_group", "rendezvous")
-    context.set_forkserver_preload(["__main__", "torch._dynamo", *(f"ringcomm.{part}" for part in parts)])
+    context = forked.context()
     first = context.Process(target=fault_ranks.nothing)  # the imports are not in the first trial's time
     first.start()
     first.join()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -20,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from tests.support import forked
 
 GROUP_TIMEOUT_S = 30.0
 
@@ -37,7 +38,7 @@ class Pool:
 
     def grow(self, world_size: int) -> None:
         """Starts the processes that are missing."""
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         new = range(len(self.pipes), world_size)
         for rank in new:
             here, there = context.Pipe()
@@ -92,6 +93,7 @@ class Pool:
 
 
 _pool = Pool()
+grow = _pool.grow
 
 
 def run(

@@ -1,0 +1,22 @@
+"""Which cases of a test `make test` runs. `make test-all` runs all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """A case that `make test-all` adds."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def choose(values: Iterable[Any], chosen: Collection[Any], by: str = "") -> list[Any]:
+    """The values, of which `make test` takes those that are chosen, ``by`` one of their attributes."""
+    found = [(value, attrgetter(by)(value) if by else value) for value in values]
+    unknown = [each for each in chosen if all(each != name for _, name in found)]
+    assert not unknown, f"no value is {unknown}"
+    return [value if name in chosen else slow(value) for value, name in found]
