@@ -1,6 +1,7 @@
 // Memory of the caller's own between processes, and between the devices of one: peers come to see it, and what is freed
 // is not taken for what comes after it at the same address.
 #include <list>
+#include <optional>
 #include <set>
 
 #include "cuda/buffers.h"
@@ -477,7 +478,53 @@ void death() {
   run_ranks({1, 1, 1}, function, options, 1);
 }
 
+// In the largest communicator, too, memory is visible once the last of the peers has opened it, and not before.
+void all_peers_answer() {
+  using cuda::Mail, cuda::Mailbox;
+  require(cudaSetDevice(0) == cudaSuccess, "device 0");
+  for (const int rank : {0, 17, cuda::kMaxRanks - 1}) {
+    std::vector<std::unique_ptr<Mailbox>> mailboxes;
+    std::vector<cuda::Buffers::Peer> peers;
+    for (int p = 0; p < cuda::kMaxRanks; ++p) {
+      mailboxes.push_back(std::make_unique<Mailbox>());
+      peers.push_back({mailboxes.back()->address()});
+    }
+    cuda::Buffers buffers(rank, 0, peers, [](int, int, char*) {});
+    std::optional<Memory> memory(std::in_place, kCount);
+    const auto is_visible = [&] {
+      return buffers.locate(memory->data(), kCount * sizeof(float), false, "test").visible != 0;
+    };
+    const auto call = [&] {
+      buffers.attend(*mailboxes[rank], "test");
+      buffers.called();
+    };
+    // Each peer answers the letter that it has got; after all answers but the last, `before` still holds.
+    const auto answer = [&](Mail::Kind got, Mail::Kind with, const std::function<bool()>& before) {
+      call();
+      int left = cuda::kMaxRanks - 1;
+      for (int p = 0; p < cuda::kMaxRanks; ++p) {
+        if (p == rank) continue;
+        Mail letter, reply;
+        require(mailboxes[p]->receive(1000) && mailboxes[p]->take(got, rank, nullptr, letter),
+                concat("a letter of rank ", rank, " for rank ", p));
+        reply.kind = with;
+        reply.from = p;
+        reply.subject = letter.subject;
+        require(mailboxes[p]->send(peers[rank].mailbox, reply) == Mailbox::Sent::kYes, "an answer");
+        call();
+        require(before() == (--left > 0), concat("rank ", rank, " with ", left, " answers to come"));
+      }
+    };
+    require(!is_visible(), "nobody has been told");
+    answer(Mail::kOffer, Mail::kTaken, [&] { return !is_visible(); });
+    memory.reset();  // looked for in every 64th call
+    for (int i = 0; i < 64 && buffers.num_visible() > 0; ++i) call();
+    require(buffers.num_visible() == 0, "freed memory is withdrawn");
+  }
+}
+
 const std::vector<Section> kSections = {
+    {"all_peers_answer", all_peers_answer, {}},
     {"devices", devices, {{"RINGCOMM_EMULATED_DEVICES", "3"}}},
     {"visible", ranks({1, 1, 1}, become_visible), {}, true},
     {"teams", ranks({2, 2}, become_visible), {}, true},
