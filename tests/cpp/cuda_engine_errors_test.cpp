@@ -134,7 +134,7 @@ void abort_of_processes(Engine& engine) {
 }
 
 void bad_calls() {
-  throws(ErrorCode::kUnsupported, {"at most 8 ranks"}, "too many ranks", [] { make_cuda_engine(0, 9, {}); });
+  throws(ErrorCode::kUnsupported, {"at most 32 ranks"}, "too many ranks", [] { make_cuda_engine(0, 33, {}); });
   throws(ErrorCode::kInvalid, {"below 2", "got 5"}, "a missing device", [] {
     EngineOptions options;
     options.device = 5;

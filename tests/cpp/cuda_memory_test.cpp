@@ -241,7 +241,7 @@ void test_options() {
   const auto creating = [](int rank, int device, const Layout& l) {
     return outcome([&] { Group group(rank, device, l, kLimitMs); });
   };
-  require_error(creating(0, 0, small_layout(9)), ErrorCode::kUnsupported, {"at most 8 ranks", "got 9"});
+  require_error(creating(0, 0, small_layout(33)), ErrorCode::kUnsupported, {"at most 32 ranks", "got 33"});
   require_error(creating(2, 0, small_layout(2)), ErrorCode::kInvalid, {"rank 2 of 2"});
   require_error(creating(0, 7, small_layout(2)), ErrorCode::kInvalid, {"device index below 2", "got 7"});
   require_error(creating(0, 0, small_layout(2, 65)), ErrorCode::kInvalid, {"64", "channels=65"});
