@@ -17,15 +17,15 @@ import importlib.util
 import json
 import os
 import platform
-import queue
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
+import time
 import traceback
 from collections.abc import Iterator
 from functools import cache
@@ -111,31 +111,42 @@ def module() -> Path:
 
 
 class Caller:
-    """A Python that has the emulated engine, and forks itself for each call: torch is imported once."""
+    """A Python that has the emulated engine, and forks itself for each call: torch is imported once.
+
+    No thread reads its answers: a thread that might make a call keeps the ranks of this process from being told of a
+    deadlock.
+    """
 
     def __init__(self) -> None:
         words = [sys.executable, "-X", "faulthandler", "-m", __name__]
         told = {**os.environ, MODULE: str(module())}
         pipe = subprocess.PIPE
-        self._python = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=told)
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._python = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, env=told)
+        self._unread = b""
 
-    def _read(self) -> None:
+    def _number(self, limit_s: float) -> int:
+        """The number in the next line. TimeoutError: none came within the limit."""
         assert self._python.stdout is not None
-        for line in self._python.stdout:
-            self._lines.put(line)
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            if not select.select([self._python.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TimeoutError(f"no answer in {limit_s:g} s from the Python of the emulated engine")
+            read = os.read(self._python.stdout.fileno(), 4096)
+            assert read, f"the Python of the emulated engine has ended with {self._python.wait()}"
+            self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
+        return int(line)
 
     def call(self, *job: Any, limit_s: float) -> int | None:
         """The status of the process that ran it, which is ended at the limit: None."""
         assert self._python.stdin is not None
-        self._python.stdin.write(json.dumps(job) + "\n")
+        self._python.stdin.write(json.dumps(job).encode() + b"\n")
         self._python.stdin.flush()
-        pid = int(self._lines.get(timeout=100))
-        with contextlib.suppress(queue.Empty):
-            return os.waitstatus_to_exitcode(int(self._lines.get(timeout=limit_s)))
+        pid = self._number(100)
+        with contextlib.suppress(TimeoutError):
+            return os.waitstatus_to_exitcode(self._number(limit_s))
         os.killpg(pid, signal.SIGKILL)
-        self._lines.get(timeout=100)
+        self._number(100)
         return None
 
 
