@@ -7,6 +7,7 @@ import importlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -50,10 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     three every pair."""
     products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
     for item in items:
-        axes = [str(mark.args[0]).split(",")[0].strip("[(' ") for mark in item.iter_markers("parametrize")]
+        axes = [re.findall(r"\w+", str(mark.args[0])) for mark in item.iter_markers("parametrize")]
         usual = item.path.parent == HERE and item.get_closest_marker("slow") is None
         if usual and len(axes) > 1 and isinstance(item, pytest.Function):
-            values = tuple(id(item.callspec.params[axis]) for axis in axes)
+            values = tuple(tuple(id(item.callspec.params[name]) for name in names) for names in axes)
             products.setdefault((item.path, item.originalname), []).append((item, values))
     for product in products.values():
         cases = [values for _, values in product]

@@ -151,7 +151,7 @@ def find_nvcc() -> str:
 def nvcc() -> str:
     path = find_nvcc()
     if not path:
-        pytest.skip("needs nvcc: install CUDA 12 or newer")
+        pytest.skip("needs nvcc: install CUDA 12.1 or newer")
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,3 +282,29 @@ def test_values_that_were_never_loaded_are_named() -> None:
         assert same(state_of(model), state_of(tower()))
 
     ranks(run)
+
+
+class Wrapper:
+    """An optimizer in another object of its class, as Lightning and accelerate make them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+        self.__dict__["inner"] = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def test_a_wrapper_around_the_optimizer_stands_for_it(tmp_path: Path) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = tower()
+        opt = sgd(model)
+        ringcomm.shard(model, opt, 2, comm)
+        loss_of(model, comm.rank, 0).backward()
+        opt.step()
+        wrapper: Any = Wrapper(opt)
+        ringcomm.restage(model, wrapper, 1)
+        ringcomm.checkpoint.save(tmp_path, model, wrapper)
+        ringcomm.checkpoint.load(tmp_path, model, wrapper)
+
+    ringcomm.run_ranks(rank, 2)

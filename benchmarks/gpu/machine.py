@@ -50,7 +50,7 @@ def missing() -> str:
         packages["cuda_runtime.h"] = runtime  # nvcc of a wheel finds that of the wheel beside it alone
     remedies = [f"pip install {' '.join(packages.values())}"] if packages else []
     if not nvcc.name:
-        remedies[0] += " (or CUDA 12 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc)"
+        remedies[0] += " (or CUDA 12.1 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc)"
     if not program("c++"):
         packages["c++"] = ""
         remedies.append("install a C++ compiler")

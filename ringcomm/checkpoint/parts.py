@@ -145,7 +145,7 @@ class Held:
                 f"{call}: rank {flat.ranks.rank} got an optimizer over {len(sharded.flats)} sharded modules, expected "
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
-        if sharded is not None and optimizer in flat.optimizers:
+        if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
             sharded.settle()
             sharded.close()
             pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]

@@ -285,6 +285,7 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
+        self.homes, self.shared = {}, {}  # the map has this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""

@@ -356,7 +356,8 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
              name different stages.
     """
     flat = _wrapped(module, "restage")
-    if optimizer is not None and optimizer not in flat.optimizers:
+    sharded = getattr(optimizer, "_ringcomm", None)  # found through wrappers, such as Lightning's
+    if optimizer is not None and (sharded is None or sharded.optimizer not in flat.optimizers):
         attach(optimizer, flat, "restage")
     flat.ranks.agree("restage", [f"stage={stage}"])
     restage_model(flat, stage)

@@ -425,7 +425,8 @@ class ShardedModel:
         return self._unit_of[bucket]
 
     def find_homes(self) -> None:
-        """Maps the memory of every stage 3 bucket's whole buffer to its bucket, which changes it when it moves."""
+        """Maps the memory of each bucket's whole buffer to the bucket. At stage 3 a bucket updates the map whenever it
+        takes other memory."""
         self._homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.homes = self._homes
