@@ -234,8 +234,8 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     found |= {"ninja": "", "nvcc": "", "c++": ""}
     assert machine.missing() == (
         "make gpu expects ninja, nvcc, c++, not found here: pip install ninja nvidia-cuda-nvcc nvidia-cuda-runtime "
-        "(or CUDA 12 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc) and install a C++ "
-        "compiler"
+        "(or CUDA 12.1 or newer in place of the last two, with RINGCOMM_NVCC as the path of its nvcc) and install a "
+        "C++ compiler"
     )
     wheel = tmp_path / "nvidia" / "cu13"
     found |= {"ninja": "here", "nvcc": str(wheel / "bin" / "nvcc"), "c++": "here"}
