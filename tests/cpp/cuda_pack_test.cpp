@@ -9,6 +9,9 @@
 
 #include "core/dispatch.h"
 #include "cuda_world.h"
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace ringcomm::test {
 namespace {
@@ -70,6 +73,9 @@ class PackCall {
     sources_.emplace_back(count * from, source * from % 16);
     targets_.emplace_back(kGuardBytes + count * to + kGuardBytes, target * to % 16, kGuard);
     fill_bits(random, sources_.back());
+#if defined(__SANITIZE_ADDRESS__)  // nor is what lies before a source read
+    ASAN_POISON_MEMORY_REGION(sources_.back().data() - source * from % 16, source * from % 16);
+#endif
     args_.source[p] = sources_.back().data();
     args_.target[p] = target_of(p);
     args_.end[p] = (p == 0 ? 0 : args_.end[p - 1]) + count;
