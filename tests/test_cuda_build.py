@@ -31,7 +31,7 @@ LEAST_IN_FLIGHT = {
     "copy_between_ranks": 4,
     "exchange_parts": 4,
     "send_and_receive": 4,
-    "pack": 4,
+    "pack": 8,
 }
 FAULTS = {  # what is planted: (file, from, to, what the lint must say[, of which kernels])
     "release at gpu scope": ("core/sync.h", '"st.release.sys', '"st.release.gpu', "scope narrower|MEMBAR"),

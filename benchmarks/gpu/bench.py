@@ -351,6 +351,29 @@ def one_block() -> dict[str, float]:
     return found
 
 
+def host_us() -> dict[str, float]:
+    """Microseconds of the host for a call of a single rank, which launches one kernel, and for an addition of torch."""
+    calls = 2 if EMULATED else 50
+    x, y = (torch.ones(256, device=PLACE) for _ in range(2))
+    works: list[Any] = []
+    with communicators(1, CALL_S) as (comm,):
+        steps: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: comm.all_reduce(x, out=y),
+            "all_reduce, async_op=True": lambda: works.append(comm.all_reduce(x, out=y, async_op=True)),
+            "wait": lambda: works.pop().wait(),
+            "torch.Tensor.add_": lambda: x.add_(0),
+        }
+        rounds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(max(3, ROUNDS)):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                for _ in range(calls):
+                    step()
+                rounds[name].append((time.perf_counter() - start) / calls * 1e6)
+                synchronize([comm])
+    return {name: statistics.median(found) for name, found in rounds.items()}
+
+
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 
@@ -484,6 +507,7 @@ def main() -> int:
     if a.only == "all":
         bench.extra("one_block_busbw_gbps", one_block)
         bench.extra("packing", packing)
+        bench.extra("host_us", host_us)
     if bench.left_out:
         print(f"{bench.left_out} cells were left out: the time was up", flush=True)
     document.put("left out", {a.only: bench.left_out})

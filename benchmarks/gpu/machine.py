@@ -38,6 +38,10 @@ def program(name: str) -> str:
     return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
+def there(name: str) -> str:
+    return "yes" if program(name) else "none"
+
+
 def missing() -> str:
     """What the stages behind the facts lack here and what to install, in one sentence; empty where nothing is."""
     packages = {name: name for name in ("cmake", "ninja") if not program(name)}
@@ -124,7 +128,8 @@ def device() -> dict[str, Any]:
 
 
 def kernel_module() -> str:
-    return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+    words = Path("/proc/driver/nvidia/version").read_text().split()
+    return next(word for word in words if word[0].isdigit() and "." in word)
 
 
 def compiler() -> str:
@@ -132,7 +137,7 @@ def compiler() -> str:
     if not path:
         return "none"
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
-    return f"{path}: {done.stdout.strip().splitlines()[-1]}"
+    return done.stdout.strip().splitlines()[-1]
 
 
 def facts() -> dict[str, Any]:
@@ -153,7 +158,7 @@ def facts() -> dict[str, Any]:
         "cores": os.cpu_count,
         "cupy": cupy,
         "nvcc": compiler,
-        "nvidia-smi": lambda: program("nvidia-smi") or "none",
+        "nvidia-smi": lambda: there("nvidia-smi"),
         "kernel module": kernel_module,
         "driver": lambda: driver().version(),
         "compute mode": lambda: driver().attribute(_COMPUTE_MODE),
@@ -162,9 +167,9 @@ def facts() -> dict[str, Any]:
         "IPC export": lambda: driver().export(),
         "VMM export": lambda: driver().export_vmm(),
         "CUDA_DEVICE_MAX_CONNECTIONS": lambda: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"),
-        "NCCL beside": lambda: os.environ.get("RINGCOMM_NCCL", "none: RINGCOMM_NCCL names no library"),
-        "compute-sanitizer": lambda: program("compute-sanitizer") or "none",
-        "ncu": lambda: program("ncu") or "none",
+        "NCCL beside": lambda: "yes" if os.environ.get("RINGCOMM_NCCL") else "none: RINGCOMM_NCCL names no library",
+        "compute-sanitizer": lambda: there("compute-sanitizer"),
+        "ncu": lambda: there("ncu"),
     }
     found: dict[str, Any] = {}
     try:

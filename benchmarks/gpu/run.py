@@ -99,14 +99,14 @@ def stages(capability: str, out: str) -> list[Stage]:
         tests("stress", 60, usual),
         tests("bits", 80, usual),
         tests("conversions", 20, usual),
-        tests("libraries", 40, usual),
+        tests("libraries", 90, usual),
         tests("ranks", 60, usual),
         Stage("benchmark", 140, bench, "bench", part="cells"),
         Stage(
             "sanitizer", 60, [*sanitizer, *smoke, "--few", "--part", "sanitizer"], "tools", needs="compute-sanitizer"
         ),
         Stage("profile", 45, [*ncu, *script("bench", "--profile", *keep)], "tools", needs="ncu"),
-        *(tests(name, 60, usual) for name in ("nccl", "parallel", "training")),
+        *(tests(name, 100, usual) for name in ("nccl", "parallel", "training")),
     ]
 
 

@@ -19,7 +19,7 @@ namespace ringcomm::cuda {
 inline constexpr int kMaxRanks = 32;       // of a communicator on one host
 inline constexpr int kMaxLaunchRanks = 8;  // of one process on one device: they share a launch
 inline constexpr int kMaxPacketRanks = 8;  // of a communicator that has oneshot
-inline constexpr int kMaxChannels = 64, kUsualChannels = 16;
+inline constexpr int kMaxChannels = 64, kUsualChannels = 24;
 inline constexpr int kMaxMessages = 16;  // of a list that one launch serves
 inline constexpr int kMaxCopies = kMaxLaunchRanks * kMaxLaunchRanks;
 inline constexpr int kMaxArenas = 64;

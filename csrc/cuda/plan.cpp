@@ -16,7 +16,7 @@ constexpr std::uint64_t oneshot_bytes(int world_size) {
   return world_size <= 2 ? 256u << 10 : world_size <= 4 ? 128u << 10 : 64u << 10;
 }
 constexpr std::uint64_t kWideBytes = 32u << 10;      // LL128 above, where lines arrive whole
-constexpr std::uint64_t kOneshotChannel = 4u << 10;  // bytes that are worth a further channel
+constexpr std::uint64_t kOneshotChannel = 1u << 10;  // bytes that are worth a further channel
 constexpr std::uint64_t kChannel = 16u << 10;
 // For an uneven all_to_all, of which no rank knows all parts: enough for every channel.
 constexpr std::uint64_t kUnknownBytes = 1u << 20;

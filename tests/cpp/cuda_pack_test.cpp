@@ -4,9 +4,14 @@
 //
 //   cuda_pack_test [quick | number of cases [first seed]]
 #include <cmath>
+#include <iterator>
+#include <memory>
 
 #include "core/dispatch.h"
 #include "cuda_world.h"
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace ringcomm::test {
 namespace {
@@ -31,8 +36,14 @@ void dispatch_castable(DType dtype, F&& body) {
   });
 }
 
+constexpr std::size_t kGuardBytes = 64;  // before and behind every target
+
 class PackCall {
  public:
+  PackCall(DType from, DType to, double factor) : from_(from), to_(to), scaled_(factor != 1.0), factor_(factor) {
+    args_.factor = factor;
+    args_.scaled = scaled_;
+  }
   explicit PackCall(Random& random) {
     const bool casts = random.one_in(2);
     from_ = casts ? castable(random) : static_cast<DType>(random.below(static_cast<int>(DType::kBool) + 1));
@@ -46,19 +57,30 @@ class PackCall {
     factor_ = scaled_ ? random.pick({0.25, 1.0 / 3, -7.0}) : 1.0;
     args_.factor = factor_;
     args_.scaled = scaled_;
-    args_.num_pieces = random.one_in(8) ? 0 : random.one_in(4) ? random.between(1, 160) : random.between(1, 9);
+    const int pieces = random.one_in(8) ? 0 : random.one_in(4) ? random.between(1, 160) : random.between(1, 9);
     const bool shifted = random.one_in(3);
-    std::uint64_t total = 0;
-    for (int p = 0; p < args_.num_pieces; ++p) {
-      const std::size_t count = random.count(args_.num_pieces > 20 ? 100 : 3000);
-      sources_.push_back(memory(random, from_, count, shifted));
-      targets_.push_back(memory(random, to_, count, shifted));
-      fill_bits(random, sources_.back());
-      args_.source[p] = sources_.back().data();
-      args_.target[p] = targets_.back().data();
-      args_.end[p] = total += count;
+    for (int p = 0; p < pieces; ++p) {
+      const std::size_t count = random.count(pieces > 20 ? 100 : 3000);
+      const std::size_t source = shifted ? random.below(16) : 0;
+      add(random, count, source, shifted ? random.below(16) : 0);
     }
   }
+
+  // A piece whose memory begins so many elements, modulo a vector of 16 bytes, after a line.
+  void add(Random& random, std::size_t count, std::size_t source, std::size_t target) {
+    const std::size_t from = element_bytes(from_), to = element_bytes(to_);
+    const int p = args_.num_pieces++;
+    sources_.emplace_back(count * from, source * from % 16);
+    targets_.emplace_back(kGuardBytes + count * to + kGuardBytes, target * to % 16, kGuard);
+    fill_bits(random, sources_.back());
+#if defined(__SANITIZE_ADDRESS__)  // nor is what lies before a source read
+    ASAN_POISON_MEMORY_REGION(sources_.back().data() - source * from % 16, source * from % 16);
+#endif
+    args_.source[p] = sources_.back().data();
+    args_.target[p] = target_of(p);
+    args_.end[p] = (p == 0 ? 0 : args_.end[p - 1]) + count;
+  }
+  int pieces() const { return args_.num_pieces; }
 
   bool run(Random& random, std::string& error) {
     emulator::Options options;
@@ -73,8 +95,12 @@ class PackCall {
   std::string wrong() const {
     for (int p = 0; p < args_.num_pieces; ++p) {
       const std::size_t count = sources_[p].nbytes() / element_bytes(from_);
+      const char* const behind = target_of(p) + count * element_bytes(to_);
+      for (std::size_t i = 0; i < kGuardBytes; ++i)
+        if (targets_[p].data()[i] != static_cast<char>(kGuard) || behind[i] != static_cast<char>(kGuard))
+          return "piece " + std::to_string(p) + " wrote beyond its ends";
       if (from_ == to_ && !scaled_) {
-        if (count && std::memcmp(sources_[p].data(), targets_[p].data(), sources_[p].nbytes()) != 0)
+        if (count && std::memcmp(sources_[p].data(), target_of(p), sources_[p].nbytes()) != 0)
           return "piece " + std::to_string(p) + " is no copy";
         continue;
       }
@@ -89,12 +115,11 @@ class PackCall {
   }
 
  private:
+  static constexpr int kGuard = 0x5a;
+
+  char* target_of(int p) const { return targets_[p].data() + kGuardBytes; }
   static DType castable(Random& random) {
     return random.pick({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
-  }
-  static Memory memory(Random& random, DType dtype, std::size_t count, bool shifted) {
-    const std::size_t element = element_bytes(dtype);
-    return Memory(count * element, shifted ? element * random.below(16 / element) : 0);
   }
   static void fill_bits(Random& random, const Memory& to) {
     for (std::size_t i = 0; i < to.nbytes(); ++i) to.data()[i] = static_cast<char>(random.next());
@@ -108,7 +133,7 @@ class PackCall {
         From value;
         To got;
         std::memcpy(&value, sources_[p].data() + i * sizeof(From), sizeof(From));
-        std::memcpy(&got, targets_[p].data() + i * sizeof(To), sizeof(To));
+        std::memcpy(&got, target_of(p) + i * sizeof(To), sizeof(To));
         const To want = packed<From, To>(value, factor_, scaled_);
         const auto wide = Element<To>::load(want);
         same = std::isnan(wide) ? std::isnan(Element<To>::load(got)) : std::memcmp(&got, &want, sizeof(To)) == 0;
@@ -131,6 +156,46 @@ std::string one_call(std::uint64_t seed) {
   if (!call.run(random, error)) return call.what() + error;
   const std::string wrong = call.wrong();
   return wrong.empty() ? "" : call.what() + wrong;
+}
+
+// Every alignment of a source to every alignment of a target, in pieces of a few elements and of a few tiles.
+struct Pair {
+  DType from, to;
+  double factor;
+};
+constexpr Pair kPairs[] = {
+    {DType::kUInt8, DType::kUInt8, 1},          {DType::kInt16, DType::kInt16, 1},
+    {DType::kInt32, DType::kInt32, 1},          {DType::kInt64, DType::kInt64, 1},
+    {DType::kFloat32, DType::kBFloat16, 0.125}, {DType::kBFloat16, DType::kFloat32, 1},
+    {DType::kFloat32, DType::kFloat32, -7},     {DType::kFloat16, DType::kFloat16, 0.25},
+    {DType::kFloat64, DType::kFloat16, 1},      {DType::kFloat16, DType::kFloat64, 1.0 / 3},
+    {DType::kFloat32, DType::kFloat64, 1},      {DType::kFloat64, DType::kFloat32, 1},
+    {DType::kFloat32, DType::kFloat8E4M3, 1},   {DType::kFloat8E5M2, DType::kFloat32, 0.5},
+};
+std::string one_of_all_alignments(std::uint64_t seed) {
+  Random random(seed);
+  const Pair& pair = kPairs[seed % std::size(kPairs)];
+  const std::size_t sources = 16 / element_bytes(pair.from), targets = 16 / element_bytes(pair.to);
+  const auto made = [&] { return std::make_unique<PackCall>(pair.from, pair.to, pair.factor); };
+  auto call = made();
+  const auto finish = [&]() -> std::string {
+    std::string error;
+    if (!call->run(random, error)) return call->what() + error;
+    const std::string wrong = call->wrong();
+    return wrong.empty() ? "" : call->what() + wrong;
+  };
+  for (std::size_t source = 0; source < sources; ++source) {
+    for (std::size_t target = 0; target < targets; ++target) {
+      const std::size_t few = random.below(80), tiles = random.below(2000);
+      for (const std::size_t count : {few, tiles, random.below(5), random.below(40)}) {
+        call->add(random, count, source, target);
+        if (call->pieces() < cuda::kMaxPieces) continue;
+        if (const std::string wrong = finish(); !wrong.empty()) return wrong;
+        call = made();
+      }
+    }
+  }
+  return finish();
 }
 
 std::string casts_that_are_not(std::uint64_t) {
@@ -237,6 +302,8 @@ int main(int argc, char** argv) {
   const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
   const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   int bad = run_cases("pack", cases, first, one_call);
+  bad += run_cases("pack, all alignments", quick ? static_cast<int>(std::size(kPairs)) : cases / 4, first,
+                   one_of_all_alignments);
   bad += run_cases("pack, casts that are not", 1, first, casts_that_are_not);
   bad += run_cases("combine", cases, first, one_combine);
   return bad != 0;

@@ -33,8 +33,9 @@ def why_not(way: str) -> str:
     usable, text = nccl.facts()
     if not usable:
         return text
-    version = tuple(int(part) for part in _C.nccl_version(nccl.path()).split("."))
-    return f"{text} is older than 2.30.3" if way == "shared" and version < (2, 30, 3) else ""
+    text = _C.nccl_version(nccl.path())
+    version = tuple(int(part) for part in text.split("."))
+    return f"NCCL {text} is older than 2.30.3" if way == "shared" and version < (2, 30, 3) else ""
 
 
 def free_port() -> int:
