@@ -92,6 +92,10 @@ class Engine(ABC):
         preparation."""
         return None
 
+    submit_plain: Callable[[str, str, int | None, int, Any, Any], Request | None] | None = None
+    """Starts a call on plain arrays with default options; returns None, with nothing done, if the call needs
+    preparation. None: every call does."""
+
     @abstractmethod
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""
@@ -292,6 +296,11 @@ class NativeEngine(Engine):
         run = self.native.run_plain
         return run if self._beside is self.native else partial(self.explaining, run)
 
+    @property
+    def submit_plain(self) -> Any:  # type: ignore[override]
+        """`Engine.submit_plain` on a device. On the cpu every call is prepared."""
+        return None if self._beside is self.native else partial(self.explaining, self.native.submit_plain)
+
     def run(self, call: CollectiveArgs) -> int:
         """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""
         with profiling.named(call.op):
@@ -341,6 +350,8 @@ class NativeEngine(Engine):
         beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
         if self._beside is self.native or not isinstance(error, _ENDINGS):
             return error
+        if isinstance(error, CollectiveTimeoutError) and not self.aborted:
+            return error  # of an impatient wait: the call stays in flight
         if type(error) is not AbortedError:
             self._beside.abort(str(error), type(error).__name__)
             return error
