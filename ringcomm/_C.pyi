@@ -90,6 +90,7 @@ def simulate(
     fold: bool,
 ) -> dict[str, Any]: ...
 def fold_sums(spans: Sequence[tuple[int, int]], dtype: int, exponent: int) -> list[int]: ...
+def work_stream(array: object, device: int, /) -> int | None: ...
 
 class Request:
     @property
@@ -159,6 +160,9 @@ class Engine:
     def run_plain(
         self, op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object, /
     ) -> int | None: ...
+    def submit_plain(
+        self, op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object, /
+    ) -> Request | None: ...
     def run(
         self,
         op: int,

@@ -108,6 +108,10 @@ def test_streams_memory_and_families(kind: str, devices: int, device: str) -> No
     run("lives", kind, device, devices=devices)
 
 
+def test_errors_of_calls_that_are_not_prepared() -> None:
+    run("plain_errors")
+
+
 @pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
 def test_pools_of_torch(kind: str, devices: int, device: str) -> None:
     run("pools", kind, device, devices=devices)

@@ -128,10 +128,13 @@ void Marks::follow(cudaStream_t stream, unsigned long long capture, const MarkPt
   check(cudaStreamWaitEvent(stream, mark->event, 0), "cudaStreamWaitEvent on the call's stream", rank);
 }
 
+bool Marks::is_of(cudaStream_t stream, const Mark& mark, bool has_stayed) {
+  return mark.stream == stream && (has_stayed || is_never_destroyed(stream));
+}
+
 void Marks::follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
                         int rank) {
-  const bool same = mark && mark->stream == stream && (has_stayed || is_never_destroyed(stream));
-  if (!same) follow(stream, capture, mark, rank);
+  if (!mark || !is_of(stream, *mark, has_stayed)) follow(stream, capture, mark, rank);
 }
 
 void Newest::follow(cudaStream_t stream, unsigned long long capture, int rank) const {

@@ -60,9 +60,10 @@ class Marks : public std::enable_shared_from_this<Marks> {
   MarkPtr record(cudaStream_t stream, unsigned long long capture, int rank);
   // Work that is enqueued on `stream` from now on runs after the mark.
   static void follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank);
-  // The same for a stream of the mark's device: no wait is needed if it is the mark's own stream. An equal handle
-  // proves that only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the
-  // mark was made.
+  // Whether a stream of the mark's device is the mark's own, so that no wait is needed. An equal handle proves that
+  // only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the mark was made.
+  static bool is_of(cudaStream_t stream, const Mark& mark, bool has_stayed);
+  // As `follow`, for a stream of the mark's device.
   static void follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
                           int rank);
 

@@ -77,13 +77,15 @@ void DeviceRequest::wait(std::int64_t timeout_ms) {
 void DeviceRequest::join(std::uintptr_t stream) {
   context_->await(*outcome_, op_, limit_, limit_ms_);
   if (outcome_->may_give_up()) context_->check(op_);
-  const DeviceGuard guard(context_->device(), context_->rank());
   const auto target = reinterpret_cast<cudaStream_t>(stream);
+  const MarkPtr& mark = outcome_->mark();
+  if (!point_to_point(op_) && mark && Marks::is_of(target, *mark, false)) return;  // the driver is not asked anything
+  const DeviceGuard guard(context_->device(), context_->rank());
   const unsigned long long capture = capture_of(target, context_->rank());
   if (point_to_point(op_))  // its mark may be of the other end's device
-    Marks::follow(target, capture, outcome_->mark(), context_->rank());
+    Marks::follow(target, capture, mark, context_->rank());
   else
-    Marks::follow_here(target, capture, outcome_->mark(), false, context_->rank());
+    Marks::follow_here(target, capture, mark, false, context_->rank());
 }
 
 void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {

@@ -177,7 +177,10 @@ class Torch(Numpy):
 
     @staticmethod
     def stream(data: Any) -> int:
-        return sys.modules["torch"].cuda.current_stream(data.device).cuda_stream if data.is_cuda else 0
+        if not data.is_cuda:
+            return 0
+        stream = _C.work_stream(data, data.device.index)
+        return sys.modules["torch"].cuda.current_stream(data.device).cuda_stream if stream is None else stream
 
     @staticmethod
     def on(stream: int, data: Any) -> AbstractContextManager[Any]:

@@ -32,7 +32,7 @@ from ringcomm.arrays.interop import Array, dtype_in
 from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
 from ringcomm.comm.engine import MOST_BYTES, Engine
-from ringcomm.comm.work import DeviceWork, Group, Request, Work
+from ringcomm.comm.work import DeviceWork, Group, PlainWork, Request, Work
 from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
@@ -52,11 +52,12 @@ class Communicator:
         self._device_names = engine.device_names
         self._lends_memory = engine.lends_memory
         self._run_plain_native: Any = engine.run_plain
+        self._submit_plain_native: Any = engine.submit_plain
         self.rank = engine.rank
         self.world_size = engine.world_size
         self._closed = False
         self._group: Group | None = None
-        self._in_flight: deque[tuple[Request, CollectiveArgs]] = deque()
+        self._in_flight: deque[tuple[Request, CollectiveArgs | Work]] = deque()
         self._in_flight_lock = threading.Lock()
         profiling.look()
 
@@ -126,17 +127,24 @@ class Communicator:
         if not call.flag("async_op", async_op) and group is None:
             return call.finish(self._open.run(call))
         request = self._open.submit(call)
-        with self._in_flight_lock:  # keeps the arrays alive even if the caller drops the Work
-            # Checks two calls for each new one, because checking all is expensive.
-            for _ in range(min(2, len(self._in_flight))):
-                each = self._in_flight.popleft()
-                if not each[0].done:
-                    self._in_flight.append(each)
-            self._in_flight.append((request, call))
+        self._keep(request, call)
         work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
         if group is not None:
             group.works.append(work)
         return work
+
+    def _keep(self, request: Request, arrays: CollectiveArgs | Work) -> None:
+        """Keeps the arrays of a call alive until it is done, even if the caller drops its Work."""
+        flight = self._in_flight
+        with self._in_flight_lock:
+            # Asks for two calls at most for each new one, because to ask for all is expensive.
+            if flight and not flight[0][0].done:
+                flight.rotate(-1)  # a receive that waits must not hide the calls after it
+            elif flight:
+                flight.popleft()
+                if flight and flight[0][0].done:
+                    flight.popleft()
+            flight.append((request, arrays))
 
     @contextmanager
     def coalesce(self) -> Iterator[Group]:
@@ -170,16 +178,27 @@ class Communicator:
         factor: float | None = None,
         root: int | None = 0,
         tag: int = 0,
-    ) -> int | None:
-        """Fast path: runs a call that needs no preparation; returns None if nothing was done."""
-        run = self._run_plain_native  # None once the communicator is closed
-        usual = timeout is None and async_op is False and factor is None and self._group is None
-        usual = usual and type(algorithm) is str and algorithm == "auto"
-        if not usual or run is None or stream is not None:
+    ) -> Any:
+        """Fast path: makes a call that needs no preparation. Returns the source of a recv, else -1; its Work with
+        ``async_op``; None if nothing was done."""
+        usual = timeout is None and stream is None and factor is None and self._group is None
+        if not usual or type(algorithm) is not str or algorithm != "auto":
             return None
+        engine: Any = self._engine  # another thread may close it meanwhile
+        # Both are None once the communicator is closed.
+        make = self._run_plain_native if async_op is False else self._submit_plain_native if async_op is True else None
+        if make is None or engine is None:
+            return None
+        if async_op:
+            profiling.look()
         if profiling.profiler._is_profiler_enabled:
             return None  # the slow path records the names of calls
-        return run(op, reduce_op, root, tag, x, out)
+        made = make(op, reduce_op, root, tag, x, out)
+        if not async_op or made is None:
+            return made
+        work = PlainWork(made, engine, op, x, out)
+        self._keep(made, work)
+        return work
 
     # ---- reductions ----------------------------------------------------------------------------------------------
 
@@ -210,8 +229,9 @@ class Communicator:
         Returns: ``x``, or ``out``.
         """
         target = x if out is None else out
-        if self._run_plain("all_reduce", x, target, timeout, stream, async_op, algorithm, op, factor) is not None:
-            return target
+        made = self._run_plain("all_reduce", x, target, timeout, stream, async_op, algorithm, op, factor)
+        if made is not None:
+            return made if async_op else target
         call = self._begin("all_reduce", timeout, stream)
         return self._launch(self._prepare_all_reduce(call, x, op, out, factor, algorithm), async_op)
 
@@ -282,8 +302,9 @@ class Communicator:
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        if self._run_plain("reduce_scatter", x, out, timeout, stream, async_op, algorithm, op, factor) is not None:
-            return out
+        made = self._run_plain("reduce_scatter", x, out, timeout, stream, async_op, algorithm, op, factor)
+        if made is not None:
+            return made if async_op else out
         call = self._begin("reduce_scatter", timeout, stream)
         call.reduces(op, factor)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
@@ -315,8 +336,9 @@ class Communicator:
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        if self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm) is not None:
-            return out
+        made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm)
+        if made is not None:
+            return made if async_op else out
         call = self._begin("all_gather", timeout, stream)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
@@ -340,8 +362,9 @@ class Communicator:
         Dtypes:  all.
         Returns: ``x``.
         """
-        if self._run_plain("broadcast", x, x, timeout, stream, async_op, algorithm, root=root) is not None:
-            return x
+        made = self._run_plain("broadcast", x, x, timeout, stream, async_op, algorithm, root=root)
+        if made is not None:
+            return made if async_op else x
         call = self._begin("broadcast", timeout, stream)
         call.root = call.peer("root", root)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
@@ -438,8 +461,9 @@ class Communicator:
         Returns: ``out``, or a new array.
         """
         even = send_counts is None and recv_counts is None
-        if even and self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) is not None:
-            return out
+        made = self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) if even else None
+        if made is not None:
+            return made if async_op else out
         call = self._begin("all_to_all", timeout, stream)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
@@ -997,7 +1021,7 @@ class Communicator:
         """Finishes the calls in flight and disconnects from the peers, or from the process group, which stays as it
         is; not a collective. A second call does nothing."""
         engine, self._engine, self._closed = self._engine, None, True
-        self._run_plain_native = None
+        self._run_plain_native = self._submit_plain_native = None
         if engine is not None:
             engine.close()
         self._in_flight.clear()

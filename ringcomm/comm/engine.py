@@ -92,6 +92,10 @@ class Engine(ABC):
         preparation."""
         return None
 
+    submit_plain: Callable[[str, str, int | None, int, Any, Any], Request | None] | None = None
+    """Starts a call on plain arrays with default options; returns None, with nothing done, if the call needs
+    preparation. None: every call does."""
+
     @abstractmethod
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""
@@ -291,6 +295,11 @@ class NativeEngine(Engine):
         """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
         run = self.native.run_plain
         return run if self._beside is self.native else partial(self.explaining, run)
+
+    @property
+    def submit_plain(self) -> Any:  # type: ignore[override]
+        """`Engine.submit_plain` on a device. On the cpu every call is prepared."""
+        return None if self._beside is self.native else partial(self.explaining, self.native.submit_plain)
 
     def run(self, call: CollectiveArgs) -> int:
         """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""

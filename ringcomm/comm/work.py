@@ -5,7 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Protocol
 
+from ringcomm import _C
+from ringcomm.arrays.devices import Device
+from ringcomm.arrays.libraries import stream_number, usual_stream
 from ringcomm.comm.args import milliseconds
+from ringcomm.errors import RingcommError
 
 
 class Request(Protocol):
@@ -28,6 +32,15 @@ class Finisher(Protocol):
     def finish(self, source: int) -> Any: ...
     def finish_on(self, stream: int, source: int) -> Any: ...
     def waiting_stream(self, stream: Any) -> int: ...
+
+
+class Explainer(Protocol):
+    """An engine on a device, which knows the causes of its errors."""
+
+    rank: int
+    device: Device
+
+    def explained(self, error: RingcommError) -> RingcommError: ...
 
 
 class Work:
@@ -105,6 +118,47 @@ class DeviceWork(Work):
         if self._finished:
             self._call = None  # drops the arrays; only the request is left to wait for
         return super().synchronize(timeout)
+
+
+class PlainWork(Work):
+    """One asynchronous call on plain arrays, on a device's current stream. It is like DeviceWork, but nothing is left
+    to do when the engine is done. Such calls are the most frequent ones, so each makes this Python object alone."""
+
+    __slots__ = ("_arrays", "_engine", "_op")
+
+    def __init__(self, request: _C.Request, engine: Explainer, op: str, x: Any, out: Any) -> None:
+        self._request = request
+        self._engine = engine
+        self._op = op
+        self._arrays: tuple[Any, Any] | None = (x, out)
+        self._result = out
+
+    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
+        """Makes ``stream`` wait for the call; see `DeviceWork.wait`."""
+        arrays, engine = self._arrays, self._engine
+        if timeout is not None or arrays is None:
+            return self.synchronize(timeout)
+        if stream is not None:
+            waiting: int | None = stream_number(stream, self._op, engine.rank)
+        else:
+            waiting = _C.work_stream(arrays[0], engine.device.index)
+            if waiting is None:
+                waiting = usual_stream(engine.device)
+        try:
+            self._request.join(waiting)
+        except RingcommError as error:
+            raise engine.explained(error) from None
+        return self._result
+
+    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
+        """Blocks the host until the call is done; raises its error."""
+        limit_ms = milliseconds(timeout, "wait", self._engine.rank)
+        try:
+            self._request.wait(limit_ms)
+        except RingcommError as error:
+            raise self._engine.explained(error) from None
+        self._arrays = None
+        return self._result
 
 
 class Group:

@@ -19,6 +19,7 @@ import torch
 import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm import hosts
+from ringcomm.observe import record
 from tests import test_collectives as matrix
 from tests.support.reference import DTYPES, factor_of, has_oneshot, ops_of, reduced, same_bits, values
 from tests.test_communicator import every_method
@@ -314,6 +315,83 @@ def in_flight(comm: Communicator) -> None:
     assert [float(work.wait(timeout=30)[0]) for work in works] == [i * comm.world_size for i in range(20)]
 
 
+def plain_in_flight(comm: Communicator) -> None:
+    """Arrays as torch shows its own: an asynchronous call on them is not prepared in Python."""
+    n, rank = comm.world_size, comm.rank
+    assert comm._device is not None
+
+    def plain(values: Any) -> Exchanged:
+        return Exchanged(np.array(values, np.float32), comm._device.index)
+
+    x, y, row = plain([rank] * 8), plain([0] * 8), plain([rank] * n)
+    gathered, part, swapped, told = plain(np.zeros((n, 8))), plain([0]), plain([0] * n), plain([rank] * 3)
+    works = [
+        comm.all_reduce(x, out=y, async_op=True),
+        comm.all_gather(x, out=gathered, async_op=True),
+        comm.reduce_scatter(row, "max", out=part, async_op=True),
+        comm.all_to_all(row, out=swapped, async_op=True),
+        comm.broadcast(told, n - 1, async_op=True),
+    ]
+    assert {type(work).__name__ for work in works} == {"PlainWork"}
+    results = [y, gathered, part, swapped, told]
+    for work, result in zip(works, results, strict=True):
+        assert work.wait() is result
+        assert work.wait(stream=0) is result  # as often as one likes
+        with pytest.raises(errors.InvalidArgumentError, match=f"rank {rank} got stream='fast'"):
+            work.wait(stream="fast")
+        assert work.wait(timeout=30) is result
+        assert work.synchronize() is result
+        assert work.wait() is result
+        assert work.done
+        assert work.is_completed()
+        assert repr(work) == "<Work done>"
+    assert y.data.tolist() == [n * (n - 1) / 2] * 8
+    assert gathered.data.tolist() == [[r] * 8 for r in range(n)]
+    assert part.data.tolist() == [n - 1]
+    assert swapped.data.tolist() == list(range(n))
+    assert told.data.tolist() == [n - 1] * 3
+    if rank > 0:
+        comm.exchange(b"")
+    dropped, peer = plain([1] * 8), plain([1] * 8)
+    kept = weakref.ref(dropped)
+    comm.all_reduce(dropped, async_op=True)
+    del dropped
+    if rank == 0:
+        assert kept() is not None  # until the call is done, for which the others must come
+        comm.exchange(b"")
+    for _ in range(4):
+        comm.all_reduce(peer, async_op=True).synchronize()
+    assert kept() is None
+    assert comm.all_reduce(peer, async_op=True, out=peer).wait(timeout=30).data.tolist() == [n**5] * 8
+    records = [each for each in record.records() if each.rank == rank and each.engine == "cuda" and not each.closed]
+    asked = [each for own in records for each in own.calls if each.op == "broadcast"]
+    assert asked[-1].is_async
+    assert "cuda_cases.py:" in asked[-1].site
+
+
+def alone(comm: Communicator) -> None:
+    x = Exchanged(np.ones(4, np.float32))
+    comm.timeout = 0.3
+    if comm.rank > 0:
+        time.sleep(1)
+        with pytest.raises(errors.CollectiveTimeoutError, match="all_reduce: rank 0 expected rank 1 to make call #0"):
+            comm.all_reduce(x, async_op=True)
+        return
+    work = comm.all_reduce(x, async_op=True)
+    for wait in (work.wait, work.synchronize):
+        with pytest.raises(errors.CollectiveTimeoutError, match="all_reduce: rank 0 expected rank 1 to make call #0"):
+            wait()
+    with pytest.raises(errors.CollectiveTimeoutError, match="all_reduce: rank 0 expected rank 1"):
+        comm.all_reduce(x, async_op=True)
+    comm.close()
+    with pytest.raises(errors.ClosedError, match="all_reduce: rank 0 expected an open communicator"):
+        comm.all_reduce(x, async_op=True)
+
+
+def plain_errors() -> None:
+    ranks(alone, 2, device="cuda:0")
+
+
 def lent(comm: Communicator) -> None:
     for like in ("torch", "numpy"):
         x = comm.empty((3, 5), "float32", like=like)
@@ -362,7 +440,7 @@ def lopsided(comm: Communicator) -> None:
 
 
 def lives(kind: str, device: str) -> None:
-    for case in (in_flight, lent, families, lopsided):
+    for case in (in_flight, plain_in_flight, lent, families, lopsided):
         ranks(case, 3, kind=kind, device=device)
 
 
@@ -766,6 +844,15 @@ def native() -> None:
         assert Exchanged.asked.pop() == (_DLPACK_CUDA, 0)  # for its stream
         engine.synchronize(0)
         assert op == "broadcast" or y.tolist() == x.tolist()
+        request = engine.submit_plain(op, "sum", 0, 0, plain, out)
+        assert request is not None
+        assert Exchanged.asked.pop() == (_DLPACK_CUDA, 0)
+        request.join(_C.work_stream(out, 0))
+        request.wait()
+        assert request.done
+    assert _C.work_stream(x, 0) is None  # an array without a stream
+    assert engine.submit_plain("all_reduce", "sum", 0, 0, plain, x) is None
+    assert engine.submit_plain("barrier", "sum", 0, 0, None, None) is None
     assert engine.run_plain("barrier", "sum", 0, 0, None, None) is None  # the host has to wait for it
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, x) is None
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, Exchanged(np.zeros(8, np.float32), device=1)) is None
@@ -773,6 +860,12 @@ def native() -> None:
     assert engine.run_plain("all_reduce", "band", 0, 0, plain, plain) is None
     Exchanged.knows_stream = False
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None
+    assert engine.submit_plain("all_reduce", "sum", 0, 0, plain, plain) is None
+    assert _C.work_stream(plain, 0) is None
+    with pytest.raises(TypeError, match="work_stream takes an array and the index"):
+        _C.work_stream(plain)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="submit_plain takes 6 arguments, got 1"):
+        engine.submit_plain("all_reduce")  # type: ignore[call-arg]
     cpu = _C.Engine("cpu", 0, 1)
     cpu.connect([cpu.handle()])
     assert cpu.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None  # it lies on a device

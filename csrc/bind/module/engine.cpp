@@ -1,6 +1,6 @@
 // `_C`, the torch-free Python module. Integers and bytes go in, integers and bytes come out; the GIL is released while
-// a call runs. `run_plain` takes arrays and is a plain C function, because it is called for every small array:
-// examining the array in Python, or a dispatch by signature, would take longer than the call.
+// a call runs. `run_plain` and `submit_plain` take arrays and are plain C functions, because they are called for every
+// small array: examining the array in Python, or a dispatch by signature, would take longer than the call.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -286,21 +286,22 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   return engine.device() < 0 || from.find_stream(call.stream);
 }
 
-// Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
-PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  if (num_args != 6) return PyErr_Format(PyExc_TypeError, "run_plain takes 6 arguments, got %zd", num_args);
+// Makes a call from the arguments of a method of `_C.Engine`, if they need no preparation: `act` gets the call, without
+// the GIL, and `answer` what it returns. Otherwise returns None.
+template <typename Act, typename Answer>
+PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, Py_ssize_t num_args, Act act,
+                     Answer answer) {
+  if (num_args != 6) return PyErr_Format(PyExc_TypeError, "%s takes 6 arguments, got %zd", method, num_args);
   try {
     Engine& engine = *py::handle(self).cast<Engine*>();
     PlainArray input, output;
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
-    int source = -1;
     call.site = python_site();
-    {
+    return answer([&] {
       const py::gil_scoped_release release;
-      source = engine.run(call);
-    }
-    return PyLong_FromLong(source);
+      return act(engine, std::move(call));
+    }());
   } catch (const Error& error) {
     set_python_error(error);
   } catch (const std::exception& error) {
@@ -309,12 +310,51 @@ PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   return nullptr;
 }
 
+// Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
+PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return call_plain(
+      "run_plain", self, args, num_args, [](Engine& engine, const Call& call) { return engine.run(call); },
+      [](int source) { return PyLong_FromLong(source); });
+}
+
+// Engine.submit_plain(op, reduce_op, root, tag, input, output) -> Request | None
+PyObject* submit_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return call_plain(
+      "submit_plain", self, args, num_args, [](Engine& engine, Call&& call) { return engine.submit(std::move(call)); },
+      [](std::shared_ptr<Request> request) { return py::cast(std::move(request)).release().ptr(); });
+}
+
+// work_stream(array, device) -> int | None
+PyObject* work_stream(PyObject* /*module*/, PyObject* const* args, Py_ssize_t num_args) {
+  const std::optional<int> device = num_args == 2 ? whole_number(args[1]) : std::nullopt;
+  if (!device) return PyErr_Format(PyExc_TypeError, "work_stream takes an array and the index of its device");
+  const std::optional<std::uintptr_t> stream = PlainArray::work_stream(args[0], *device);
+  if (!stream) Py_RETURN_NONE;
+  return PyLong_FromSize_t(*stream);
+}
+
+PyCFunction as_method(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 PyMethodDef kRunPlain = {
-    "run_plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_plain)), METH_FASTCALL,
+    "run_plain", as_method(run_plain), METH_FASTCALL,
     "run_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> int | None\n\n"
     "A call on plain arrays with every default: the source of a recv, else -1. On a device it runs on the stream on "
     "which the library of the first array works now. None: nothing was done, because the arguments need preparation or "
     "are wrong."};
+
+PyMethodDef kSubmitPlain = {
+    "submit_plain", as_method(submit_plain), METH_FASTCALL,
+    "submit_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> Request | "
+    "None\n\n"
+    "Starts a call as run_plain makes it; the arrays must live, and keep their memory, until it is done."};
+
+PyMethodDef kWorkStream = {
+    "work_stream", as_method(work_stream), METH_FASTCALL,
+    "work_stream(array: object, device: int) -> int | None\n\n"
+    "The stream on which the library of an array works now on a CUDA device. None: the library does not tell by "
+    "DLPack's C exchange interface."};
 
 // ---- sums that do not depend on the order --------------------------------------------------------------------------
 
@@ -409,8 +449,10 @@ void define_engine(py::module_& m) {
                           OptionalParts, OptionalParts, Address>);
   define_call("submit", &submit<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
                                 OptionalParts, OptionalParts, Address>);
-  engine.attr(kRunPlain.ml_name) =
-      py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(engine.ptr()), &kRunPlain));
+  for (PyMethodDef* method : {&kRunPlain, &kSubmitPlain})
+    engine.attr(method->ml_name) =
+        py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(engine.ptr()), method));
+  m.attr(kWorkStream.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&kWorkStream, nullptr, nullptr));
 }
 
 void define_request(py::module_& m) {

@@ -113,13 +113,14 @@ class PlainArray {
 
   // Finds the stream that the array's library currently uses on the array's device. Returns false, with no Python error
   // set, if the library does not tell.
-  bool find_stream(std::uintptr_t& stream) const {
-    void* found = nullptr;
-    const bool known =
-        exchange_->current_work_stream != nullptr && exchange_->current_work_stream(kDlCuda, device_, &found) == 0;
-    if (!known) PyErr_Clear();
-    stream = reinterpret_cast<std::uintptr_t>(found);
-    return known;
+  bool find_stream(std::uintptr_t& stream) const { return ask_stream(exchange_, device_, stream); }
+
+  // The stream that the library of `array` currently uses on a CUDA device, if it tells.
+  static std::optional<std::uintptr_t> work_stream(PyObject* array, int device) {
+    std::uintptr_t stream = 0;
+    const DlExchange* const exchange = exchange_of(Py_TYPE(array));
+    if (exchange == nullptr || !ask_stream(exchange, device, stream)) return std::nullopt;
+    return stream;
   }
 
   char* data() const { return data_; }
@@ -156,6 +157,15 @@ class PlainArray {
     if (capsule == nullptr || !PyCapsule_IsValid(capsule, kName)) return nullptr;
     const auto* const exchange = static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule, kName));
     return exchange->major == 1 ? exchange : nullptr;
+  }
+
+  static bool ask_stream(const DlExchange* exchange, int device, std::uintptr_t& stream) {
+    void* found = nullptr;
+    const bool known =
+        exchange->current_work_stream != nullptr && exchange->current_work_stream(kDlCuda, device, &found) == 0;
+    if (!known) PyErr_Clear();
+    stream = reinterpret_cast<std::uintptr_t>(found);
+    return known;
   }
 
   bool read_tensor(PyObject* array) {
