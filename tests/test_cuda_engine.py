@@ -112,6 +112,10 @@ def test_errors_of_calls_that_are_not_prepared() -> None:
     run("plain_errors")
 
 
+def test_an_impatient_wait_leaves_the_call_in_flight() -> None:
+    run("impatient_waits")
+
+
 @pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
 def test_pools_of_torch(kind: str, devices: int, device: str) -> None:
     run("pools", kind, device, devices=devices)

@@ -101,6 +101,7 @@ def stages(capability: str, out: str) -> list[Stage]:
         tests("conversions", 20, usual),
         tests("libraries", 90, usual),
         tests("ranks", 60, usual),
+        tests("memory", 90, usual),
         Stage("benchmark", 140, bench, "bench", part="cells"),
         Stage(
             "sanitizer", 60, [*sanitizer, *smoke, "--few", "--part", "sanitizer"], "tools", needs="compute-sanitizer"
@@ -119,6 +120,7 @@ def more_stages(capability: str, out: str) -> list[Stage]:
         build(capability, out),
         tests("bits", 180, "more"),
         tests("ranks", 120, "more"),
+        tests("memory", 60, "more"),
         tests("nccl", 80, "not slow"),
         tests("training", 80, "not slow"),
         tests("parallel", 80, "not slow"),

@@ -52,6 +52,7 @@ bool read_handle(const std::string& text, MemoryHandle& handle) {
 
 Allocation allocation_of(std::uint64_t address) {
   static auto* get = RINGCOMM_DRIVER(cuPointerGetAttributes);
+  static auto* get_chunk = RINGCOMM_DRIVER(cuMemGetAddressRange);
   CUdeviceptr base = 0;
   std::size_t nbytes = 0;
   unsigned long long id = 0;
@@ -62,7 +63,8 @@ Allocation allocation_of(std::uint64_t address) {
   if (!get || get(4, attributes, values, address) != CUDA_SUCCESS) return {};
   if (from_cuda_malloc) return {base, nbytes, id};
   std::shared_ptr<const VmmReference> chunk = nbytes ? VmmReference::find(address) : nullptr;
-  if (!chunk) return {};
+  // Of virtual memory the attributes have the whole reserved range, and this function has what is mapped here.
+  if (!chunk || !get_chunk || get_chunk(&base, &nbytes, address) != CUDA_SUCCESS) return {};
   const std::uint64_t number = chunk->number();
   return {base, nbytes, number, std::move(chunk)};
 }

@@ -359,6 +359,8 @@ class NativeEngine(Engine):
         beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
         if self._beside is self.native or not isinstance(error, _ENDINGS):
             return error
+        if isinstance(error, CollectiveTimeoutError) and not self.aborted:
+            return error  # of an impatient wait: the call stays in flight
         if type(error) is not AbortedError:
             self._beside.abort(str(error), type(error).__name__)
             return error

@@ -104,7 +104,7 @@ void host_calls() {
       {"run on own streams", {counted(true, run_one), 12}},
       {"run on the default stream", {counted(false, run_one), 8}},
       {"submit and join on own streams", {counted(true, submit_and_join), 17}},
-      {"submit and join on the default stream", {counted(false, submit_and_join), 13}}};
+      {"submit and join on the default stream", {counted(false, submit_and_join), 9}}};
   for (const auto& [name, cost] : costs) std::printf("%s: %ld\n", name, cost.first);
   for (const auto& [name, cost] : costs)
     require(cost.first == cost.second, concat(name, ": ", cost.first, " calls of the runtime, not ", cost.second));

@@ -16,7 +16,7 @@ using cuda::Tuning;
 Setting setting(int world_size, bool known) {
   Setting s;
   s.layout.world_size = world_size;
-  s.layout.channels = 16;
+  s.layout.channels = s.usual_channels = 16;
   s.layout.packet_bytes = 19200;
   s.known = known;
   s.whole_lines = known;
@@ -66,7 +66,7 @@ void room() {
   const cuda::Layout two = cuda::default_layout(2, {}), eight = cuda::default_layout(8, {});
   require(cuda::link_channels(two, 132) == 16 && cuda::link_channels(two, 16) == 4,
           "a collective has room beside links");
-  require(cuda::link_channels(eight, 132) == 8 && cuda::link_channels(eight, 1) == 1, "all links at once");
+  require(cuda::link_channels(eight, 132) == 7 && cuda::link_channels(eight, 1) == 1, "all links at once");
   require(cuda::message_channels(0, 16) == 1 && cuda::message_channels(16384, 16) == 1, "a block for a small message");
   require(cuda::message_channels(16385, 16) == 2 && cuda::message_channels(1 << 30, 9) == 9, "more for a large one");
 }
@@ -138,7 +138,7 @@ void tables() {
   require(t.checksum() == Tuning::parse(text + "# more\n", "other").checksum() && t.checksum() != there.checksum() &&
               t.checksum() != Tuning::parse(text + "reduce 4 max direct 0 0\n", "table").checksum(),
           "checksums");
-  require(t.most_channels() == 0 && Tuning::parse("reduce 4 max direct 24 0\n", "").most_channels() == 24 &&
+  require(t.most_channels() == 0 && Tuning::parse("reduce 4 max direct 32 0\n", "").most_channels() == 32 &&
               Tuning::parse("reduce 4 max direct 999 0\n", "").most_channels() == cuda::kMaxChannels,
           "channels that a file asks for");
   refuses("\nall_reduce 4 65536 oneshot 4\n", "six columns");

@@ -388,6 +388,26 @@ def alone(comm: Communicator) -> None:
         comm.all_reduce(x, async_op=True)
 
 
+def impatient(comm: Communicator, plain: bool) -> None:
+    x: Any = Exchanged(np.ones(4, np.float32)) if plain else torch.ones(4)
+    how: dict[str, Any] = {} if plain else {"stream": 0}
+    if comm.rank > 0:
+        comm.exchange(b"")
+    work = comm.all_reduce(x, async_op=True, **how)
+    if comm.rank == 0:
+        with pytest.raises(errors.CollectiveTimeoutError, match=r"rank 0 waited 0\.05 s for an asyn.*still in flight"):
+            work.wait(timeout=0.05)
+        comm.exchange(b"")
+    assert work.synchronize() is x
+    comm.exchange(b"")
+    comm.barrier()
+
+
+def impatient_waits() -> None:
+    for plain in (False, True):
+        ranks(impatient, 2, plain, device="cuda:0")
+
+
 def plain_errors() -> None:
     ranks(alone, 2, device="cuda:0")
 

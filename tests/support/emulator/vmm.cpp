@@ -265,11 +265,29 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties,
   });
 }
 
+// What is mapped around an address, or what cudaMalloc has given.
+CUresult cuMemGetAddressRange(CUdeviceptr* base, std::size_t* nbytes, CUdeviceptr address) {
+  return locked([&](Memory& memory) {
+    Range range{};
+    const auto at = memory.mapping_around(address);
+    if (at != memory.mapped.end())
+      range = {at->first, at->second.nbytes, at->second.id};
+    else if (!find_allocation(address, range))
+      return cudaErrorInvalidValue;
+    *base = range.base;
+    *nbytes = range.nbytes;
+    return cudaSuccess;
+  });
+}
+// Of virtual memory, the range is the one that is reserved, as that of a real driver.
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address) {
   return locked([&](Memory& memory) {
     Range range{};
     const auto at = memory.mapping_around(address);
-    if (at != memory.mapped.end()) range = {at->first, at->second.nbytes, at->second.id};
+    if (at != memory.mapped.end()) {
+      const auto reserved = Memory::find(memory.reserved, address);
+      range = {reserved->first, reserved->second, at->second.id};
+    }
     const int legacy = at == memory.mapped.end() && find_allocation(address, range);
     for (unsigned i = 0; i < count; ++i) {
       switch (attributes[i]) {
