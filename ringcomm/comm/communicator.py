@@ -890,8 +890,8 @@ class Communicator:
         the memory is set aside now, since torch allocates when it likes and on one rank alone.
 
         Args:
-            nbytes: how much is set aside, the same on every rank. torch takes it in blocks that tensors share: 2 MiB for
-                    tensors of up to 1 MiB, 20 MiB for those of up to 10 MiB.
+            nbytes: how much is set aside, the same on every rank. torch takes it in blocks that tensors share: 2 MiB
+                    for tensors of up to 1 MiB, 20 MiB for those of up to 10 MiB.
         Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
                  them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
         Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
